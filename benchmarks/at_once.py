@@ -38,8 +38,8 @@ def print_at_once(
                     "regret_when_done": float(regret.mean()),
                     "best_kept_within_1pct": float((regret <= 0.01).mean()),
                 }
-                count, seconds, share, slower, stored = line.values()
-                cells = f"{count:.1f} | {seconds:.1f} | {share:.1%} | {slower:.2%} | {stored:.1%}"
+                count, seconds, share, slower, best_share = line.values()
+                cells = f"{count:.1f} | {seconds:.1f} | {share:.1%} | {slower:.2%} | {best_share:.1%}"
                 print(f"| {label} | {number} | {cells} |", flush=True)
     return figures
 

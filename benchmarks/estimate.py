@@ -142,11 +142,11 @@ def _stages(data: Figures) -> Figures:
         task = platform.task
         legal = legality(task, workload, platform.support)
         pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
-        empty = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
+        no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, platform.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        seen = search_context(task, workload, space, predictions, pruned, empty, PastMeasurements.empty())
+        seen = search_context(task, workload, space, predictions, pruned, no_trials, PastMeasurements.empty())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,

@@ -75,10 +75,10 @@ def bench(options: argparse.Namespace, rate: float) -> dict[str, float]:
         )
         by_wall, by_cpu = [], []
         for seed in range(options.repeats):
-            result = measure([target], load, model="null", vocab_size=32000, seed=seed, timeout_s=300)
-            if result.problems:
-                raise SystemExit("; ".join(result.problems))
-            figures = result.figures
+            tokens = measure([target], load, model="null", vocab_size=32000, seed=seed, timeout_s=300)
+            if tokens.problems:
+                raise SystemExit("; ".join(tokens.problems))
+            figures = tokens.figures
             by_wall.append(figures["output_tokens_per_s"])
             by_cpu.append(options.requests * options.tokens / figures["client_cpu_s"])
             print(
@@ -122,19 +122,19 @@ PIECE = chunk(json.dumps(EVENT, separators=(",", ":")).encode())
 class _Answering(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self.transport, self.got, self.left, self.paused = transport, b"", 0, False
+        self.transport, self.received, self.left, self.paused = transport, b"", 0, False
 
     def connection_lost(self, error: Exception | None) -> None:
         ANSWERING.discard(self)
 
     def data_received(self, data: bytes) -> None:
-        self.got += data
-        head, _, body = self.got.partition(b"\r\n\r\n")
+        self.received += data
+        head, _, body = self.received.partition(b"\r\n\r\n")
         length = re.search(rb"(?i)content-length: *(\d+)", head)
         if length is None or len(body) < int(length[1]):
             return
-        self.asked = json.loads(body)
-        self.got, self.left = b"", self.asked["max_tokens"]
+        self.body = json.loads(body)
+        self.received, self.left = b"", self.body["max_tokens"]
         self.transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
@@ -146,9 +146,9 @@ class _Answering(asyncio.Protocol):
         if self.left:
             return
         ANSWERING.discard(self)
-        result, read = self.asked["max_tokens"], len(self.asked["prompt"])
+        tokens, read = self.body["max_tokens"], len(self.body["prompt"])
         end = {**EVENT, "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-        usage = {**EVENT, "choices": [], "usage": {"prompt_tokens": read, "completion_tokens": result}}
+        usage = {**EVENT, "choices": [], "usage": {"prompt_tokens": read, "completion_tokens": tokens}}
         last = b"".join(chunk(json.dumps(event).encode()) for event in (end, usage))
         self.transport.write(last + chunk(b"[DONE]") + b"0\r\n\r\n")
 

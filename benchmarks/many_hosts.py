@@ -166,21 +166,21 @@ def figures(
     ends = [mark for mark in watch.marks if mark[0] == "trial_finished"]
     assert len(starts) == len(ends) == len(trials)
     rows = list(zip(starts, ends, trials, strict=True))
-    full = [(start, end, each) for start, end, each in rows if not each["lost"]]
+    undisturbed = [(start, end, each) for start, end, each in rows if not each["lost"]]
     lost_trials = [(end, each) for _, end, each in rows if each["lost"]]
-    best = min(watch.true[end[3].candidate] for _, end, _ in full)
-    files, resident, _ = max(each["usage"] for _, _, each in full)
+    best = min(watch.true[end[3].candidate] for _, end, _ in undisturbed)
+    files, resident, _ = max(each["usage"] for _, _, each in undisturbed)
     return {
         "hosts": options.hosts,
         "trials": len(rows),
         "lost": len(lost_trials),
         "looked_at_hosts_s": round(starts[0][1] - begin, 2),
         "all_started_s": _median([each["started"] - start[1] for start, _, each in rows]),
-        "overhead_s": _median([end[1] - start[1] - options.play for start, end, _ in full]),
-        "cpu_s": _median([end[2] - start[2] for start, end, _ in full]),
+        "overhead_s": _median([end[1] - start[1] - options.play for start, end, _ in undisturbed]),
+        "cpu_s": _median([end[2] - start[2] for start, end, _ in undisturbed]),
         "noticed_s": [round(end[1] - each["silent"], 2) for end, each in lost_trials],
         "ended_by_host": sum(end[3].inconclusive and each["lost"] in end[3].reason for end, each in lost_trials),
-        "core_share": _median([each["usage"][2] for _, _, each in full if each["steps_done"]]),
+        "core_share": _median([each["usage"][2] for _, _, each in undisturbed if each["steps_done"]]),
         "open_files": files,
         "rss_mib": resident >> 20,
         "rss_before_mib": watch.idle_bytes >> 20,

@@ -171,10 +171,7 @@ def _scores(sweep: Sweep, search: Searcher) -> Score:
         trials={tol: float(np.mean([each.trials[tol] for each in scores])) for tol in TOLERANCES},
         seconds={tol: float(np.mean([each.seconds[tol] for each in scores])) for tol in TOLERANCES},
         regret=float(np.mean([each.regret for each in scores])),
-        untried={
-            predictions: float(np.mean([each.untried[predictions] for each in scores]))
-            for predictions in scores[0].untried
-        },
+        untried={space: float(np.mean([each.untried[space] for each in scores])) for space in scores[0].untried},
         regret_when_done=float(np.mean(done)) if done else None,
     )
 
@@ -197,9 +194,7 @@ def _score(sweep: Sweep, search: Search) -> Score:
         trials=trials,
         seconds=seconds,
         regret=float(so_far[:MAX_ROWS][-1] / sweep.best - 1),
-        untried={predictions: 1 - len(search.rows) / size for predictions, size in _spaces(sweep).items()}
-        if is_done
-        else {},
+        untried={space: 1 - len(search.rows) / size for space, size in _spaces(sweep).items()} if is_done else {},
         regret_when_done=float(so_far[-1] / sweep.best - 1) if is_done else None,
     )
 
@@ -213,9 +208,9 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
     figures["regret_at_5_trials"] = float(np.mean([score.regret for score in scores]))
     figures["worst_regret_at_5_trials"] = float(np.max([score.regret for score in scores]))
     regrets = [score.regret_when_done for score in scores if score.regret_when_done is not None]
-    for predictions in SPACES:
-        shares = [score.untried[predictions] for score in scores if score.untried]
-        figures[f"never_tried_of_{predictions}"] = float(np.mean(shares)) if shares else None
+    for space in SPACES:
+        shares = [score.untried[space] for score in scores if score.untried]
+        figures[f"never_tried_of_{space}"] = float(np.mean(shares)) if shares else None
     figures["best_kept_within_1pct"] = float(np.mean(np.array(regrets) <= TOLERANCES["1pct"])) if regrets else None
     figures["regret_when_done"] = float(np.mean(regrets)) if regrets else None
     figures["worst_regret_when_done"] = float(np.max(regrets)) if regrets else None
@@ -234,7 +229,7 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     for name, reported in figures.items():
         trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
         done = (
-            *(reported[f"never_tried_of_{predictions}"] for predictions in SPACES),
+            *(reported[f"never_tried_of_{space}"] for space in SPACES),
             reported["best_kept_within_1pct"],
         )
         shares = ("never stops" if share is None else f"{share:.1%}" for share in done)

@@ -36,14 +36,14 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
         )
         return f'<path d="{path}" stroke="{colour}" stroke-width="4" stroke-linecap="round" opacity=".6"/>'
 
-    message = (
+    caption = (
         f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {ERROR_FACTOR} times off"
     )
     height = SIZE + TITLE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}"',
         f' height="{height}" font-family="sans-serif" font-size="10">',
-        f"<title>{escape(title)}</title><desc>{escape(message)}</desc>",
+        f"<title>{escape(title)}</title><desc>{escape(caption)}</desc>",
         f'<rect y="{-TITLE}" width="{SIZE}" height="{height}" fill="#fff"/>',
         f'<text x="{SIZE / 2}" y="-5" text-anchor="middle">{escape(title)}</text>',
         f'<path d="M{MARGIN} 8V{SIZE - MARGIN}H{SIZE - 8}" stroke="#333" fill="none"/>',
@@ -63,8 +63,8 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
 def _ticks(lower: float, upper: float) -> list[float]:
     """Return the ticks of an axis: 1, 2 and 5 of each power of ten, or only powers of ten on a long axis."""
     powers = range(math.floor(lower / math.log(10)), math.ceil(upper / math.log(10)) + 1)
-    stored = TICKS if len(powers) < 5 else (1,)
-    values = [lead * 10.0**power for power in powers for lead in stored]
+    ticks = TICKS if len(powers) < 5 else (1,)
+    values = [lead * 10.0**power for power in powers for lead in ticks]
     return [value for value in values if lower < math.log(value) < upper]
 
 

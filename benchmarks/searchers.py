@@ -67,10 +67,10 @@ def by_strategy(
     The search learns from the latest of `other_sweeps` with the same chip and another model, as `flag tune` does from
     earlier runs.
     """
-    experienced = [(one, _measured(one, number)) for number, one in enumerate(other_sweeps, start=1)]
+    other_measurements = [(one, _measured(one, number)) for number, one in enumerate(other_sweeps, start=1)]
 
     def search(sweep: Sweep) -> list[Search]:
-        known = [past for one, past in experienced if _is_related(one, sweep)]
+        known = [past for one, past in other_measurements if _is_related(one, sweep)]
         time, memory = (
             (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
         )

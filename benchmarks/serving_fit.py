@@ -172,11 +172,11 @@ def curve_of(family: str, values: Mapping[str, float]) -> Curve:
 
 def overheads_of(engine: str, values: Mapping[str, float], known: Overheads) -> Overheads:
     """Return an engine's overheads; those that are not fitted stay unchanged."""
-    result = {key: values[f"{engine}.{key}"] for key in ENGINE}
-    wide, narrow = result.pop("experts8"), result.pop("experts4")
+    overheads = {key: values[f"{engine}.{key}"] for key in ENGINE}
+    wide, narrow = overheads.pop("experts8"), overheads.pop("experts4")
     if not known.iteration:  # a release that hides it
-        result["iteration"] = 0.0
-    return replace(known, **result, experts={"bf16": wide, "fp8": wide, "nvfp4": narrow})
+        overheads["iteration"] = 0.0
+    return replace(known, **overheads, experts={"bf16": wide, "fp8": wide, "nvfp4": narrow})
 
 
 def prediction_inputs(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overheads]:
@@ -261,8 +261,8 @@ class Fit:
         flat = slopes.reshape(len(vector), -1)
         normal = (flat * trust.reshape(-1)) @ flat.T + np.diag((PRIOR_WEIGHT / self.spread) ** 2)
         right = (flat * trust.reshape(-1)) @ errors_now.reshape(-1) + (PRIOR_WEIGHT / self.spread) ** 2 * vector
-        expected = vector - np.linalg.solve(normal, right)
-        return vector + np.clip(expected - vector, -0.5, 0.5)
+        solution = vector - np.linalg.solve(normal, right)
+        return vector + np.clip(solution - vector, -0.5, 0.5)
 
 
 def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:

@@ -57,7 +57,7 @@ ROWS = 400
 
 def settings() -> Settings:
     """Return candidates that are distinct for every load."""
-    full = {
+    columns_ = {
         "instances": 1,
         "devices": 1,
         "tensor": 1,
@@ -67,8 +67,8 @@ def settings() -> Settings:
         "chunked": 1,
         "graphs": 1,
     }
-    full |= {"pass_tokens": 65536, "block_size": 16, "context_len": 8192, "prefix_caching": 0}
-    columns = {name: np.full(ROWS, value) for name, value in full.items()}
+    columns_ |= {"pass_tokens": 65536, "block_size": 16, "context_len": 8192, "prefix_caching": 0}
+    columns = {name: np.full(ROWS, value) for name, value in columns_.items()}
     columns |= {"max_running": 1 + np.arange(ROWS) % 20, "max_batched_tokens": 1024 + 256 * (np.arange(ROWS) // 20)}
     rates = {"memory_fraction": 0.9, "cache_bytes": np.nan, "cache_element_bytes": 2.0}
     return Settings(**columns, **{name: np.full(ROWS, value) for name, value in rates.items()})

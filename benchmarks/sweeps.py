@@ -93,10 +93,10 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlug
             except FlagError as error:
                 print(f"record {record.get('id')} is left out: {error}", file=sys.stderr)
                 continue
-            single = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
+            job_key = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             reported = {"source": record.get("source", ""), "capacity": capacity}
-            groups[f"{reported}: {single!r}"].append((job, {**measured, **reported}))
+            groups[f"{reported}: {job_key!r}"].append((job, {**measured, **reported}))
     some = [
         members
         for members in groups.values()

@@ -1,7 +1,7 @@
 """Checks of blocks that are neither commands nor code: outputs, layouts, formulas.
 
-Measured figures cannot be reproduced; the text around them is compared with the output of a run (tests/example_folder.py).
-Derived figures are computed again. A check is called with the block, in the example folder.
+Measured figures cannot be reproduced; the text around them is compared with the output of a run of
+tests/example_folder.py. Derived figures are computed again. A check runs in the example folder and receives the block.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     (worst,) = [line for line in page.splitlines() if line.startswith("| Made up | ") and " | tiny, 4 x cpu | " in line]
     assert worst.split(" | ")[1] in ("one", "two", "three")
     assert [file.name for file in docs.glob("accuracy/*")] == ["made-up.svg"]
-    single = page, (docs / "accuracy" / "made-up.svg").read_text()
+    first_build = page, (docs / "accuracy" / "made-up.svg").read_text()
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
-    assert single == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
+    assert first_build == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
 
 
 @pytest.mark.parametrize("name", ["ampere", "hopper", "blackwell"])
@@ -99,9 +99,9 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
             part, _, precision = key.partition(".")
             if key != "host_bytes_per_second":  # a chip's own is kept
                 assert (shipped[part][precision] if precision else shipped[part]) == value, (chip, key)
-        stored = fit_curves._arguments(family, family.start)
-        assert stored.keys() == shipped.keys()
-        assert stored["gemm_shares"].keys() == shipped["gemm_shares"].keys()
+        start_arguments = fit_curves._arguments(family, family.start)
+        assert start_arguments.keys() == shipped.keys()
+        assert start_arguments["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

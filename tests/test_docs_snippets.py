@@ -1,8 +1,8 @@
-"""Every block of every page is run, read or compared; a new page or block is, too, or its test fails.
+"""Every block of every page is run, parsed or compared. A new block without a check fails.
 
-A block of commands is followed line by line, in a copy of the example folder that its page has to itself. What would train or
-serve for minutes is tuned at the fidelity `estimate`, and measured for seconds; `make` and `pip` lines are checked
-against the Makefile and the extras. `SHOWN` has what is neither a command nor a file nor code, with what checks it.
+The commands of a page run line by line in the page's own copy of the example folder. Commands that would train or serve
+for minutes run at the fidelity `estimate`, and measurements take seconds. `make` and `pip` lines are checked against the
+Makefile and the extras. `SHOWN` maps blocks that are neither commands nor files nor code to their checks.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def _is_block_of(key: tuple[str, str], block: Block) -> bool:
 @pytest.mark.parametrize("block", SPECS, ids=str)
 def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, example_folder: Path) -> None:
     part = yaml.safe_load(block.text)
-    full = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
+    complete_spec = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [select_engine(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**full, **data}, file=block.page, base=example_folder, engines=ENGINES)
+        parse_spec({**complete_spec, **data}, file=block.page, base=example_folder, engines=ENGINES)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -265,16 +265,16 @@ FOLLOWERS: dict[str, Callable[[list[str]], None]] = {
 
 @pytest.fixture(scope="module")
 def folder_of(example_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """Yield what gives a page the copy of the example folder in which it is followed; what it measures stays with it."""
-    result: dict[str, Path] = {}
+    """Yield a function that returns the folder of a page, a copy of the example folder with the results of the page."""
+    folders: dict[str, Path] = {}
     patch = pytest.MonkeyPatch()
 
     def folder(page: str) -> Path:
-        if page not in result:
-            result[page] = tmp_path_factory.mktemp("page") / "reader"
-            shutil.copytree(example_folder, result[page])
-        patch.setenv("FLAGCORE_HOME", str(result[page] / "home"))
-        return result[page]
+        if page not in folders:
+            folders[page] = tmp_path_factory.mktemp("page") / "reader"
+            shutil.copytree(example_folder, folders[page])
+        patch.setenv("FLAGCORE_HOME", str(folders[page] / "home"))
+        return folders[page]
 
     yield folder
     patch.undo()

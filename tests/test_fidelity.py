@@ -153,7 +153,7 @@ class Bench:
     def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> TuneResult:
         limits = Control(train_iters=3, fidelity=fidelity, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
-        expected = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
+        cluster = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
         parts = Dependencies(
             plugins=LoadedPlugins.of({"here": plugin}),
             workload=self.workload,
@@ -163,7 +163,7 @@ class Bench:
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=lambda event: None,
         )
-        return tune(replace(task.spec, cluster=expected), parts)
+        return tune(replace(task.spec, cluster=cluster), parts)
 
 
 @pytest.fixture
@@ -178,8 +178,8 @@ def layout(trial: Trial | None) -> tuple[Any, ...]:
 
 
 def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
-    empty = SimpleNamespace(**HERE)
-    ending = bench.tune("estimate", empty, max_trials=5)
+    plugin = SimpleNamespace(**HERE)
+    ending = bench.tune("estimate", plugin, max_trials=5)
     plan = ending.plan
     assert bench.launcher.probed == bench.launcher.ran == []
     assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
@@ -193,7 +193,7 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     data = result(plan, "run")
     assert data["fidelity"] == "estimate"
     assert data["best"]["measured"] is None
-    assert bench.tune("estimate", empty, max_trials=5).plan == plan
+    assert bench.tune("estimate", plugin, max_trials=5).plan == plan
 
 
 def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
@@ -289,9 +289,9 @@ def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench:
 
 @pytest.mark.parametrize("stop_at", [0, 4, 8])
 def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
-    full = Bench(bench.folder / "whole")
-    full.folder.mkdir()
-    expected = full.tune("probe").plan
+    uninterrupted = Bench(bench.folder / "whole")
+    uninterrupted.folder.mkdir()
+    expected = uninterrupted.tune("probe").plan
     starts = iter(range(100))
     bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
     first = bench.tune("probe")
@@ -301,7 +301,7 @@ def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench,
     second = bench.tune("probe")
     assert second.error is None
     assert set(done).isdisjoint(bench.launcher.probed), "a finished probe was repeated"
-    assert len(done) + len(bench.launcher.probed) == len(full.launcher.probed)
+    assert len(done) + len(bench.launcher.probed) == len(uninterrupted.launcher.probed)
     plan = second.plan
     assert [trial.candidate for trial in plan.trials] == [trial.candidate for trial in expected.trials]
     assert [trial.measurement for trial in plan.trials] == [trial.measurement for trial in expected.trials]

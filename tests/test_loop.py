@@ -248,12 +248,12 @@ def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) 
 
 
 def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
-    completed = Counter[tuple[int, int]]()
+    run_counts = Counter[tuple[int, int]]()
 
     def seconds_with_outlier(tensor: int, micro: int) -> float:
-        completed[tensor, micro] += 1
+        run_counts[tensor, micro] += 1
         if (tensor, micro) == (2, 4):
-            return 99.0 if completed[tensor, micro] == 1 else 110.0
+            return 99.0 if run_counts[tensor, micro] == 1 else 110.0
         return plain(tensor, micro)
 
     bench.launcher = Instant(seconds_with_outlier)

@@ -166,10 +166,10 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
 
 def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
     plan = bench.tune(repeats=0, max_trials=3)
-    full = {trial.candidate: trial for trial in plan.repeats}
+    whole_runs = {trial.candidate: trial for trial in plan.repeats}
     for trial in shortened_trials(plan):
-        if trial.candidate in full:
-            measured, truth = trial.measurement, full[trial.candidate].measurement
+        if trial.candidate in whole_runs:
+            measured, truth = trial.measurement, whole_runs[trial.candidate].measurement
             assert measured is not None
             assert truth is not None
             assert measured.low_s is not None
@@ -310,8 +310,8 @@ def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> 
 def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: Bench, spares: int) -> None:
     bench.player = player = OnTwoHosts()
     bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
-    removed = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
-    player.ends = lambda number: removed if number <= MAX_CONSECUTIVE_BUSY + 1 else None
+    lost_host = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
+    player.ends = lambda number: lost_host if number <= MAX_CONSECUTIVE_BUSY + 1 else None
     plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
     assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
     assert plan.counts.balanced

@@ -65,12 +65,12 @@ def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialS
 
 def test_finished_trials_are_read_back_unchanged(tmp_path: Path) -> None:
     first = store(tmp_path)
-    stored = [run(first, 1), run(first, 2, TrialState.OUT_OF_MEMORY), run(first, 4, TrialState.STOPPED)]
-    assert list(first.trials()) == stored
-    assert list(store(tmp_path).trials()) == stored
-    assert [trial.number for trial in stored] == [0, 1, 2]
-    assert Path(first.folder(stored[1])) == tmp_path / "trials" / "1"
-    assert Path(first.folder(stored[1])).is_dir()
+    trials = [run(first, 1), run(first, 2, TrialState.OUT_OF_MEMORY), run(first, 4, TrialState.STOPPED)]
+    assert list(first.trials()) == trials
+    assert list(store(tmp_path).trials()) == trials
+    assert [trial.number for trial in trials] == [0, 1, 2]
+    assert Path(first.folder(trials[1])) == tmp_path / "trials" / "1"
+    assert Path(first.folder(trials[1])).is_dir()
 
 
 def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
 
 def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) -> None:
     assert stored_trials(tmp_path, "run") == ()
-    stored = run(store(tmp_path))
+    trial_ = run(store(tmp_path))
     before = (tmp_path / "journal.log").read_bytes()
-    assert stored_trials(tmp_path, "run") == (stored,)
+    assert stored_trials(tmp_path, "run") == (trial_,)
     assert stored_trials(tmp_path, "another") == ()
     assert (tmp_path / "journal.log").read_bytes() == before
     with pytest.raises(RunError):
@@ -130,13 +130,13 @@ def interrupt(*_: object) -> None:
 @pytest.mark.parametrize("size", [1, 10, -2, -40])
 def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, size: int) -> None:
     first = store(tmp_path)
-    stored = run(first)
+    trial_ = run(first)
     journal = tmp_path / "journal.log"
-    full = journal.read_bytes()
-    last = full.splitlines(keepends=True)[-1]
-    journal.write_bytes(full + last[:size])
+    content = journal.read_bytes()
+    last = content.splitlines(keepends=True)[-1]
+    journal.write_bytes(content + last[:size])
     second = store(tmp_path)
-    assert second.trials() == (stored,)
+    assert second.trials() == (trial_,)
     run(second, 2)
     assert len(store(tmp_path).trials()) == 2
     assert all(json.loads(line) for line in journal.read_text().splitlines())
@@ -174,20 +174,20 @@ def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, 
 @pytest.mark.slow
 def test_any_optuna_storage_holds_the_trials(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    stored = run(store(tmp_path, url=url))
-    assert store(tmp_path, url=url).trials() == (stored,)
+    trial_ = run(store(tmp_path, url=url))
+    assert store(tmp_path, url=url).trials() == (trial_,)
     assert store(tmp_path, url=url, run="another run").trials() == ()
     assert not (tmp_path / "journal.log").exists()
 
 
 @pytest.mark.parametrize(("objective", "best"), [("tokens_per_second_per_device", 512.0), ("step_time_s", 2.0)])
 def test_optunas_own_tools_see_the_objective(tmp_path: Path, objective: str, best: float) -> None:
-    actual = store(tmp_path, objective=objective)
-    run(actual)
-    run(actual, 2, TrialState.FAILED)
-    run(actual, 4, TrialState.STOPPED)
+    trial_store = store(tmp_path, objective=objective)
+    run(trial_store)
+    run(trial_store, 2, TrialState.FAILED)
+    run(trial_store, 4, TrialState.STOPPED)
     slower = replace(MEASURED, step_time_s=4.0, tokens_per_second_per_device=256.0)
-    actual.add(planned(candidate(8), state=TrialState.MEASURED, measurement=slower))
+    trial_store.add(planned(candidate(8), state=TrialState.MEASURED, measurement=slower))
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal.log"))
     study = optuna.load_study(study_name="run", storage=optuna.storages.JournalStorage(backend))
     assert study.best_value == best
@@ -304,8 +304,8 @@ def test_new_moves_an_earlier_run_aside_and_deletes_nothing(tmp_path: Path) -> N
         directory.open(new=True)
         names.add(directory.claim({"round": round_}, {}))
         directory.close()
-    stored = sorted(json.loads((folder / "task.json").read_text())["task"]["round"] for folder in tmp_path.iterdir())
-    assert stored == [0, 1, 2]
+    rounds = sorted(json.loads((folder / "task.json").read_text())["task"]["round"] for folder in tmp_path.iterdir())
+    assert rounds == [0, 1, 2]
     assert len(names) == 3
 
 
@@ -330,10 +330,10 @@ def test_a_full_disk_is_reported_with_what_was_saved(tmp_path: Path) -> None:
 
 
 def _write_to_full_disk(path: Path) -> None:
-    stored = store(path)
+    trial_store = store(path)
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
-    stored.begin(planned(small.candidate()))
+    trial_store.begin(planned(small.candidate()))
 
 
 @pytest.mark.parametrize(

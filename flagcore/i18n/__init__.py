@@ -23,13 +23,13 @@ LOCALE = Path(__file__).parent / "locale"
 _chosen = ""
 
 
-def choose(asked: str) -> bool:
+def choose(language: str) -> bool:
     """Select a language by its name or by the name of a locale (`zh_CN.UTF-8`); an empty name is English.
 
     Returns False, and changes nothing, for an unknown language.
     """
     global _chosen
-    name = asked.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
+    name = language.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
     if name not in LANGUAGES:
         return False
     _chosen = name

@@ -77,24 +77,24 @@ def written(tmp_path: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tune_has_one_pod_that_tunes_and_others_that_join(tmp_path: Path, kind: str) -> None:
-    result, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume="data:/data")
-    tunes, joins = found(checked(result), "containers")
+    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume="data:/data")
+    tunes, joins = found(checked(manifest), "containers")
     (host, *_) = tunes[0]["env"][0]["value"].split()
     assert tunes[0]["command"][-1] == f"exec flag tune '{tmp_path}/My Job.yaml'"
     assert joins[0]["command"][-1].endswith(f"join {host}")
     assert tunes[0]["env"] == joins[0]["env"]
     assert tunes[0]["resources"]["limits"] == {"cpu": 2}
-    assert found(result, "claimName") == ["data", "data"]
-    assert result["metadata"]["name"] == "my-job"
-    assert found(result, "secretKeyRef")[0]["name"] in notes[0]
+    assert found(manifest, "claimName") == ["data", "data"]
+    assert manifest["metadata"]["name"] == "my-job"
+    assert found(manifest, "secretKeyRef")[0]["name"] in notes[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path, cluster={"chip": "cpu", "nodes": 1, "devices_per_node": 2})
-    result, notes = api.manifest(file, kind=kind, image="image:1", name="one")
-    assert len(found(checked(result), "containers")) == 1
-    assert (notes, found(result, "secretKeyRef")) == ([], [])
+    manifest, notes = api.manifest(file, kind=kind, image="image:1", name="one")
+    assert len(found(checked(manifest), "containers")) == 1
+    assert (notes, found(manifest, "secretKeyRef")) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     tmp_path: Path, chip: str, devices: int, limits: dict[str, int]
 ) -> None:
     file = written(tmp_path, cluster={"chip": chip, "nodes": 3, "devices_per_node": devices})
-    result, _ = api.manifest(file, kind="jobset", image="image:1")
-    assert found(checked(result), "limits") == [limits] * 2
+    manifest, _ = api.manifest(file, kind="jobset", image="image:1")
+    assert found(checked(manifest), "limits") == [limits] * 2
 
 
 def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> Path:
@@ -131,8 +131,8 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
     argv = ["echo", "{node_rank} of {nnodes}", "{master_addr}:{master_port}", "it's $HOME"]
     secret = {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}
     run = run_with(tmp_path, monkeypatch, argv=argv, environment=secret, needs=["WANDB_API_KEY"])
-    result, notes = api.manifest(run, kind=kind, image="image:1")
-    first, others = (each[0] for each in found(checked(result), "containers"))
+    manifest, notes = api.manifest(run, kind=kind, image="image:1")
+    first, others = (each[0] for each in found(checked(manifest), "containers"))
     host = KINDS[kind].hosts("run", 3)[0]
     for one, index, rank in ((first, "0", 0), (others, "1", 2)):
         ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
@@ -142,8 +142,8 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
         assert completed.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
     environment = {each["name"]: each.get("value") for each in first["env"]}
     assert environment["MODE"] == "eth0"
-    assert "hidden-4711" not in json.dumps(result)
-    assert {each["key"] for each in found(result, "secretKeyRef")} == {"HF_TOKEN", "WANDB_API_KEY"}
+    assert "hidden-4711" not in json.dumps(manifest)
+    assert {each["key"] for each in found(manifest, "secretKeyRef")} == {"HF_TOKEN", "WANDB_API_KEY"}
     assert notes
 
 

@@ -95,10 +95,10 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}
     one = TorchReport(**words, attributes=frozenset(), devices=(device,))
     monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: one)
-    created, file = api.calibrate(seconds=5.0)
-    assert created.chip == "Weird 9000"
+    saved_calibration, file = api.calibrate(seconds=5.0)
+    assert saved_calibration.chip == "Weird 9000"
     assert file.parent == tmp_path / "calibrations"
-    chip = chip_of(created)
+    chip = chip_of(saved_calibration)
     assert chip.memory_bytes is not None
     assert chip.memory_bytes.value == 2 << 30
     assert chip.memory_bandwidth_bytes_per_second is not None

@@ -151,11 +151,11 @@ def test_two_inconsistent_rules_are_reproduced() -> None:
 def test_memory_model_goes_from_the_largest_down_and_skips_what_is_too_large_or_too_small() -> None:
     some = [strategy(data_parallel_size=dp) for dp in (1, 2, 3, 4, 5)]
     tuner = FlagScale(some, memory=[10.0, 50.0, 90.0, 110.0, 30.0], device_bytes=100.0)
-    completed = []
+    trials_run = []
     while (place := tuner.next()) is not None:
-        completed.append(place)
+        trials_run.append(place)
         tuner.tell(1.0)
-    assert completed == [1, 4]
+    assert trials_run == [1, 4]
     by_size = {entry.values["data_parallel_size"]: (entry.pruned_by, entry.out_of_memory) for entry in tuner.history}
     assert by_size[4] == ("memory_model", True)
     assert by_size[3] == ("memory_utilization", False)

@@ -123,9 +123,9 @@ def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of
 
 def test_running_out_of_memory_costs_a_trial_and_excludes_larger_candidates(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(4, 1, 1), out_of_memory=(1, 4, 1)), "--strategy", "predicted")
-    full = figures["figures"]["flagscale"]
-    assert full["never_tried_of_measured"] > 0
-    assert full["best_kept_within_1pct"] == 1.0
+    flagscale = figures["figures"]["flagscale"]
+    assert flagscale["never_tried_of_measured"] > 0
+    assert flagscale["best_kept_within_1pct"] == 1.0
 
 
 def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Path) -> None:

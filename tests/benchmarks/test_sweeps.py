@@ -104,11 +104,11 @@ def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: Lo
 def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
     (sweep,) = sweeps.read_sweeps(records(), loaded)
     less = sweeps.on_smaller_devices(sweep, 0.5)
-    completed = np.isfinite(less.seconds)
-    assert completed.sum() == 6
-    assert sweep.used_bytes[completed].max() < sweep.used_bytes[~completed].min()
-    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(completed).tolist()
-    assert np.array_equal(less.seconds[completed], sweep.seconds[completed])
+    succeeded = np.isfinite(less.seconds)
+    assert succeeded.sum() == 6
+    assert sweep.used_bytes[succeeded].max() < sweep.used_bytes[~succeeded].min()
+    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(succeeded).tolist()
+    assert np.array_equal(less.seconds[succeeded], sweep.seconds[succeeded])
 
 
 def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: LoadedPlugins) -> None:

@@ -70,12 +70,10 @@ def serving(*loads: Load) -> Task:
 
 def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(experience: Experience) -> None:
     task = serving(Load(request_rate=math.inf, num_prompts=64))
-    completed = trial(0)
-    assert completed.measurement is not None
-    measured = replace(completed.measurement, versions={"vllm": "0.32.0"})
-    experience.save(
-        "one", task, [replace(completed, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))]
-    )
+    trial_ = trial(0)
+    assert trial_.measurement is not None
+    measured = replace(trial_.measurement, versions={"vllm": "0.32.0"})
+    experience.save("one", task, [replace(trial_, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
     (record,) = experience.records(task.cluster.groups[0].chip, "vllm")
     assert record["measured"]["objective"] == "output_tokens_per_s"
     job = read_job(record, ENGINES)

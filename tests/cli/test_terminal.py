@@ -17,24 +17,24 @@ pytestmark = pytest.mark.slow
 
 def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
     """Return what `flag` prints on a terminal of 80 columns."""
-    actual, expected = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     environment = {**os.environ, **environment, "PYTHONPATH": root}
     process = subprocess.Popen(
-        [*FLAG, *arguments], stdout=expected, stderr=expected, env=environment, cwd=project.folder
+        [*FLAG, *arguments], stdout=terminal, stderr=terminal, env=environment, cwd=project.folder
     )
-    os.close(expected)
+    os.close(terminal)
     output = b""
     while True:
         try:
-            piece = os.read(actual, 65536)
+            piece = os.read(controller, 65536)
         except OSError:  # the other end is closed
             break
         if not piece:
             break
         output += piece
-    os.close(actual)
+    os.close(controller)
     assert process.wait(60) == 0, output
     return output.decode()
 

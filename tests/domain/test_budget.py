@@ -107,11 +107,11 @@ def test_imported_trials_use_no_budget() -> None:
 def test_time_is_kept_for_the_whole_runs_of_shortened_finalists() -> None:
     both = [trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0)]
     known = search_state(*(scaled(each, 0.25) for each in both))
-    full = [10.0 + CONTROL.train_iters * 0.75, 10.0 + CONTROL.train_iters * 0.25]
-    assert repeats_seconds(CONTROL, known) == sum(full)
-    assert repeats_seconds(replace(CONTROL, repeats=0), known) == sum(full)
-    assert has_time_to_repeat(CONTROL, known.trials[0], 100.0 - full[0])
-    assert not has_time_to_repeat(CONTROL, known.trials[0], 100.1 - full[0])
+    durations = [10.0 + CONTROL.train_iters * 0.75, 10.0 + CONTROL.train_iters * 0.25]
+    assert repeats_seconds(CONTROL, known) == sum(durations)
+    assert repeats_seconds(replace(CONTROL, repeats=0), known) == sum(durations)
+    assert has_time_to_repeat(CONTROL, known.trials[0], 100.0 - durations[0])
+    assert not has_time_to_repeat(CONTROL, known.trials[0], 100.1 - durations[0])
 
 
 def scaled(trial: Trial, seconds: float) -> Trial:

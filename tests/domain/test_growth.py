@@ -55,8 +55,8 @@ def test_without_runs_on_several_numbers_of_nodes_steps_are_scaled_as_predicted(
 
 
 def test_growth_as_predicted_narrows_the_interval_and_keeps_the_value() -> None:
-    single, before = run(8, 1.0, 1.3), step_of(run(8, 1.0, 1.3))
-    after = step_of(calibrated((single, run(16, 1.1, 1.3 / 1.1)))[0])
+    one_run, before = run(8, 1.0, 1.3), step_of(run(8, 1.0, 1.3))
+    after = step_of(calibrated((one_run, run(16, 1.1, 1.3 / 1.1)))[0])
     assert after[1] == pytest.approx(before[1], rel=0.01)
     assert after[2] - after[0] < 0.8 * (before[2] - before[0])
 
@@ -70,15 +70,17 @@ def test_growth_of_twice_the_prediction_lengthens_the_steps_of_all_candidates() 
 
 def test_rates_follow_the_steps_and_a_second_calibration_changes_nothing() -> None:
     trials = (run(8, 1.0, 1.3), run(16, 1.2, 1.3 / 1.1))
-    single = calibrated(trials)
-    measured = single[0].measurement
+    calibrated_once = calibrated(trials)
+    measured = calibrated_once[0].measurement
     assert measured is not None
     assert measured.tokens_per_second_per_device == pytest.approx(100.0 / measured.step_time_s)
-    assert [step_of(trial) for trial in calibrated(single)] == [pytest.approx(step_of(trial)) for trial in single]
+    assert [step_of(trial) for trial in calibrated(calibrated_once)] == [
+        pytest.approx(step_of(trial)) for trial in calibrated_once
+    ]
 
 
 def test_a_run_on_all_nodes_counts_too() -> None:
-    full = replace(run(OF, 1.5, 1.0), shortened=None)
-    low, step, high = step_of(calibrated((run(8, 1.0, 1.3), full))[0])
+    whole_run = replace(run(OF, 1.5, 1.0), shortened=None)
+    low, step, high = step_of(calibrated((run(8, 1.0, 1.3), whole_run))[0])
     assert 1.35 < step < 1.55
     assert high - low < 0.3

@@ -54,8 +54,8 @@ def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple
     """Run repeats until no more is wanted; each takes the next of its candidate's speeds, the last one for ever."""
     trials, order = list(trials), list[object]()
     left = {name: list(arguments) for name, arguments in speeds.items()}
-    while (expected := next_repeat(control, learn(trials))) is not None:
-        name = str(expected.candidate.as_dict()["who"])
+    while (repeat := next_repeat(control, learn(trials))) is not None:
+        name = str(repeat.candidate.as_dict()["who"])
         order.append(name)
         speed = left[name].pop(0) if len(left[name]) > 1 else left[name][0]
         trials.append(trial(len(trials), name, speed, Role.REPEAT))
@@ -157,8 +157,8 @@ def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
     assert search_state.best is not None
     assert search_state.speed_of(search_state.best.candidate) == 97.0
     assert search_state.reported_trial(search_state.best).is_final
-    single = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
-    assert again(single, Control(repeats=0), base=[99.0])[0] == ["base"]
+    trials = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
+    assert again(trials, Control(repeats=0), base=[99.0])[0] == ["base"]
 
 
 def test_a_new_leader_after_whole_runs_runs_whole_too() -> None:
@@ -198,13 +198,13 @@ def test_a_baseline_that_is_the_best_is_run_again_only_with_a_rival() -> None:
 def test_an_interrupted_repeat_is_run_again_and_a_failed_one_is_not() -> None:
     known = first(base=50.0, a=100.0)
     interrupted = replace(trial(2, "base", 1.0, Role.REPEAT), state=TrialState.INTERRUPTED, measurement=None)
-    expected = next_repeat(CONTROL, learn([*known, interrupted]))
-    assert expected is not None
-    assert expected.number == 0
+    repeat = next_repeat(CONTROL, learn([*known, interrupted]))
+    assert repeat is not None
+    assert repeat.number == 0
     failed = replace(interrupted, state=TrialState.FAILED)
-    expected = next_repeat(CONTROL, learn([*known, failed]))
-    assert expected is not None
-    assert expected.number == 1
+    repeat = next_repeat(CONTROL, learn([*known, failed]))
+    assert repeat is not None
+    assert repeat.number == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -215,8 +215,8 @@ def test_repeats_end_even_on_a_noisy_machine(seed: int) -> None:
         return float(100.0 * np.exp(chance.normal(0.0, 0.2)))
 
     trials = first(**{f"c{n}": noisy() for n in range(12)})
-    while (expected := next_repeat(CONTROL, learn(trials))) is not None:
-        trials.append(trial(len(trials), str(expected.candidate.as_dict()["who"]), noisy(), Role.REPEAT))
+    while (repeat := next_repeat(CONTROL, learn(trials))) is not None:
+        trials.append(trial(len(trials), str(repeat.candidate.as_dict()["who"]), noisy(), Role.REPEAT))
         assert len(trials) <= 12 + 4 * (1 + EXTRA_ROUNDS)
 
 
@@ -225,15 +225,15 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
         chance = np.random.default_rng(seed)
         true = {"base": 50.0, "a": 100.0, "b": 97.0, "c": 97.0, "d": 95.0}
         trials = first(**{name: float(speed * np.exp(chance.normal(0.0, 0.02))) for name, speed in true.items()})
-        while (expected := next_repeat(Control(repeats=repeats), learn(trials))) is not None:
-            name = str(expected.candidate.as_dict()["who"])
+        while (repeat := next_repeat(Control(repeats=repeats), learn(trials))) is not None:
+            name = str(repeat.candidate.as_dict()["who"])
             speed = float(true[name] * np.exp(chance.normal(0.0, 0.02)))
             trials.append(trial(len(trials), name, speed, Role.REPEAT))
         best = learn(trials).best
         return best is not None and names((best,)) == ["a"]
 
-    single, again = (sum(found(repeats, seed) for seed in range(200)) for repeats in (0, 1))
-    assert again > single + 20
+    without_repeats, with_repeats = (sum(found(repeats, seed) for seed in range(200)) for repeats in (0, 1))
+    assert with_repeats > without_repeats + 20
 
 
 @pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])

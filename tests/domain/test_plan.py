@@ -30,20 +30,20 @@ def test_each_round_of_both_gives_a_gain() -> None:
 
 def test_an_incomplete_round_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
-    extra = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
-    assert gains(learn((*FIRST, failed, REPEATS[1], *extra))) == (0.5, pytest.approx(0.1))
+    incomplete_round = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
+    assert gains(learn((*FIRST, failed, REPEATS[1], *incomplete_round))) == (0.5, pytest.approx(0.1))
 
 
 def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
     record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
-    completed = trial(0, "x", 1.0 / measured, Role.SEARCH)
-    assert completed.measurement is not None
-    posterior = {"step_time_s": {"value": believed}} if believed else None
+    trial_ = trial(0, "x", 1.0 / measured, Role.SEARCH)
+    assert trial_.measurement is not None
+    correction = {"step_time_s": {"value": believed}} if believed else None
     return replace(
-        completed,
+        trial_,
         predicted=record,
-        believed=posterior,
-        measurement=replace(completed.measurement, step_time_s=measured),
+        believed=correction,
+        measurement=replace(trial_.measurement, step_time_s=measured),
     )
 
 

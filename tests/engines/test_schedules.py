@@ -155,10 +155,10 @@ def test_v_patterns_of_two_devices_are_further_from_their_formula(schedule: str)
 
 def test_pairs_that_run_together_shorten_dualpipe() -> None:
     for p, m in ((2, 6), (4, 12), (8, 16)):
-        full = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
+        durations = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
         for schedule in ("dualpipe", "dualpipev"):
-            simulated, _ = simulated_seconds(schedule, m, full, paired_s=(2.7,) * p)
-            found = closed(schedule, stage_times(full, paired=np.full((p, 1), 2.7)), m)
+            simulated, _ = simulated_seconds(schedule, m, durations, paired_s=(2.7,) * p)
+            found = closed(schedule, stage_times(durations, paired=np.full((p, 1), 2.7)), m)
             assert found == pytest.approx(simulated, rel=0.03)
 
 
@@ -220,7 +220,7 @@ def test_more_memory_and_deferred_weights_never_make_a_plan_slower(p: int) -> No
 def test_columns_and_rows_give_equal_results() -> None:
     times, m, v = columns(3, 4, 6), np.array([4.0, 8.0, 12.0, 16.0, 20.0, 24.0]), np.array([1.0, 2, 3, 1, 2, 3])
     for schedule in SCHEDULES:
-        full = makespan(schedule, times, m, v)
+        all_rows = makespan(schedule, times, m, v)
         for k in range(6):
             row = StageTimes(
                 forward=times.forward[:, [k]],
@@ -229,7 +229,7 @@ def test_columns_and_rows_give_equal_results() -> None:
                 send=times.send[[k]],
                 blocking=np.asarray(times.blocking)[[k]],
             )
-            assert makespan(schedule, row, m[[k]], v[[k]])[0] == pytest.approx(full[k], rel=1e-12)
+            assert makespan(schedule, row, m[[k]], v[[k]])[0] == pytest.approx(all_rows[k], rel=1e-12)
 
 
 PAPER = """
@@ -281,14 +281,14 @@ def even_orders(schedule: str, p: int, m: int, v: int = 1) -> list[list[tuple[Pa
 def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
     """Return the most micro-batches before their backward, and how many more wait for W at the worst moment."""
     forward = waiting = 0
-    maximum, worst = 0, (0, 0)
+    most, worst = 0, (0, 0)
     for step in order:
         for kind, _, _ in sorted(step, reverse=True):  # F before BW: both live while they run together
             forward += (kind == "F") - (kind in ("B", "BW"))
             waiting += (kind == "B") - (kind == "W")
-            maximum = max(maximum, forward)
+            most = max(most, forward)
             worst = max(worst, (forward + waiting, waiting))
-    return maximum / parts, (worst[0] - maximum) / parts
+    return most / parts, (worst[0] - most) / parts
 
 
 @pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED_SCHEDULES, "dualpipe"])
@@ -300,13 +300,13 @@ def test_memory_of_a_stage_matches_its_execution_order(schedule: str, p: int) ->
     if schedule in ("v-half", "v-min") and p % (2 if schedule == "v-half" else 3) == 0:
         m = 4 * p + 1  # the pattern is moved: it still holds no more
     for r, order in enumerate(even_orders(schedule, p, m)):
-        maximum, later = held_of(order, parts)
+        most, later = held_of(order, parts)
         held = in_flight(schedule, *arrays(r, p, 1, m))[0]
         waiting = deferred(schedule, *arrays(r, p, m), weight_share=1.0)[0]
         if schedule in ("v-half", "v-min"):
-            assert maximum <= held <= maximum + 1.0
+            assert most <= held <= most + 1.0
         else:
-            assert (held, held + waiting) == (maximum, maximum + later)
+            assert (held, held + waiting) == (most, most + later)
 
 
 def test_interleaved_holds_megatrons_warm_up_and_one_more() -> None:

@@ -170,8 +170,8 @@ def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str)
     agent = agent_below(trial.connections[2].process.pid, mark)
     parents = {pid: (guard.read_ids(pid) or (0,))[0] for pid in processes(mark)}
     host_launcher = {agent}
-    while extra := {pid for pid, parent in parents.items() if parent in host_launcher} - host_launcher:
-        host_launcher |= extra
+    while remaining := {pid for pid, parent in parents.items() if parent in host_launcher} - host_launcher:
+        host_launcher |= remaining
     assert len(host_launcher) > 2
     for pid in host_launcher:  # as Slurm at the end of a step
         os.kill(pid, signal.SIGTERM)

@@ -87,10 +87,10 @@ class Warm:
 
     def start(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> LocalRunning:
         self.count += 1
-        argv, first = (sys.executable, "-m", "warmed", code), str(self.folder / str(self.count) / "trial")
+        argv, folder_ = (sys.executable, "-m", "warmed", code), str(self.folder / str(self.count) / "trial")
         variables = {**self.environment, **environment}
         return self.launcher.start(
-            Launch(argv=argv, folder=first, environment=variables, warm=warm, timeout_seconds=limit)
+            Launch(argv=argv, folder=folder_, environment=variables, warm=warm, timeout_seconds=limit)
         )
 
     def run(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> Exit:

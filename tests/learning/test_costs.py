@@ -10,7 +10,7 @@ import pytest
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning.trials import expected_seconds, full_trial_seconds
-from tests.strategies.contexts import predictions, trial_of, search_context
+from tests.strategies.contexts import predictions, search_context, trial_of
 
 KNOWN = predictions()
 STEPS = search_context(KNOWN).task.spec.control.train_iters
@@ -22,9 +22,9 @@ def cost(fits: float, ends: float, *trials: Trial) -> float:
     """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
     seen = search_context(KNOWN, [replace(trial_of(0, STEP, 0), duration_s=WHOLE), *trials])
     log_time: FloatArray = np.log([STEP])
-    full = full_trial_seconds(seen, log_time)
-    assert full.tolist() == pytest.approx([WHOLE])
-    return float(expected_seconds(seen, log_time, full, np.array([fits]), np.array([ends]))[0])
+    seconds_ = full_trial_seconds(seen, log_time)
+    assert seconds_.tolist() == pytest.approx([WHOLE])
+    return float(expected_seconds(seen, log_time, seconds_, np.array([fits]), np.array([ends]))[0])
 
 
 def lost(row: int, state: TrialState, seconds: float) -> Trial:

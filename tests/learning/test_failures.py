@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning.probabilities import success_probability
-from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
+from tests.strategies.contexts import SPACE, predictions, search_context, trial_of
 
 KNOWN = predictions()
 ROWS = np.arange(len(SPACE))

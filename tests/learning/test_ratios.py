@@ -38,18 +38,18 @@ def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
 
 def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
-    single, experienced = (
+    without_experience, experienced = (
         Ratios(Observations.join([*past, observed(TRIED_ROWS[:3], ratio)]), ALL, TIME).of(ALL)
         for past in ([], [observed(ROWS[::3], ratio, task=1)])
     )
-    assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(single.mean - ratio).mean()
+    assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(without_experience.mean - ratio).mean()
 
 
 def test_contradicted_experience_is_ignored() -> None:
     past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
     posterior = Ratios(Observations.join([past, observed(TRIED_ROWS[:8], real)]), ALL, TIME).of(ALL)
-    single = Ratios(observed(TRIED_ROWS[:8], real), ALL, TIME).of(ALL)
-    assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(single.mean - real).mean()
+    without_experience = Ratios(observed(TRIED_ROWS[:8], real), ALL, TIME).of(ALL)
+    assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(without_experience.mean - real).mean()
     assert np.mean(np.abs(posterior.mean - real) < 2 * posterior.deviation) > 0.9
 
 
@@ -81,8 +81,8 @@ def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
 def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
     def posterior_mean(noise: float) -> float:
         row = ROWS[:1]
-        single = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
-        return float(Ratios(single, ALL, TIME).of(ALL.take(row)).mean[0])
+        observation = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        return float(Ratios(observation, ALL, TIME).of(ALL.take(row)).mean[0])
 
     assert posterior_mean(0.01) == pytest.approx(posterior_mean(0.0), rel=0.01)
     assert posterior_mean(0.3) < 0.7 * posterior_mean(0.01)

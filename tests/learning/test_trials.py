@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import observed_times, overhead_seconds
-from tests.strategies.contexts import predictions, trial_of, search_context
+from tests.strategies.contexts import predictions, search_context, trial_of
 
 KNOWN = predictions()
 STEPS = search_context(KNOWN).task.spec.control.train_iters

@@ -52,11 +52,9 @@ def v_shaped(p: int, m: int) -> Orders:
     orders: Orders = []
     for r in range(p):
         near, far = r, 2 * p - 1 - r
-        expected = (
-            [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
-        )
-        expected += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
-        orders.append(number_microbatches(([one] for one in expected), {near: m, far: m}))
+        order_ = [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
+        order_ += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
+        orders.append(number_microbatches(([one] for one in order_), {near: m, far: m}))
     return orders
 
 

@@ -59,8 +59,8 @@ def test_a_group_of_one_costs_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_each_device_of_a_node_uses_its_own_port(kind: str) -> None:
     costs = Collectives(topology=TOPOLOGY)
-    single, four, eight = (rate(costs, kind, 8 * combined, 8 // combined) for combined in (1, 4, 8))
-    assert single == pytest.approx(50e9 * 8 / 7, rel=0.01)
+    one, four, eight = (rate(costs, kind, 8 * per_node, 8 // per_node) for per_node in (1, 4, 8))
+    assert one == pytest.approx(50e9 * 8 / 7, rel=0.01)
     assert four == pytest.approx(4 * 50e9 * 32 / 31, rel=0.01)
     assert eight == pytest.approx(400e9 * 64 / 63, rel=0.01)
 
@@ -246,7 +246,7 @@ def test_columns_of_any_shape_are_answered_row_by_row() -> None:
     ranks, stride = np.array([2, 16, 64, 1]), np.array([8, 1, 1, 4])
     for costs in (MEASURED, Collectives(topology=TOPOLOGY)):
         for kind in KINDS:
-            combined = costs.seconds(kind, payload, ranks, stride)
-            assert combined.tolist() == [
+            all_rows = costs.seconds(kind, payload, ranks, stride)
+            assert all_rows.tolist() == [
                 seconds(costs, kind, size, int(n), int(s)) for size, n, s in zip(payload, ranks, stride, strict=True)
             ]

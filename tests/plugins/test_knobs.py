@@ -191,8 +191,8 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     off, on = (candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
     held = predict_components(task, engine, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
-    single = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
-    assert held.tolist() == single
+    ffn_bytes = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
+    assert held.tolist() == ffn_bytes
     assert held[0] == 1.5 * held[1]
     with_setting = small.task(settings={"pipeline_schedule": "zb-2p"})
     bare = workload_of(with_setting.spec.work)
@@ -214,8 +214,8 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     each = [candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    single = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
-    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(single)
+    expected = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
+    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(expected)
 
 
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
@@ -291,11 +291,11 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
     predictions = predict(task, engine, space, small.costs(task))
-    empty = prune(space, predictions, engine, (), ())
+    without_trials = prune(space, predictions, engine, (), ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune(space, predictions, engine, (), [full], empty)
-    removed = np.setdiff1d(empty.open_rows, pruned.open_rows)
+    pruned = prune(space, predictions, engine, (), [full], without_trials)
+    removed = np.setdiff1d(without_trials.open_rows, pruned.open_rows)
     assert removed.size
     assert space.columns(removed)["acme_fused"].all()
     rows = np.arange(len(space))

@@ -107,9 +107,9 @@ def test_unreachable_limits_name_the_nearest_candidate() -> None:
 
 
 def test_a_trial_that_broke_limits_only_in_a_repeat_is_reported() -> None:
-    single, repeat_trial = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
-    repeat_trial = dataclasses.replace(repeat_trial, candidate=single.candidate)
-    served_plan = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), single, repeat_trial)
+    first_trial, repeat_trial = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
+    repeat_trial = dataclasses.replace(repeat_trial, candidate=first_trial.candidate)
+    served_plan = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), first_trial, repeat_trial)
     assert served_plan.best is None
     assert reason(served_plan).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
 

@@ -128,11 +128,11 @@ def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
 
 
 def test_schema_describes_every_key_and_refuses_others() -> None:
-    full = json_schema(ENGINES)
-    assert full["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert [full["$defs"][name]["required"] for name in ("Document", "ServeDocument")] == [
+    whole_schema = json_schema(ENGINES)
+    assert whole_schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert [whole_schema["$defs"][name]["required"] for name in ("Document", "ServeDocument")] == [
         ["model", "train"],
         ["serve"],
     ]
     assert all(schema.get("description") for schema in (KEYS | SERVE_KEYS).values())
-    assert all(section["additionalProperties"] is False for section in full["$defs"].values())
+    assert all(section["additionalProperties"] is False for section in whole_schema["$defs"].values())

@@ -94,12 +94,12 @@ def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int) -> Non
 def test_small_chunks_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = random_task(seed)
     parts = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
-    full = build(*parts)
+    built = build(*parts)
     monkeypatch.setattr(build_module, "CHUNK", 7)
     pieces = build(*parts)
-    assert pieces.rows.tolist() == full.rows.tolist()
+    assert pieces.rows.tolist() == built.rows.tolist()
     assert balanced(pieces)
-    assert sum(pieces.illegal.values()) + pieces.merged == sum(full.illegal.values()) + full.merged
+    assert sum(pieces.illegal.values()) + pieces.merged == sum(built.illegal.values()) + built.merged
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -153,16 +153,16 @@ def test_unknown_support_allows_planning_only() -> None:
 
 
 def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
-    request: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     @hookimpl
     def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str]:
-        request.append((chip.name, engine))
+        calls.append((chip.name, engine))
         return {"FABRIC": "1"}
 
     platform = discover(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.environment == {"FABRIC": "1"}
-    assert request == [("test-chip", "megatron")]
+    assert calls == [("test-chip", "megatron")]
 
 
 OTHER = replace(

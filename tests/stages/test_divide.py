@@ -48,8 +48,8 @@ def test_trials_on_cpu_have_cores_of_their_own() -> None:
     cores = tuple(replace(each, index=place) for place, each in enumerate(EIGHT[:1] * len(several)))
     groups, _ = divide(platform(1, shared_devices=True, visible_devices=None), cores)
     assert [group.cores for group in groups] == ([()] if len(several) == 1 else [(core,) for core in several])
-    extra = divide(platform(len(several) + 1, shared_devices=True, visible_devices=None), cores)
-    assert (len(extra[0]), bool(extra[1])) == (1, True)
+    undivided = divide(platform(len(several) + 1, shared_devices=True, visible_devices=None), cores)
+    assert (len(undivided[0]), bool(undivided[1])) == (1, True)
 
 
 def serving(cards: int | None) -> Task:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.flagscale_rules import FlagScale
 from flagcore.domain.trial import Role, Trial
 from flagcore.importers.flagscale.grid import STRATEGY
-from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
+from tests.strategies.contexts import SPACE, predictions, search_context, trial_of
 
 pytestmark = pytest.mark.slow
 

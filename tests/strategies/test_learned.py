@@ -26,7 +26,7 @@ from flagcore.learning.trials import (
     observed_times,
 )
 from flagcore.strategies.learned import STRATEGY, believed
-from tests.strategies.contexts import SPACE, distorted, predictions, trial_of, search_context
+from tests.strategies.contexts import SPACE, distorted, predictions, search_context, trial_of
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
@@ -66,8 +66,8 @@ def test_a_model_three_times_off_still_ends_near_the_best() -> None:
 @pytest.mark.slow
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     known = predictions()
-    empty = np.full(len(SPACE), np.nan)
-    untimed = replace(known, step_time_s=empty, low_s=empty, high_s=empty)
+    unknown = np.full(len(SPACE), np.nan)
+    untimed = replace(known, step_time_s=unknown, low_s=unknown, high_s=unknown)
     trials: list[Trial] = []
     for number in range(25):
         row = STRATEGY.next(search_context(untimed, trials)).row
@@ -115,18 +115,18 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
     real = distorted(known, spread=0.0)
     order = np.argsort(known.step_time_s, kind="stable")
     trials = [trial_of(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
-    single, pending, rows = search_context(known, trials), list[Trial](), list[int]()
+    context, pending, rows = search_context(known, trials), list[Trial](), list[int]()
     for _ in range(4):
-        busy = replace(single, pending=pending, open_rows=np.setdiff1d(single.open_rows, rows))
+        busy = replace(context, pending=pending, open_rows=np.setdiff1d(context.open_rows, rows))
         chosen = STRATEGY.next(busy)
         assert chosen.row is not None
         rows.append(chosen.row)
         pending.append(replace(trial_of(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
-    sure = expected_times(replace(single, pending=pending), observed_times(single))
+    sure = expected_times(replace(context, pending=pending), observed_times(context))
     assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
-    assert len(expected_times(single, observed_times(single))) == 0
-    before, after = (believed(replace(single, pending=some), rows[0]) for some in ((), pending))
+    assert len(expected_times(context, observed_times(context))) == 0
+    before, after = (believed(replace(context, pending=some), rows[0]) for some in ((), pending))
     assert spread(after) < spread(before)
 
 
@@ -271,13 +271,13 @@ def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
     known = predictions()
     rows = np.arange(len(SPACE))
     features = search_context(known).features(rows)
-    experienced = Observations(
+    observations = Observations(
         features,
         np.zeros(rows.size),
         np.full(rows.size, 0.01),
         np.ones(rows.size, dtype=np.int64),
     )
-    past = replace(PastMeasurements.empty(), time=experienced)
+    past = replace(PastMeasurements.empty(), time=observations)
     best = int(np.argmin(known.step_time_s))
     trials = [trial_of(best, float(known.step_time_s[best]), 0)]
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None

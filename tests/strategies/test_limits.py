@@ -12,7 +12,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import STRATEGY
-from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
+from tests.strategies.contexts import SPACE, predictions, search_context, trial_of
 
 LIMIT = {"ttft_s.p99": 1.0}
 WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
@@ -20,9 +20,9 @@ WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
 
 def known() -> Predictions:
     """The faster, the longer the first token takes: from 2 s of the fastest down to 0.5 s."""
-    result = predictions(capacity=None)
-    place = np.argsort(np.argsort(result.step_time_s))
-    return dataclasses.replace(result, figures={"ttft_s.p99": 2.0 - 1.5 * place / place.max()})
+    predicted = predictions(capacity=None)
+    place = np.argsort(np.argsort(predicted.step_time_s))
+    return dataclasses.replace(predicted, figures={"ttft_s.p99": 2.0 - 1.5 * place / place.max()})
 
 
 def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:

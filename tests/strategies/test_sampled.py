@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.strategies.sampled import GP, TPE, Sampled
-from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
+from tests.strategies.contexts import SPACE, predictions, search_context, trial_of
 
 KNOWN = predictions()
 

@@ -11,7 +11,7 @@ from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import MIN_GAIN, STRATEGY
-from tests.strategies.contexts import distorted, predictions, trial_of, search_context
+from tests.strategies.contexts import distorted, predictions, search_context, trial_of
 
 KNOWN = predictions()
 NEAR = np.argsort(KNOWN.step_time_s)[:100]

@@ -335,8 +335,8 @@ def variable(name: str, near: str) -> Fault:
 def printing(name: str, method: str) -> Fault:
     """Let a method of a hook's object print to stdout."""
     method_code = f"'{method}': lambda self, *given: (print('{method} is called'), getattr(own, '{method}')(*given))[1]"
-    result = f"type('Loud', (), {{'__getattr__': lambda self, part: getattr(own, part), {method_code}}})()"
-    return hook("hooks_have_no_side_effects", name, f"return own and {result}", f"{method} is called")
+    loud_type = f"type('Loud', (), {{'__getattr__': lambda self, part: getattr(own, part), {method_code}}})()"
+    return hook("hooks_have_no_side_effects", name, f"return own and {loud_type}", f"{method} is called")
 
 
 MEASURED = (

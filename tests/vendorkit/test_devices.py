@@ -16,16 +16,16 @@ def test_a_line_without_its_last_bar_has_no_cells() -> None:
 
 
 def test_all_devices_share_one_run_of_the_tool_a_second() -> None:
-    request = []
+    calls = []
 
     def read() -> dict[int, Row]:
-        request.append(time.monotonic())
-        rows = (Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(request))}) for i in (0, 1))
+        calls.append(time.monotonic())
+        rows = (Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(calls))}) for i in (0, 1))
         return {row.device.index: row for row in rows}
 
     table = Shared(read, fresh_seconds=60)
     assert [DeviceReading(table, index).sample() for index in (0, 1, 0)] == [{"power_watts": 1.0}] * 3
-    assert len(request) == 1
+    assert len(calls) == 1
 
 
 def test_an_old_answer_is_requested_again_and_a_lost_device_is_an_error() -> None:

@@ -118,11 +118,11 @@ def node(folder: Path, tools: dict[str, str]) -> dict[str, str]:
         )
         (programs / name).write_text(script)
         (programs / name).chmod(0o755)
-    stored = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("GEMS_", "CUDA_", "MACA_", "MLU_"))
     }
     return {
-        **stored,
+        **environment,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
         "FLAGCORE_HOME": str(folder / "home"),

@@ -169,10 +169,10 @@ def _snapshot(
 
 
 def read_spec(
-    asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+    source: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> Spec:
     """Return a spec, optionally for another chip. Raises SpecError, UsageError."""
-    file, content = spec_data(asked, data)
+    file, content = spec_data(source, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:
         return spec

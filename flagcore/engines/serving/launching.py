@@ -122,7 +122,7 @@ def _instance(platform: Platform, engine: Engine, placement: Placement) -> Insta
         argv=argv,
         environment=environment,
         cores=cores,
-        asked=set_values,
+        requested=set_values,
         host=placement.hosts[0],
         further=tuple(other_argvs),
     )

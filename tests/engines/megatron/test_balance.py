@@ -348,19 +348,17 @@ def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
     task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    predictions = small.costs(task, 3e9)
-    many, texts = WORKLOAD.predict(task, space.columns(), predictions), layout_texts(task, space.columns(), predictions)
+    costs = small.costs(task, 3e9)
+    many, texts = WORKLOAD.predict(task, space.columns(), costs), layout_texts(task, space.columns(), costs)
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
-        assert WORKLOAD.predict(task, one, predictions).step_time_s[0] == pytest.approx(
-            many.step_time_s[row], rel=1e-12
-        )
-        assert layout_texts(task, one, predictions) == [texts[row]]
+        assert WORKLOAD.predict(task, one, costs).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert layout_texts(task, one, costs) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
-            again = WORKLOAD.predict(fixed, as_given, predictions)
+            again = WORKLOAD.predict(fixed, as_given, costs)
             assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
             assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
 

@@ -35,9 +35,9 @@ MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
 
 @pytest.mark.parametrize("name", MORE_MEMORY)
 def test_candidates_that_need_at_least_as_much_memory_are_found(name: str) -> None:
-    extra, less = MORE_MEMORY[name]
-    assert WORKLOAD.needs_at_least(candidate_columns(extra), small.candidate(**less)).tolist() == [True]
-    assert WORKLOAD.needs_at_least(candidate_columns(less), small.candidate(**extra)).tolist() == [False]
+    more, less = MORE_MEMORY[name]
+    assert WORKLOAD.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
+    assert WORKLOAD.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def test_a_line_without_a_loss_has_no_loss(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
-    full = iteration(1, "1234.5")
-    log = read(tmp_path, full + full[: full.index("1234.5") + 2])
+    whole_line = iteration(1, "1234.5")
+    log = read(tmp_path, whole_line + whole_line[: whole_line.index("1234.5") + 2])
     assert log.step_times_s == [1.2345]
 
 

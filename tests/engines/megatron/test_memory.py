@@ -59,8 +59,8 @@ def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
 
 def test_stages_hold_every_weight_once() -> None:
     split = layout(pipeline=9, expert=4, expert_tensor=1)
-    full = parameters(DEEPSEEK_16B, layout(expert=4, expert_tensor=1), 0)
-    assert sum(parameters(DEEPSEEK_16B, split, stage) for stage in range(9)) == full
+    all_parameters = parameters(DEEPSEEK_16B, layout(expert=4, expert_tensor=1), 0)
+    assert sum(parameters(DEEPSEEK_16B, split, stage) for stage in range(9)) == all_parameters
 
 
 def test_static_bytes_follow_precision_and_sharding() -> None:
@@ -195,10 +195,10 @@ def test_stages_that_recompute_more_layers_need_less_memory() -> None:
 def test_offload_frees_memory_of_the_named_stages_only() -> None:
     split = layout(pipeline=4, microbatches=16)
     modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
-    first = train(options=Options(offload_modules=modules, offload_stages=(0,)))
+    offloading = train(options=Options(offload_modules=modules, offload_stages=(0,)))
     plain = train()
     before, after = (
-        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, first)
+        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, offloading)
     )
     assert after[1:] == before[1:]
     sent = 4 * 8 * 4096 * 4096 * 2 * (1 + 1 + 5 + 1)  # of 4 micro-batches and 8 layers, all but the layer at work

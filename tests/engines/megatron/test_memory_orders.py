@@ -44,8 +44,8 @@ def all_of(value: float) -> np.ndarray:
 @pytest.mark.parametrize("knob", ["micro_batch", "microbatches"])
 def test_more_work_at_once_never_needs_less(model: Model, work: dict[str, Any], knob: str) -> None:
     split = random_layouts(model)
-    extra = dataclasses.replace(split, **{knob: 2 * getattr(split, knob)})
-    assert (peak(train(model, **work), extra) >= peak(train(model, **work), split)).all()
+    larger = dataclasses.replace(split, **{knob: 2 * getattr(split, knob)})
+    assert (peak(train(model, **work), larger) >= peak(train(model, **work), split)).all()
 
 
 @each_model
@@ -99,8 +99,10 @@ def test_recompute_of_modules_never_needs_more(model: Model, work: dict[str, Any
 @pytest.mark.parametrize("modules", [{name} for name in OFFLOAD] + [set(OFFLOAD)], ids=joined)
 def test_offload_never_needs_more(model: Model, modules: set[str]) -> None:
     split = random_layouts(model)
-    first, away = (train(model, options=Options(offload_modules=frozenset(names))) for names in (set(), modules))
-    assert (peak(away, split) <= peak(first, split)).all()
+    resident, offloaded = (
+        train(model, options=Options(offload_modules=frozenset(names))) for names in (set(), modules)
+    )
+    assert (peak(offloaded, split) <= peak(resident, split)).all()
 
 
 @each_model

@@ -141,10 +141,10 @@ def test_recompute_of_more_layers_of_a_stage_never_needs_more(model: Model) -> N
     for _ in range(PAIRS):
         numbers = tuple(int(number) for number in draw.integers(0, 6, 4))
         place = int(draw.integers(0, 4))
-        extra = tuple(number + (index == place) for index, number in enumerate(numbers))
+        layers = tuple(number + (index == place) for index, number in enumerate(numbers))
         job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
         assert_never_more((changed(job, recompute_stage_layers=()), split), (job, split))
-        assert_never_more((job, split), (changed(job, recompute_stage_layers=extra), split))
+        assert_never_more((job, split), (changed(job, recompute_stage_layers=layers), split))
 
 
 @each_model
@@ -153,9 +153,9 @@ def test_recompute_of_more_modules_never_needs_more(model: Model) -> None:
     for _ in range(PAIRS):
         job, split = work(draw, model), layouts(draw, model)
         selective = full(split, selective=1)
-        extra = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
+        changed_job = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
         assert_never_more((job, split), (job, selective))
-        assert_never_more((job, selective), (extra, selective))
+        assert_never_more((job, selective), (changed_job, selective))
         assert_never_more((job, selective), (job, full(split, uniform=1)))
 
 
@@ -167,9 +167,9 @@ def test_offload_of_more_never_needs_more(model: Model) -> None:
         saved = [split, full(split, selective=1), full(split, uniform=1), full(split, block=2)][
             int(draw.integers(0, 4))
         ]
-        extra = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
-        assert_never_more((job, saved), (extra, saved))
-        assert_never_more((changed(extra, offload_stages=(1,)), saved), (extra, saved))
+        changed_job = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
+        assert_never_more((job, saved), (changed_job, saved))
+        assert_never_more((changed(changed_job, offload_stages=(1,)), saved), (changed_job, saved))
 
 
 @each_model

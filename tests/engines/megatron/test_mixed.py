@@ -71,8 +71,8 @@ def seconds(split: Layout, made: Costs, model: Model = LLAMA, **work: Any) -> np
 
 
 def test_stages_are_assigned_to_groups_in_rank_order() -> None:
-    result = replace(costs(), further={8: costs(), 24: costs()}, between=costs().collectives)
-    place = Placement.of(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), result)
+    mixed_costs = replace(costs(), further={8: costs(), 24: costs()}, between=costs().collectives)
+    place = Placement.of(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), mixed_costs)
     assert [start.tolist() for start in place.starts] == [[1, 4, 2], [3, 12, 6]]
     assert place.group(np.array([0.0, 4.0, 7.0])).tolist() == [0, 1, 2]
     counts = place.stages(layout(data=[8, 2, 4], pipeline=[4, 16, 8]))
@@ -100,9 +100,9 @@ def test_groups_of_equal_devices_are_one(model: Model, options: Options) -> None
     split = halves(**EVERY)
     work = train(model, options=options)
     one, two = costs(), mixed(costs(), costs())
-    combined, separate = step_time(work, split, one), step_time(work, split, two)
-    assert {name for name, part in separate.items() if part.tolist() != combined[name].tolist()} <= MESSAGES
-    np.testing.assert_allclose(sum(separate.values()), sum(combined.values()), rtol=0.02)
+    one_group, two_groups = step_time(work, split, one), step_time(work, split, two)
+    assert {name for name, part in two_groups.items() if part.tolist() != one_group[name].tolist()} <= MESSAGES
+    np.testing.assert_allclose(sum(two_groups.values()), sum(one_group.values()), rtol=0.02)
     full, parted = memory_in_use(work, split, one), memory_in_use(work, split, two)
     for name in ("reserved", "used", "capacity"):
         np.testing.assert_array_equal(getattr(parted, name), getattr(full, name))
@@ -185,12 +185,12 @@ def test_gradients_and_optimizer_wait_for_the_slow_group() -> None:
 def test_each_stage_is_compared_with_the_capacity_of_its_devices() -> None:
     split = halves(first_layers=[16, 6])
     needed = [memory_in_use(train(), halves(first_layers=each), costs()).used[0] for each in (16, 6)]
-    large, small = costs(capacity=2.0 * max(needed)), costs(capacity=0.7 * needed[0])
-    for result, stage in ((mixed(small, large), 0), (mixed(large, small), 1)):
-        found = memory_in_use(train(), split, result)
+    large_memory, small_memory = costs(capacity=2.0 * max(needed)), costs(capacity=0.7 * needed[0])
+    for mixed_costs, stage in ((mixed(small_memory, large_memory), 0), (mixed(large_memory, small_memory), 1)):
+        found = memory_in_use(train(), split, mixed_costs)
         assert found.memory.worst_stage[0] == stage
-        assert found.used[0] > found.capacity[0] == small.memory.capacity_bytes()
-    fewer = memory_in_use(train(), split, mixed(small, large))
+        assert found.used[0] > found.capacity[0] == small_memory.memory.capacity_bytes()
+    fewer = memory_in_use(train(), split, mixed(small_memory, large_memory))
     assert fewer.used[1] <= fewer.capacity[1]
 
 
@@ -198,16 +198,16 @@ def test_each_stage_has_the_context_and_workspace_of_its_own_device() -> None:
     model = PlainMemory(capacity=80e9, context_bytes=5e9, fragmentation=0.1, workspace=1e9)
     found = memory_in_use(train(), halves(), mixed(costs(capacity=1e15), replace(costs(), memory=model)))
     assert found.memory.worst_stage[0] == 1
-    single = rank_memory(train(), halves(), 8, workspace_bytes=1e9)
-    assert found.memory.peak[0] == single.peak[0]
-    assert found.reserved[0] == pytest.approx(1.1 * single.peak[0])
+    one_rank = rank_memory(train(), halves(), 8, workspace_bytes=1e9)
+    assert found.memory.peak[0] == one_rank.peak[0]
+    assert found.reserved[0] == pytest.approx(1.1 * one_rank.peak[0])
     assert found.used[0] == pytest.approx(found.reserved[0] + 5e9)
 
 
 def test_a_stage_that_does_not_fit_is_found_despite_an_unknown_capacity() -> None:
     unknown, small = costs(capacity=None), costs(capacity=1e9)
-    for result in (mixed(unknown, small), mixed(small, unknown)):
-        found = memory_in_use(train(), halves(), result)
+    for mixed_costs in (mixed(unknown, small), mixed(small, unknown)):
+        found = memory_in_use(train(), halves(), mixed_costs)
         assert found.capacity == 1e9
     enough = memory_in_use(train(), halves(), mixed(costs(capacity=1e12), unknown))
     assert np.isnan(enough.capacity).all()

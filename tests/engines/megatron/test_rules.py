@@ -185,10 +185,10 @@ def test_the_neutral_candidate_of_one_device_is_legal() -> None:
 
 
 def test_rules_report_the_names_and_the_numbers() -> None:
-    message = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
-    assert TP in message["attention_heads"]
-    assert "12" in message["attention_heads"]
-    assert "\n" not in "".join(message.values())
+    messages = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
+    assert TP in messages["attention_heads"]
+    assert "12" in messages["attention_heads"]
+    assert "\n" not in "".join(messages.values())
 
 
 CONFIG = {

@@ -109,11 +109,11 @@ def test_predictions_do_not_depend_on_other_candidates() -> None:
     values |= {name: 2.0 ** rng.integers(0, 4, rows) for name in ("tensor", "pipeline", "context", "micro_batch")}
     values |= {"sequence_parallel": (values["tensor"] > 1).astype(float), "uniform": rng.integers(0, 2, rows) * 1.0}
     many = Layout(**values)
-    combined = step_time(TRAIN, many, costs())
+    all_seconds = step_time(TRAIN, many, costs())
     for row in rng.integers(0, rows, 20):
-        single = step_time(TRAIN, many[np.array([row])], costs())
-        for name, seconds in single.items():
-            assert combined[name][row] == pytest.approx(seconds[0], rel=1e-12), name
+        one_seconds = step_time(TRAIN, many[np.array([row])], costs())
+        for name, seconds in one_seconds.items():
+            assert all_seconds[name][row] == pytest.approx(seconds[0], rel=1e-12), name
 
 
 def test_full_recompute_costs_about_a_third_more_compute() -> None:
@@ -191,8 +191,8 @@ def test_experts_exchange_tokens_unless_local_or_overlapped() -> None:
     assert parts(train)["ep_comm_s"] == 0
     hidden = replace(train, options=Options(overlap_expert_comm=True))
     assert parts(hidden, expert=8.0)["ep_comm_s"] < 0.5 * exposed
-    single = replace(train, options=Options(dispatcher="flex"))
-    assert parts(single, expert=8.0)["ep_comm_s"] < exposed
+    flex = replace(train, options=Options(dispatcher="flex"))
+    assert parts(flex, expert=8.0)["ep_comm_s"] < exposed
 
 
 def test_the_busiest_expert_determines_the_time() -> None:
@@ -202,8 +202,8 @@ def test_the_busiest_expert_determines_the_time() -> None:
 
 def test_experts_one_by_one_launch_more_kernels_than_grouped_ones() -> None:
     train = replace(TRAIN, model=SPARSE)
-    single = replace(train, options=Options(grouped_gemm=False))
-    assert total(single) > total(train)
+    ungrouped = replace(train, options=Options(grouped_gemm=False))
+    assert total(ungrouped) > total(train)
 
 
 def test_adapters_have_neither_weight_gradients_nor_their_exchange() -> None:
@@ -290,9 +290,9 @@ def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_w
     """6 flops a weight and token, 4 without its gradient; causal attention's scores take as many as ever."""
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
     every = model_flops(TRAIN)
-    single = model_flops(with_options(adapters=True))
-    assert every - single == pytest.approx(2.0 * weights * TRAIN.sequence * TRAIN.global_batch)
-    assert single == pytest.approx(
+    with_adapters = model_flops(with_options(adapters=True))
+    assert every - with_adapters == pytest.approx(2.0 * weights * TRAIN.sequence * TRAIN.global_batch)
+    assert with_adapters == pytest.approx(
         TRAIN.sequence * TRAIN.global_batch * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence)
     )
 
@@ -313,7 +313,7 @@ def test_a_ring_of_context_ranks_costs_more_than_the_same_tokens_on_one() -> Non
 
 
 def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
-    single = replace(costs(), run_slowdown=1.25)
-    assert parts(made=single)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
-    first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), single))
+    isolated = replace(costs(), run_slowdown=1.25)
+    assert parts(made=isolated)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
+    first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), isolated))
     assert [part.tolist() for part in first] == [part.tolist() for part in second]

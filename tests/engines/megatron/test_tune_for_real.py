@@ -49,8 +49,8 @@ def test_trials_train_the_requested_model(tuned: api.Outcome) -> None:
     for trial in tuned.data["trials"]:
         assert trial["state"] in ("measured", "stopped"), trial["reason"]
         if trial["state"] == "measured":
-            request = {knob: value for knob, value in trial["candidate"].items() if knob != "layer_split"}
-            assert trial["measured"]["effective"].items() >= request.items()
+            requested = {knob: value for knob, value in trial["candidate"].items() if knob != "layer_split"}
+            assert trial["measured"]["effective"].items() >= requested.items()
             assert len(trial["measured"]["losses"]) == 4
 
 

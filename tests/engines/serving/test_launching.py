@@ -36,8 +36,8 @@ def on_cards(folder: Path, devices: int = 8, **arguments: Any) -> Platform:
 
 
 def launched(where: Platform, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
-    expected = Candidate.of({**LLAMACPP.defaults(where.task), **values})
-    return LLAMACPP.launch(where, expected, str(folder), for_real=for_real)
+    candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
+    return LLAMACPP.launch(where, candidate, str(folder), for_real=for_real)
 
 
 def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, ...]:
@@ -55,21 +55,21 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
     ],
 )
 def test_each_instance_sees_only_its_devices(count: int, layers: int, seen: list[str], tmp_path: Path) -> None:
-    result = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
-    assert [each.environment[VISIBLE] for each in result] == seen
+    found_instances = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
+    assert [each.environment[VISIBLE] for each in found_instances] == seen
 
 
 def test_unequal_instances_have_separate_devices_and_parallelism(tmp_path: Path) -> None:
-    result = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
-    assert [each.environment[VISIBLE] for each in result] == ["0,1,2,3", "4,5", "6"]
-    assert [each.asked.get("tensor_model_parallel_size") for each in result] == [4, 2, None]
-    assert ["row" in each.argv for each in result] == [True, True, False]
+    found_instances = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
+    assert [each.environment[VISIBLE] for each in found_instances] == ["0,1,2,3", "4,5", "6"]
+    assert [each.requested.get("tensor_model_parallel_size") for each in found_instances] == [4, 2, None]
+    assert ["row" in each.argv for each in found_instances] == [True, True, False]
 
 
 def test_devices_are_those_that_flagcore_itself_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "5, GPU-77 ,2,3")
-    result = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
-    assert [each.environment[VISIBLE] for each in result] == ["5,GPU-77", "2,3"]
+    found_instances = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
+    assert [each.environment[VISIBLE] for each in found_instances] == ["5,GPU-77", "2,3"]
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
                 argv=("serve", "{port}"),
                 environment={"A": "1"},
                 cores=(0, 1),
-                asked={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
+                requested={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
             ),
         ),
         loads=(Load(request_rate=float("inf")), Load(concurrency=3, trace="t")),
@@ -96,9 +96,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_only_requested_values_must_be_read_back(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
-    assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
+    assert read_job(tmp_path).instances[0].requested == {"parallel": 4}
     launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
-    assert read_job(tmp_path).instances[0].asked == {"n_gpu_layers": 0, "enable_prefix_caching": False}
+    assert read_job(tmp_path).instances[0].requested == {"n_gpu_layers": 0, "enable_prefix_caching": False}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])

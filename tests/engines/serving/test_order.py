@@ -17,18 +17,18 @@ def columns(**values: list[int]) -> dict[str, Any]:
 
 
 def predictions(ttft: list[float], low: float) -> Predictions:
-    seconds, empty = np.ones(len(ttft)), np.zeros(len(ttft))
+    seconds, zeros = np.ones(len(ttft)), np.zeros(len(ttft))
     return Predictions(
         step_time_s=seconds,
         low_s=seconds * low,
         high_s=seconds / low,
         time_s={},
-        static_bytes=empty,
-        activation_bytes=empty,
-        peak_allocated_bytes=empty,
-        reserved_bytes=empty,
-        device_used_bytes=empty,
-        worst_stage=empty.astype(np.int64),
+        static_bytes=zeros,
+        activation_bytes=zeros,
+        peak_allocated_bytes=zeros,
+        reserved_bytes=zeros,
+        device_used_bytes=zeros,
+        worst_stage=zeros.astype(np.int64),
         capacity_bytes=None,
         model_flops=0.0,
         figures={"ttft_s.p99": np.array(ttft)},
@@ -71,10 +71,10 @@ def test_a_schedulers_knobs_have_no_order_in_time() -> None:
 
 def test_candidates_that_certainly_break_the_slo_are_pruned() -> None:
     rule = SloImpossible({"ttft_s.p99": 1.0})
-    request = columns(parallel=[1, 2, 3, 4])
-    sure = rule.prunes(request, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
+    candidates = columns(parallel=[1, 2, 3, 4])
+    sure = rule.prunes(candidates, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
     assert sure.tolist() == [False, False, True, False]
-    assert not rule.prunes(request, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
+    assert not rule.prunes(candidates, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
 
 
 def test_a_limit_on_an_unpredicted_figure_excludes_no_candidate() -> None:

@@ -103,8 +103,8 @@ def test_tensor_parallelism_shortens_answers() -> None:
 
 
 def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
-    single = task(replace(LOAD, concurrency=1, num_prompts=2))
-    one, two = figure(predicted(single, pipeline=[1, 2]), "tpot_s.mean")
+    one_client = task(replace(LOAD, concurrency=1, num_prompts=2))
+    one, two = figure(predicted(one_client, pipeline=[1, 2]), "tpot_s.mean")
     assert two >= one
 
 
@@ -215,11 +215,11 @@ def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) ->
             weights.truncate(int(parameters(DENSE) * bytes_each))
         return predicted(reported, cache_bytes=1e9)
 
-    full = predicted(bare, cache_bytes=1e9)
-    assert stored(2.0).static_bytes == full.static_bytes
-    assert figure(stored(2.0)) == figure(full)
-    assert stored(0.56).static_bytes[0] < 0.5 * full.static_bytes[0]
-    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(full, "tpot_s.p50")[0]
+    without_file = predicted(bare, cache_bytes=1e9)
+    assert stored(2.0).static_bytes == without_file.static_bytes
+    assert figure(stored(2.0)) == figure(without_file)
+    assert stored(0.56).static_bytes[0] < 0.5 * without_file.static_bytes[0]
+    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(without_file, "tpot_s.p50")[0]
 
 
 def test_releases_have_overheads_of_their_own() -> None:
@@ -246,8 +246,8 @@ def test_a_host_that_also_computes_pays_for_scheduling() -> None:
 
 def fp4_task(engine: str, **serve: object) -> Task:
     chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
-    result = task(engine=engine, **serve)
-    return replace(result, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+    built = task(engine=engine, **serve)
+    return replace(built, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +273,13 @@ def test_published_servers_without_a_release_have_one_of_their_time() -> None:
 
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = np.arange(1, 41)
-    full = predicted(max_running=limits)
+    all_simulated = predicted(max_running=limits)
     monkeypatch.setattr(simulate, "MAX_SIMULATED", 10)
     ranked = predicted(max_running=limits)
-    best = np.argsort(full.step_time_s)[:5]
-    assert ranked.step_time_s[best] == pytest.approx(full.step_time_s[best])
+    best = np.argsort(all_simulated.step_time_s)[:5]
+    assert ranked.step_time_s[best] == pytest.approx(all_simulated.step_time_s[best])
     assert np.isfinite(ranked.step_time_s).all()
-    assert np.abs(np.log(ranked.step_time_s / full.step_time_s)).max() < 0.5
+    assert np.abs(np.log(ranked.step_time_s / all_simulated.step_time_s)).max() < 0.5
 
 
 def test_unreachable_limits_do_not_change_the_candidate() -> None:
@@ -376,9 +376,9 @@ def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
 
 
 def test_one_client_reaches_unequal_instances_in_turn() -> None:
-    single = task(replace(LOAD, concurrency=1, num_prompts=30))
-    times = [figure(predicted(single, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
-    assert figure(predict_kinds(single, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
+    one_client = task(replace(LOAD, concurrency=1, num_prompts=30))
+    times = [figure(predicted(one_client, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
+    assert figure(predict_kinds(one_client, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
 
 
 def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
@@ -390,18 +390,18 @@ def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None
 def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
     several = settings(tensor=[4, 2, 1], instances=[3, 3, 3])
     kinds = InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
-    full = predict(STEADY, several, costs(), kinds=kinds)
+    predictions = predict(STEADY, several, costs(), kinds=kinds)
     monkeypatch.setattr(simulate, "MAX_SIMULATED", 1)
     ranked = predict(STEADY, several, costs(), kinds=kinds)
-    assert ranked.step_time_s == pytest.approx(full.step_time_s, rel=0.2)
+    assert ranked.step_time_s == pytest.approx(predictions.step_time_s, rel=0.2)
 
 
 def test_parts_of_a_requests_time_add_up() -> None:
     crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
-    full = sum(found[f"time.{part}"] for part in PARTS)
-    assert full == pytest.approx(found["e2e_s.mean"])
-    share = {part: (found[f"time.{part}"] / full).tolist() for part in PARTS}
+    total = sum(found[f"time.{part}"] for part in PARTS)
+    assert total == pytest.approx(found["e2e_s.mean"])
+    share = {part: (found[f"time.{part}"] / total).tolist() for part in PARTS}
     assert share["queue_s"][1] > 0.8 > share["queue_s"][0]
     assert share["collectives_s"][:2] == [0.0, 0.0]
     assert share["collectives_s"][2] > 0.0

@@ -18,8 +18,8 @@ from tests.engines.serving.engines.tasks import serving
 
 
 def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:
-    result = serving("llamacpp", slo={name.replace("__", "."): limit for name, limit in slo.items()})
-    return dataclasses.replace(result, spec=dataclasses.replace(result.spec, objective=objective))
+    built = serving("llamacpp", slo={name.replace("__", "."): limit for name, limit in slo.items()})
+    return dataclasses.replace(built, spec=dataclasses.replace(built.spec, objective=objective))
 
 
 def point(concurrency: int, *repeats: dict[str, float]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def test_a_rate_of_zero_is_not_a_measurement(tmp_path: Path) -> None:
 
 
 def on_cores(**arguments: Any) -> Task:
-    result = serving("llamacpp", devices=4, on_cores=True, **arguments)
-    return dataclasses.replace(result, spec=dataclasses.replace(result.spec, objective="output_tokens_per_s"))
+    built = serving("llamacpp", devices=4, on_cores=True, **arguments)
+    return dataclasses.replace(built, spec=dataclasses.replace(built.spec, objective="output_tokens_per_s"))
 
 
 def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_pat
 
 def test_a_plugins_knob_among_the_engines_knobs_is_ignored(tmp_path: Path) -> None:
     read(tmp_path, on_cores(), point(4, rate(100)))
-    expected = Candidate.of({**LLAMACPP.defaults(on_cores()), "a_vendors_knob": "on"})
-    assert LLAMACPP.read(on_cores(), expected, str(tmp_path)).figures["output_tokens_per_s"] == 100
+    candidate = Candidate.of({**LLAMACPP.defaults(on_cores()), "a_vendors_knob": "on"})
+    assert LLAMACPP.read(on_cores(), candidate, str(tmp_path)).figures["output_tokens_per_s"] == 100
 
 
 def test_memory_is_of_the_fullest_device_and_tokens_are_of_all(tmp_path: Path) -> None:

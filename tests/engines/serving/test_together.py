@@ -13,7 +13,7 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving import simulate
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.simulated_load import SimulatedLoad
-from tests.engines.serving.test_predict import LOAD, task, together
+from tests.engines.serving.test_predict import LOAD, predict_kinds, task
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Instance:
 
     price: Price
     now: float = 0.0
-    door: float = 0.0
+    front_end: float = 0.0
     sent: int = 0
     waiting: list[tuple[float, int]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
@@ -40,9 +40,9 @@ class Instance:
         return max(self.now, self.waiting[0][0]) if self.waiting else np.inf
 
     def take(self, request: int, when: float) -> None:
-        over = self.price.overheads
-        self.door = max(self.door, when) + over.entry
-        self.waiting.append((self.door + over.request, request))
+        overheads = self.price.overheads
+        self.front_end = max(self.front_end, when) + overheads.entry
+        self.waiting.append((self.front_end + overheads.request, request))
         self.sent += 1
 
     def iterate(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -62,32 +62,32 @@ class Instance:
         duration = self.price.mixed(sequences, tokens, longest, pairs, len(through)) if tokens else 0.0
         duration = duration or self.price.decode(sequences)
         self.now = start + duration + (self.price.cached(sequences) * context if sequences else 0.0)
-        self.running = [[request, held + 1, result + 1] for request, held, result in self.running]
+        self.running = [[request, held + 1, generated + 1] for request, held, generated in self.running]
         self.running += [[request, lengths[request][0] + 1, 1] for request in through]
-        over = [request for request, _, result in self.running if result >= lengths[request][1]]
-        self.running = [each for each in self.running if each[0] not in over]
-        return over
+        completed = [request for request, _, generated in self.running if generated >= lengths[request][1]]
+        self.running = [each for each in self.running if each[0] not in completed]
+        return completed
 
 
 def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]:
     """Output tokens a second, and mean seconds of a request, with each request sent where the fewest are in flight."""
     lengths = list(zip(load.input_len.tolist(), load.output_len.tolist(), strict=True))
     servers = [Instance(price) for price in prices]
-    come = (
+    arrivals = (
         load.arrivals.tolist() if load.arrivals is not None else [0.0] * min(load.load.concurrency or 1, len(lengths))
     )
     start, ended, first = {}, {}, 0
     while len(ended) < len(lengths):
         server = min(servers, key=lambda each: each.next)
-        if first < len(come) and come[first] <= server.next:
-            start[first] = come[first]
-            min(servers, key=lambda each: (each.in_flight, each.sent)).take(first, come[first])
+        if first < len(arrivals) and arrivals[first] <= server.next:
+            start[first] = arrivals[first]
+            min(servers, key=lambda each: (each.in_flight, each.sent)).take(first, arrivals[first])
             first += 1
             continue
         for request in server.iterate(lengths):
             ended[request] = server.now
-            if load.arrivals is None and len(come) < len(lengths):
-                come.append(server.now)
+            if load.arrivals is None and len(arrivals) < len(lengths):
+                arrivals.append(server.now)
     answers = sum(output for _, output in lengths)
     return answers / max(ended.values()), float(np.mean([ended[each] - start[each] for each in ended]))
 
@@ -104,16 +104,16 @@ def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]
 def test_shares_of_a_load_give_what_all_instances_give_together(
     load: Load, near: float, kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
+    cases: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
 
     class Noted(SimulatedLoad):
         def figures(self, kinds: Any, slo: Any) -> dict[str, float]:
-            request.append((self, list(kinds)))
+            cases.append((self, list(kinds)))
             return super().figures(kinds, slo)
 
     monkeypatch.setattr(simulate, "SimulatedLoad", Noted)
-    found = together(task(load), *kinds)
-    expected, parts = request[0]
+    found = predict_kinds(task(load), *kinds)
+    expected, parts = cases[0]
     rate, seconds = at_once(expected, [price for price, count in parts for _ in range(count)])
     assert found.figures["output_tokens_per_s"][0] == pytest.approx(rate, rel=near)
     assert found.figures["e2e_s.mean"][0] == pytest.approx(seconds, rel=near)

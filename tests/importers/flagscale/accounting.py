@@ -19,9 +19,11 @@ _GONE = ("dropped", "cannot be resolved", "cannot run")
 
 def unaccounted(tree: dict[str, Any]) -> list[str]:
     """Return the leaves of a composed tree that neither change the spec nor are named in a note."""
-    full = translate(tree, file="x")
-    named = Named(full.notes)
-    return [spelt(path) for path, value in leaves(tree) if path not in named and not counts(tree, path, value, full)]
+    translated = translate(tree, file="x")
+    named = Named(translated.notes)
+    return [
+        spelt(path) for path, value in leaves(tree) if path not in named and not counts(tree, path, value, translated)
+    ]
 
 
 def counts(tree: dict[str, Any], path: KeyPath, value: Any, whole: Imported) -> bool:

@@ -117,9 +117,9 @@ def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OWN)
 def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_path: Path) -> None:
     """`tmp_path` has the trees."""
-    request = own_cases()[list(OWN).index(name)]
+    own_case = own_cases()[list(OWN).index(name)]
     (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
-    check(request, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
+    check(own_case, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
 
 
 def run_flagscale(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -19,7 +19,7 @@ from flagcore.physics.schedules.replay import simulate
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs
-from tests.report.page.test_timeline import PLAYED, named, section_of
+from tests.report.page.test_timeline import EXECUTABLE, named, section_of
 
 pytestmark = pytest.mark.long
 
@@ -42,11 +42,11 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Opened:
-    """A page that is open and drawn, what was wrong with it, and what it asked for."""
+    """A page that is open and drawn, what was wrong with it, and the addresses that it requested."""
 
     page: Any
     errors: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
 
 
 Open = Callable[..., Opened]
@@ -65,7 +65,7 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
         browser_page = Opened(context.new_page())
         browser_page.page.on("console", lambda message: browser_page.errors.append(f"{message.type}: {message.text}"))
         browser_page.page.on("pageerror", lambda error: browser_page.errors.append(str(error)))
-        browser_page.page.on("request", lambda request: browser_page.asked.append(request.url))
+        browser_page.page.on("request", lambda request: browser_page.urls.append(request.url))
         browser_page.page.goto(file.as_uri() + anchor)
         if arguments.get("java_script_enabled", True):
             browser_page.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
@@ -86,7 +86,7 @@ def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, language: str
         assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert browser_page.page.evaluate(OUTSIDE) == []
     assert browser_page.errors == []
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in browser_page.asked)
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in browser_page.urls)
 
 
 OUTSIDE = """() => {
@@ -120,13 +120,13 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
 
 @pytest.mark.parametrize("width", [360, 1400])
 def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> None:
-    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in PLAYED)
+    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in EXECUTABLE)
     browser_page = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
     assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert browser_page.page.evaluate(OUTSIDE) == []
     assert browser_page.page.evaluate(LABELS) == []
     assert browser_page.page.locator(".plot .bars .point").count() == sum(
-        len(simulate(named(name), 8)) for name in PLAYED
+        len(simulate(named(name), 8)) for name in EXECUTABLE
     )
     assert browser_page.errors == []
 

@@ -184,9 +184,9 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 
 @pytest.mark.parametrize("latency", ["ttft_s", "tpot_s"])
 def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
-    result, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
-    (chart,) = [each for each in result.page.charts if _x(each) == f"{short}, s"]
-    trials_by_role = {"best": result.result["best"], "baseline": result.result["baseline"]}
+    run, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
+    (chart,) = [each for each in run.page.charts if _x(each) == f"{short}, s"]
+    trials_by_role = {"best": run.result["best"], "baseline": run.result["baseline"]}
     assert trials_by_role["best"]["number"] != trials_by_role["baseline"]["number"]
     for who, trial in trials_by_role.items():
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
@@ -196,7 +196,7 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
         assert marks["x"] == [statistics[each] for each in ("p50", "p90", "p99")]
         assert [np.percentile(curve["x"], share) for share in (50, 90, 99)] == pytest.approx(marks["x"], rel=1e-12)
     limits = [each["x0"] for each in chart["layout"].get("shapes", ())]
-    assert limits == [limit for name, limit in result.result["limits"].items() if name.startswith(latency)]
+    assert limits == [limit for name, limit in run.result["limits"].items() if name.startswith(latency)]
 
 
 def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:

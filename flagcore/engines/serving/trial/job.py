@@ -28,14 +28,14 @@ def log_name(number: int, part: int = 0) -> str:
 class Instance:
     """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
-    `asked` are the knob values that the server must report back; None: the engine chooses. It is on host number `host`,
+    `requested` are the knob values that the server must report back; None: the engine chooses. It is on host number `host`,
     and with the commands `further` on the next ones, which serve no requests.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    asked: Mapping[str, KnobValue] = field(default_factory=dict)
+    requested: Mapping[str, KnobValue] = field(default_factory=dict)
     host: int = 0
     further: tuple[tuple[str, ...], ...] = ()
 

@@ -96,7 +96,7 @@ def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str,
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
         for knob, value in values.items():
-            set_value = instance.asked.get(knob)
+            set_value = instance.requested.get(knob)
             if set_value is not None and set_value != value:
                 reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
                 raise TrialFailure(TrialState.INVALID, reason)

@@ -99,7 +99,16 @@ def cuda(torch):
     )
     state = torch.default_generator
     numbers = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    empty = ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "set_stream", "ipc_collect", "seed")
+    ignored_functions = (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "init",
+        "_lazy_init",
+        "set_stream",
+        "ipc_collect",
+        "seed",
+    )
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -134,7 +143,7 @@ def cuda(torch):
         "manual_seed": lambda seed: state.manual_seed(int(seed)),
         "manual_seed_all": lambda seed: state.manual_seed(int(seed)),
         **{name: lambda *args: 1 << 20 for name in numbers},  # one function for each: torch looks them up by identity
-        **{name: lambda *args, **kwargs: None for name in empty},
+        **{name: lambda *args, **kwargs: None for name in ignored_functions},
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
@@ -172,12 +181,12 @@ def norm(module):
     def new(cls, config, *args, **kwargs):
         parallel, config.sequence_parallel = config.sequence_parallel, False
         try:
-            result = make(cls, config, *args, **kwargs)
+            norm_module = make(cls, config, *args, **kwargs)
         finally:
             config.sequence_parallel = parallel
-        for parameter in result.parameters():
+        for parameter in norm_module.parameters():
             parameter.sequence_parallel = parallel
-        return result
+        return norm_module
 
     module.WrappedTorchNorm.__new__ = staticmethod(new)
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
-    request = {
+    requested = {
         "parallel": 2,
         "threads": 1,
         "threads_batch": 2,
@@ -46,9 +46,9 @@ def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_p
         "kv_unified": "off",
         "context_len": 512,
     }
-    with started(ENGINE, task, request, tmp_path) as server:
+    with started(ENGINE, task, requested, tmp_path) as server:
         assert server.wait() is None, server.log
-        assert ENGINE.effective(server.fetch, server.log) == request
+        assert ENGINE.effective(server.fetch, server.log) == requested
         assert server.completion_tokens(9) == 9
         counted = ENGINE.read_counters(server.fetch)
         assert counted["output_tokens"] == 9

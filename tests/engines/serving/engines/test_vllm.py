@@ -210,9 +210,9 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in server(own).environment
     assert settings(own).cache_bytes.item() == GIB / 2
     large = replace(DENSE, num_layers=64, num_query_groups=32, num_attention_heads=32, kv_channels=128)
-    request = cores(model=large, loads=(Load(input_len=4000, output_len=96, concurrency=4),), memory=64 * GIB)
-    assert server(request).environment["VLLM_CPU_KVCACHE_SPACE"] == "32"  # 2 x 4 x 4096 tokens of 1 MiB
-    assert settings(request).cache_bytes.item() == 32 * GIB / 2
+    large_task = cores(model=large, loads=(Load(input_len=4000, output_len=96, concurrency=4),), memory=64 * GIB)
+    assert server(large_task).environment["VLLM_CPU_KVCACHE_SPACE"] == "32"  # 2 x 4 x 4096 tokens of 1 MiB
+    assert settings(large_task).cache_bytes.item() == 32 * GIB / 2
 
 
 def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:

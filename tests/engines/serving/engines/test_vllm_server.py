@@ -37,17 +37,17 @@ def task(model: str) -> Any:
 
 
 def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
-    request = {
+    requested = {
         "tensor_model_parallel_size": 2,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
         "block_size": 64,
         "enable_prefix_caching": False,
     }
-    with started(ENGINE, task(model), request, tmp_path, PATIENCE) as server:
+    with started(ENGINE, task(model), requested, tmp_path, PATIENCE) as server:
         assert server.wait() is None, server.log
         reported = ENGINE.effective(server.fetch, server.log)
-        assert {knob: reported[knob] for knob in request} == request
+        assert {knob: reported[knob] for knob in requested} == requested
         assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
         assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9

@@ -16,7 +16,7 @@ import pytest
 from flagcore.engines.serving.load.result import Answer
 from flagcore.engines.serving.load.stream import Stream
 
-Asked = dict[str, Any]
+Body = dict[str, Any]
 
 
 @dataclass
@@ -50,22 +50,22 @@ class Wire:
         self.writer.transport.abort()
 
 
-Behaviour = Callable[[Asked, Wire], Awaitable[None]]
+Behaviour = Callable[[Body, Wire], Awaitable[None]]
 
 
-def piece(text: str = " a", finish: str | None = None) -> Asked:
+def piece(text: str = " a", finish: str | None = None) -> Body:
     return {"id": "x", "choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}
 
 
-def usage(asked: Asked, made: int | None = None, read: int | None = None) -> Asked:
-    counts = {"prompt_tokens": len(asked["prompt"]) if read is None else read}
-    return {"id": "x", "choices": [], "usage": {**counts, "completion_tokens": made or asked["max_tokens"]}}
+def usage(body: Body, made: int | None = None, read: int | None = None) -> Body:
+    counts = {"prompt_tokens": len(body["prompt"]) if read is None else read}
+    return {"id": "x", "choices": [], "usage": {**counts, "completion_tokens": made or body["max_tokens"]}}
 
 
-async def well(asked: Asked, wire: Wire) -> None:
+async def well(body: Body, wire: Wire) -> None:
     await wire.head()
-    await pieces(asked["max_tokens"], wire)
-    await rest(asked, wire)
+    await pieces(body["max_tokens"], wire)
+    await finish(body, wire)
 
 
 async def pieces(count: int, wire: Wire) -> None:
@@ -73,21 +73,21 @@ async def pieces(count: int, wire: Wire) -> None:
         await wire.event(piece())
 
 
-async def rest(asked: Asked, wire: Wire, made: int | None = None, finish: str = "length") -> None:
-    await wire.event(piece("", finish))
-    await wire.event(usage(asked, made))
+async def finish(body: Body, wire: Wire, made: int | None = None, reason: str = "length") -> None:
+    await wire.event(piece("", reason))
+    await wire.event(usage(body, made))
     await wire.event("[DONE]")
     await wire.end()
 
 
 @dataclass
 class RequestTimes:
-    """What a server saw. `most` is the largest number of requests that were in flight at once."""
+    """What a server saw. `max_in_flight` is the largest number of requests that were in flight at once."""
 
     url: str = ""
-    asked: list[Asked] = field(default_factory=list)
-    now: int = 0
-    most: int = 0
+    bodies: list[Body] = field(default_factory=list)
+    in_flight: int = 0
+    max_in_flight: int = 0
     stop: Callable[[], None] = lambda: None
 
 
@@ -107,14 +107,14 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
             )
             request = json.loads(await reader.readexactly(length))
             counted = True
-            served.asked.append(request)
-            served.now += 1
-            served.most = max(served.most, served.now)
+            served.bodies.append(request)
+            served.in_flight += 1
+            served.max_in_flight = max(served.max_in_flight, served.in_flight)
             await behaviour(request, Wire(writer))
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
-            served.now -= counted
+            served.in_flight -= counted
             open_ones.discard(writer)
             writer.close()
 

@@ -15,13 +15,13 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from tests.engines.serving.load.servers import (
-    Asked,
     Behaviour,
+    Body,
     Wire,
     after_each_answer,
+    finish,
     piece,
     pieces,
-    rest,
     serving,
     usage,
     well,
@@ -41,34 +41,34 @@ def loaded(behaviour: Behaviour, timeout_s: float = 60.0) -> LoadResult:
         return send(served.url, timeout_s=timeout_s)
 
 
-async def cut_short(asked: Asked, wire: Wire) -> None:
+async def cut_short(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(3, wire)
-    await rest(asked, wire, made=3)
+    await finish(body, wire, made=3)
 
 
-async def stops_at_the_end_token(asked: Asked, wire: Wire) -> None:
+async def stops_at_the_end_token(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(2, wire)
-    await rest(asked, wire, made=2, finish="stop")
+    await finish(body, wire, made=2, reason="stop")
 
 
-async def says_more_than_asked(asked: Asked, wire: Wire) -> None:
+async def says_more_than_requested(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(7, wire)
-    await rest(asked, wire, made=7)
+    await finish(body, wire, made=7)
 
 
-async def reads_a_part_of_the_prompt(asked: Asked, wire: Wire) -> None:
+async def reads_a_part_of_the_prompt(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
     await wire.event(piece("", "length"))
-    await wire.event(usage(asked, read=3))
+    await wire.event(usage(body, read=3))
     await wire.event("[DONE]")
     await wire.end()
 
 
-async def error_in_the_stream(asked: Asked, wire: Wire) -> None:
+async def error_in_the_stream(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(2, wire)
     await wire.event({"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError"}})
@@ -76,43 +76,43 @@ async def error_in_the_stream(asked: Asked, wire: Wire) -> None:
     await wire.end()
 
 
-async def error_as_a_field_of_the_stream(asked: Asked, wire: Wire) -> None:
+async def error_as_a_field_of_the_stream(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.send(b'error: {"code":500,"message":"failed to decode"}\n\n')
     await wire.end()
 
 
-async def error_as_an_object(asked: Asked, wire: Wire) -> None:
+async def error_as_an_object(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event({"object": "error", "message": "out of blocks", "code": 500})
     await wire.end()
 
 
-async def error_as_json_instead_of_a_stream(asked: Asked, wire: Wire) -> None:
+async def error_as_json_instead_of_a_stream(body: Body, wire: Wire) -> None:
     await wire.head(kind="application/json")
     await wire.send(json.dumps({"error": "model is loading"}).encode() + b"\n")
     await wire.end()
 
 
-async def error_as_json_without_a_newline(asked: Asked, wire: Wire) -> None:
+async def error_as_json_without_a_newline(body: Body, wire: Wire) -> None:
     await wire.head(kind="application/json")
     await wire.send(json.dumps({"error": {"message": "model is loading", "code": 503}}).encode())
     await wire.end()
 
 
-async def answers_without_streaming(asked: Asked, wire: Wire) -> None:
+async def answers_without_streaming(body: Body, wire: Wire) -> None:
     await wire.head(kind="application/json")
-    await wire.send(json.dumps({**piece(" a" * 5, "length"), "usage": usage(asked)["usage"]}).encode() + b"\n")
+    await wire.send(json.dumps({**piece(" a" * 5, "length"), "usage": usage(body)["usage"]}).encode() + b"\n")
     await wire.end()
 
 
-async def aborts(asked: Asked, wire: Wire) -> None:
+async def aborts(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
-    await rest(asked, wire, finish="abort")
+    await finish(body, wire, reason="abort")
 
 
-async def too_long(asked: Asked, wire: Wire) -> None:
+async def too_long(body: Body, wire: Wire) -> None:
     await wire.head("400 Bad Request", "application/json")
     reported_text = {
         "error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}
@@ -121,63 +121,63 @@ async def too_long(asked: Asked, wire: Wire) -> None:
     await wire.end()
 
 
-async def unavailable(asked: Asked, wire: Wire) -> None:
+async def unavailable(body: Body, wire: Wire) -> None:
     await wire.head("503 Service Unavailable", "text/html")
     await wire.send(b"<h1>Loading\n model</h1>")
     await wire.end()
 
 
-async def not_found(asked: Asked, wire: Wire) -> None:
+async def not_found(body: Body, wire: Wire) -> None:
     await wire.head("404 Not Found", "application/json")
     await wire.send(json.dumps({"detail": "Not Found"}).encode())
     await wire.end()
 
 
-async def garbage(asked: Asked, wire: Wire) -> None:
+async def garbage(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.send(b"\x00\xff\xfe nonsense\n\n")
     await wire.end()
 
 
-async def event_that_is_cut_off(asked: Asked, wire: Wire) -> None:
+async def event_that_is_cut_off(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(2, wire)
     await wire.event('{"id": "x", "choices": [{"index": 0, "text": " a')
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
-async def event_that_is_no_object(asked: Asked, wire: Wire) -> None:
+async def event_that_is_no_object(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event("[1, 2]")
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
-async def event_without_choices(asked: Asked, wire: Wire) -> None:
+async def event_without_choices(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event({"id": "x"})
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
-async def text_that_is_no_text(asked: Asked, wire: Wire) -> None:
+async def text_that_is_no_text(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event({"choices": [{"text": 5}]})
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
-async def line_without_end(asked: Asked, wire: Wire) -> None:
+async def line_without_end(body: Body, wire: Wire) -> None:
     await wire.head()
     for _ in range(40):
         await wire.send(b"a" * (1 << 19))
 
 
-async def tokens_without_a_piece(asked: Asked, wire: Wire) -> None:
+async def tokens_without_a_piece(body: Body, wire: Wire) -> None:
     await wire.head()
-    await wire.event(usage(asked))
+    await wire.event(usage(body))
     await wire.event("[DONE]")
     await wire.end()
 
 
-async def no_usage(asked: Asked, wire: Wire) -> None:
+async def no_usage(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
     await wire.event(piece("", "length"))
@@ -185,7 +185,7 @@ async def no_usage(asked: Asked, wire: Wire) -> None:
     await wire.end()
 
 
-async def usage_without_a_count(asked: Asked, wire: Wire) -> None:
+async def usage_without_a_count(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
     await wire.event({"choices": [], "usage": {"completion_tokens": None}})
@@ -193,57 +193,57 @@ async def usage_without_a_count(asked: Asked, wire: Wire) -> None:
     await wire.end()
 
 
-async def hangs_up_at_once(asked: Asked, wire: Wire) -> None:
-    wire.cut()
+async def hangs_up_at_once(body: Body, wire: Wire) -> None:
+    wire.close_connection()
 
 
-async def hangs_up_in_the_stream(asked: Asked, wire: Wire) -> None:
+async def hangs_up_in_the_stream(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(3, wire)
-    wire.cut()
+    wire.close_connection()
 
 
-async def closes_a_chunked_stream(asked: Asked, wire: Wire) -> None:
+async def closes_a_chunked_stream(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(3, wire)
 
 
-async def closes_a_plain_stream(asked: Asked, wire: Wire) -> None:
+async def closes_a_plain_stream(body: Body, wire: Wire) -> None:
     await wire.head(chunked=False)
     await pieces(3, wire)
 
 
-async def ends_without_a_word(asked: Asked, wire: Wire) -> None:
+async def ends_without_a_word(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(3, wire)
     await wire.end()
 
 
-async def no_http(asked: Asked, wire: Wire) -> None:
+async def no_http(body: Body, wire: Wire) -> None:
     await wire.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
 
 
-async def bad_chunks(asked: Asked, wire: Wire) -> None:
+async def bad_chunks(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
-async def bad_chunks_later(asked: Asked, wire: Wire) -> None:
+async def bad_chunks_later(body: Body, wire: Wire) -> None:
     await wire.head()
     await asyncio.sleep(0.2)
     await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
-async def all_but_the_end(asked: Asked, wire: Wire) -> None:
+async def all_but_the_end(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
     await wire.event(piece("", "length"))
-    await wire.event(usage(asked))
+    await wire.event(usage(body))
     await wire.end()
 
 
 def counted(made: object) -> Behaviour:
-    async def behave(asked: Asked, wire: Wire) -> None:
+    async def behave(body: Body, wire: Wire) -> None:
         await wire.head()
         await pieces(5, wire)
         await wire.event({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": made}})
@@ -254,40 +254,40 @@ def counted(made: object) -> Behaviour:
     return behave
 
 
-async def resets_after_the_head(asked: Asked, wire: Wire) -> None:
+async def resets_after_the_head(body: Body, wire: Wire) -> None:
     await wire.head()
-    wire.cut()
+    wire.close_connection()
 
 
-async def is_busy(asked: Asked, wire: Wire) -> None:
+async def is_busy(body: Body, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
 
 
-async def redirects(asked: Asked, wire: Wire) -> None:
+async def redirects(body: Body, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
 
 
-async def compresses(asked: Asked, wire: Wire) -> None:
+async def compresses(body: Body, wire: Wire) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n"
     packed = gzip.compress(b"data: [DONE]\n\n")
     await wire.raw(head + f"Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
 
 
-async def promises_more_than_it_sends(asked: Asked, wire: Wire) -> None:
+async def promises_more_than_it_sends(body: Body, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: {")
 
 
-async def two_choices_in_an_event(asked: Asked, wire: Wire) -> None:
+async def two_choices_in_an_event(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]})
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
-async def two_choices_in_turn(asked: Asked, wire: Wire) -> None:
+async def two_choices_in_turn(body: Body, wire: Wire) -> None:
     await wire.head()
     await wire.event(piece())
     await wire.event({**piece(), "choices": [{"index": 1, "text": " b", "finish_reason": None}]})
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
 MISBEHAVING = [
@@ -306,7 +306,7 @@ MISBEHAVING = [
     (two_choices_in_turn, ProblemKind.BROKEN, "several choices"),
     (cut_short, ProblemKind.WRONG_LENGTH, "3 tokens instead of 5; prompt and answer do not fit into the context"),
     (stops_at_the_end_token, ProblemKind.WRONG_LENGTH, "2 tokens instead of 5; ignore_eos"),
-    (says_more_than_asked, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens"),
+    (says_more_than_requested, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens"),
     (reads_a_part_of_the_prompt, ProblemKind.WRONG_LENGTH, "the server counts 3 prompt tokens, but 8 were sent"),
     (error_in_the_stream, ProblemKind.ERROR, "EngineCore encountered an issue"),
     (error_as_a_field_of_the_stream, ProblemKind.ERROR, "failed to decode"),
@@ -352,12 +352,12 @@ def test_server_that_misbehaves_gives_a_problem_of_its_class_and_no_figures(
     assert not result.requests
 
 
-async def keeps_alive_and_spells_it_differently(asked: Asked, wire: Wire) -> None:
+async def keeps_alive_and_spells_it_differently(body: Body, wire: Wire) -> None:
     """Comments, no space after `data:`, CRLF, bytes of one character in two chunks: an answer all the same."""
     await wire.head()
     await wire.send(b": keep-alive\r\n\r\n")
     events = [{"choices": [{"index": 0, "text": "\u00e9\u6f22", "finish_reason": None}]}] * 5
-    events += [{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}, usage(asked)]
+    events += [{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}, usage(body)]
     data = b"".join(b"data:" + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n" for event in events)
     for place in range(0, len(data), 7):
         await wire.send(data[place : place + 7])
@@ -372,11 +372,11 @@ def test_an_answer_counts_in_any_stream_format_and_chunking() -> None:
 
 
 def test_one_wrong_answer_among_right_ones_voids_the_load() -> None:
-    seen: list[Asked] = []
+    seen: list[Body] = []
 
-    async def third_is_short(asked: Asked, wire: Wire) -> None:
-        seen.append(asked)
-        await (cut_short if len(seen) == 3 else well)(asked, wire)
+    async def third_is_short(body: Body, wire: Wire) -> None:
+        seen.append(body)
+        await (cut_short if len(seen) == 3 else well)(body, wire)
 
     result = loaded(third_is_short)
     assert result.failed == 1
@@ -396,17 +396,17 @@ def test_an_invalid_url_is_reported() -> None:
     assert send("http://:99999").problems[0].startswith("not reached: http://:99999/v1/completions")
 
 
-async def never_answers(asked: Asked, wire: Wire) -> None:
+async def never_answers(body: Body, wire: Wire) -> None:
     await asyncio.sleep(600)
 
 
-async def stops_in_the_middle(asked: Asked, wire: Wire) -> None:
+async def stops_in_the_middle(body: Body, wire: Wire) -> None:
     await wire.head()
     await pieces(2, wire)
     await asyncio.sleep(600)
 
 
-async def pings_for_ever(asked: Asked, wire: Wire) -> None:
+async def pings_for_ever(body: Body, wire: Wire) -> None:
     await wire.head()
     while True:
         await wire.send(b": ping\n\n")
@@ -425,14 +425,14 @@ def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
     with serving(no_usage) as served:
         result = send(served.url, load=Load(input_len=8, output_len=5, num_prompts=4, concurrency=2, warmup=1))
     assert result.problems[0].startswith("no usage")
-    assert len(served.asked) == 1
+    assert len(served.bodies) == 1
 
 
 def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(well) as other, serving(stops_in_the_middle) as served:
-        seen: Sequence[Asked] = other.asked
+        seen: Sequence[Body] = other.bodies
 
         def stop(done: int) -> None:
             if done == 20:

@@ -145,9 +145,9 @@ def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
 def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) -> None:
     answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
-    figures, stored = figures_of(answers, None), quantiles_of(answers)
-    assert list(stored) == list(LATENCIES)
-    for name, values in stored.items():
+    figures, quantiles = figures_of(answers, None), quantiles_of(answers)
+    assert list(quantiles) == list(LATENCIES)
+    for name, values in quantiles.items():
         assert len(values) == min(MAX_QUANTILES, count * (2 if name == "itl_s" else 1))
         assert values == sorted(values)
         for statistic in ("p50", "p90", "p99"):

@@ -1,4 +1,4 @@
-"""The search for the highest load that keeps latency limits."""
+"""The search for the highest load that meets_limit latency limits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_clients_are_whole_numbers(true: int) -> None:
     assert all(load == round(load) for load in tried)
 
 
-@pytest.mark.parametrize(("keeps", "found"), [(True, 64.0), (False, None)])
+@pytest.mark.parametrize(("meets_limit", "found"), [(True, 64.0), (False, None)])
 def test_the_range_is_not_left(meets_limit: bool, found: float | None) -> None:
     tried: list[float] = []
     assert highest_load(lambda load: tried.append(load) or meets_limit, 8.0, least=1, most=64, whole=True) == found
@@ -66,9 +66,9 @@ def test_a_load_is_stopped_only_if_its_limit_is_certain_to_be_exceeded(figure: s
         limit = float(rng.uniform(0.1, 3.0))
         check = LimitCheck({figure: limit, "itl_s.p99": 1e-9}, count)
         stopped = next((place for place, each in enumerate(seconds) if check.exceeded(answer(each))), math.inf)
-        full = statistics_of(seconds)[figure.partition(".")[2]]
+        statistic = statistics_of(seconds)[figure.partition(".")[2]]
         if stopped < count:
-            assert full > limit
+            assert statistic > limit
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

@@ -97,8 +97,8 @@ def test_report_gives_rates_and_latencies_in_seconds(client: Any, tmp_path: Path
 
 
 def test_figure_that_the_client_did_not_write_is_left_out(tmp_path: Path) -> None:
-    default = {name: value for name, value in vllm().items() if "e2el" not in name}
-    assert "e2e_s.mean" not in read(tmp_path, default)
+    report = {name: value for name, value in vllm().items() if "e2el" not in name}
+    assert "e2e_s.mean" not in read(tmp_path, report)
 
 
 def test_file_of_several_benchmarks_is_rejected(tmp_path: Path) -> None:

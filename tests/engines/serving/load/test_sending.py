@@ -17,7 +17,7 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, Target
 from flagcore.engines.serving.load.sending import LATE_S, measure
 from flagcore.errors import SpecError
-from tests.engines.serving.load.servers import Asked, Wire, after_each_answer, pieces, rest, serving, well
+from tests.engines.serving.load.servers import Body, Wire, after_each_answer, finish, pieces, serving, well
 
 
 def send(urls: list[str], seed: int = 0, **changes: Any) -> LoadResult:
@@ -27,19 +27,19 @@ def send(urls: list[str], seed: int = 0, **changes: Any) -> LoadResult:
     return result
 
 
-async def in_turn(asked: Asked, wire: Wire) -> None:
+async def in_turn(body: Body, wire: Wire) -> None:
     """Give up the loop between pieces, so that requests overlap."""
     await wire.head()
-    for _ in range(asked["max_tokens"]):
+    for _ in range(body["max_tokens"]):
         await pieces(1, wire)
         await asyncio.sleep(0.002)
-    await rest(asked, wire)
+    await finish(body, wire)
 
 
 def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids() -> None:
     with serving(well) as served:
         send([served.url + "/"], num_prompts=1, concurrency=1)
-    (request,) = served.asked
+    (request,) = served.bodies
     assert len(request.pop("prompt")) == 8
     assert request == {
         "model": "m",
@@ -54,30 +54,30 @@ def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids
 def test_closed_loop_keeps_its_concurrency_and_never_exceeds_it() -> None:
     with serving(in_turn) as served:
         result = send([served.url])
-    assert served.most == 4
-    assert len(served.asked) == result.completed == len(result.requests) == 12
+    assert served.max_in_flight == 4
+    assert len(served.bodies) == result.completed == len(result.requests) == 12
 
 
 def test_burst_sends_all_at_once() -> None:
     waiting: list[asyncio.Event] = []
 
-    async def waits_for_all(asked: Asked, wire: Wire) -> None:
+    async def waits_for_all(body: Body, wire: Wire) -> None:
         waiting.append(asyncio.Event())
         if len(waiting) == 12:
             for event in waiting:
                 event.set()
         await waiting[-1].wait()
-        await well(asked, wire)
+        await well(body, wire)
 
     with serving(waits_for_all) as served:
         send([served.url], concurrency=None, request_rate=math.inf)
-    assert served.most == 12
+    assert served.max_in_flight == 12
 
 
 def test_rate_with_a_concurrency_never_has_more_in_flight() -> None:
     with serving(in_turn) as served:
         send([served.url], request_rate=math.inf, concurrency=3)
-    assert served.most == 3
+    assert served.max_in_flight == 3
 
 
 def test_requests_come_at_their_times_and_the_first_at_once() -> None:
@@ -91,34 +91,34 @@ def test_requests_come_at_their_times_and_the_first_at_once() -> None:
 def test_request_goes_to_the_instance_with_the_fewest_in_flight() -> None:
     released = threading.Event()
 
-    async def holds_until_the_other_had_nine(asked: Asked, wire: Wire) -> None:
+    async def holds_until_the_other_had_nine(body: Body, wire: Wire) -> None:
         while not released.is_set():
             await asyncio.sleep(0.001)
-        await well(asked, wire)
+        await well(body, wire)
 
-    async def counts(asked: Asked, wire: Wire) -> None:
-        await well(asked, wire)
-        if len(quick.asked) == 9:
+    async def counts(body: Body, wire: Wire) -> None:
+        await well(body, wire)
+        if len(quick.bodies) == 9:
             released.set()
 
     with serving(holds_until_the_other_had_nine) as slow, serving(counts) as quick:
         result = send([slow.url, quick.url], concurrency=2, num_prompts=10)
-    assert len(slow.asked) == 1
+    assert len(slow.bodies) == 1
     assert sorted(answer.target for answer in result.requests) == [0] + [1] * 9
 
 
 def test_equal_instances_get_equal_shares() -> None:
     with serving(well) as one, serving(well) as other:
         send([one.url, other.url], concurrency=1)
-    assert len(one.asked) == len(other.asked) == 6
+    assert len(one.bodies) == len(other.bodies) == 6
 
 
 def test_warm_up_comes_first_and_does_not_count() -> None:
     with serving(well) as served:
         result = send([served.url], warmup=3, prefix_len=4)
-    assert len(served.asked) == 15
+    assert len(served.bodies) == 15
     assert result.completed == 12
-    prompts = [tuple(request["prompt"]) for request in served.asked]
+    prompts = [tuple(request["prompt"]) for request in served.bodies]
     assert len(set(prompts)) == 15
     assert len({prompt[:4] for prompt in prompts}) == 1
 
@@ -127,7 +127,7 @@ def test_another_seed_changes_prompts_but_not_their_lengths() -> None:
     def sent(seed: int) -> list[list[int]]:
         with serving(well) as served:
             send([served.url], seed, concurrency=1, range_ratio=0.2)
-        return [request["prompt"] for request in served.asked]
+        return [request["prompt"] for request in served.bodies]
 
     first, second = sent(1), sent(2)
     assert sent(1) == first
@@ -164,12 +164,12 @@ def test_load_that_cannot_be_sent_reports_which_key_is_missing(load: Load, key: 
 def test_the_limit_of_open_files_is_raised_for_more_connections() -> None:
     arrived = 0
 
-    async def waits_for_all(asked: Asked, wire: Wire) -> None:
+    async def waits_for_all(body: Body, wire: Wire) -> None:
         nonlocal arrived
         arrived += 1
         while arrived < 80:
             await asyncio.sleep(0.001)
-        await well(asked, wire)
+        await well(body, wire)
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
@@ -178,7 +178,7 @@ def test_the_limit_of_open_files_is_raised_for_more_connections() -> None:
             send([served.url], num_prompts=80, concurrency=None, request_rate=math.inf)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert served.most == 80
+    assert served.max_in_flight == 80
 
 
 def test_request_that_is_sent_late_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def test_one_token_has_no_time_per_token() -> None:
 
 
 def test_answer_in_one_event_has_no_time_per_token() -> None:
-    full = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
-    assert fed((11.0, full + b"data: [DONE]\n\n")).tpot_s is None
+    event_ = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
+    assert fed((11.0, event_ + b"data: [DONE]\n\n")).tpot_s is None
 
 
 def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
@@ -164,7 +164,7 @@ def test_finish_among_events_that_look_alike_is_noticed() -> None:
 
 
 def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
-    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": result}) for result in (1, 2, 3)]
+    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": answer}) for answer in (1, 2, 3)]
     got = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
     assert got.output_tokens == 3
     assert got.gaps_s == (1.0, 1.0)

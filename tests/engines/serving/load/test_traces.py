@@ -86,11 +86,11 @@ def test_token_counts_in_a_trace_are_used_and_not_estimated(tmp_path: Path) -> N
 
 
 def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Path) -> None:
-    request = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
-    assert request.input_len.tolist() == [1110, 710]
-    assert request.arrive_s is not None
-    assert request.arrive_s.tolist() == [0.0, 0.5]
-    assert list(request.blocks) == [(46, 47, 48), (46, 49)]
+    sampled = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
+    assert sampled.input_len.tolist() == [1110, 710]
+    assert sampled.arrive_s is not None
+    assert sampled.arrive_s.tolist() == [0.0, 0.5]
+    assert list(sampled.blocks) == [(46, 47, 48), (46, 49)]
 
 
 def test_load_without_a_number_sends_the_whole_trace_and_one_with_too_many_reports_it(tmp_path: Path) -> None:

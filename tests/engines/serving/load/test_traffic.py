@@ -13,41 +13,41 @@ from flagcore.errors import SpecError
 
 
 def arrivals(**changes: float) -> np.ndarray:
-    request = traffic(Load(num_prompts=4000, **changes))  # type: ignore[arg-type]
-    assert request.arrive_s is not None
-    return request.arrive_s
+    sampled = traffic(Load(num_prompts=4000, **changes))  # type: ignore[arg-type]
+    assert sampled.arrive_s is not None
+    return sampled.arrive_s
 
 
 def test_lengths_are_fixed_unless_a_range_is_given() -> None:
-    request = traffic(Load(input_len=100, output_len=10, prefix_len=7, num_prompts=5, concurrency=1))
-    assert request.input_len.tolist() == [107] * 5
-    assert request.output_len.tolist() == [10] * 5
+    sampled = traffic(Load(input_len=100, output_len=10, prefix_len=7, num_prompts=5, concurrency=1))
+    assert sampled.input_len.tolist() == [107] * 5
+    assert sampled.output_len.tolist() == [10] * 5
 
 
 def test_range_ratio_draws_from_a_share_of_the_length_to_the_length() -> None:
-    request = traffic(
+    sampled = traffic(
         Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.25, prefix_len=5)
     )
-    assert (request.input_len.min(), request.input_len.max()) == (30, 105)
-    assert (request.output_len.min(), request.output_len.max()) == (2, 10)
-    assert request.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
+    assert (sampled.input_len.min(), sampled.input_len.max()) == (30, 105)
+    assert (sampled.output_len.min(), sampled.output_len.max()) == (2, 10)
+    assert sampled.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
 
 
 def test_range_ratio_of_zero_draws_from_one_token_up() -> None:
-    request = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.0))
-    assert (request.input_len.min(), request.input_len.max()) == (1, 100)
+    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.0))
+    assert (sampled.input_len.min(), sampled.input_len.max()) == (1, 100)
 
 
 def test_range_spread_draws_around_the_length() -> None:
-    request = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_spread=0.25))
-    assert (request.input_len.min(), request.input_len.max()) == (75, 125)
-    assert (request.output_len.min(), request.output_len.max()) == (7, 13)
-    assert request.input_len.mean() == pytest.approx(100, rel=0.02)
+    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_spread=0.25))
+    assert (sampled.input_len.min(), sampled.input_len.max()) == (75, 125)
+    assert (sampled.output_len.min(), sampled.output_len.max()) == (7, 13)
+    assert sampled.input_len.mean() == pytest.approx(100, rel=0.02)
 
 
 def test_lengths_of_prompts_and_answers_are_independent() -> None:
-    request = traffic(Load(input_len=1000, output_len=1000, num_prompts=100, concurrency=1, range_ratio=0.0))
-    assert abs(np.corrcoef(request.input_len, request.output_len)[0, 1]) < 0.5
+    sampled = traffic(Load(input_len=1000, output_len=1000, num_prompts=100, concurrency=1, range_ratio=0.0))
+    assert abs(np.corrcoef(sampled.input_len, sampled.output_len)[0, 1]) < 0.5
 
 
 def test_load_of_another_seed_has_other_lengths() -> None:
@@ -84,14 +84,14 @@ def test_single_request_comes_at_once() -> None:
     assert traffic(Load(num_prompts=1, request_rate=2.0)).arrive_s.tolist() == [0.0]  # type: ignore[union-attr]
 
 
-def prompts_of(asked: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
-    return [ids.tolist() for ids in prompts(asked, prefix_len=prefix_len, vocab_size=vocab_size, seed=(3, seed))]
+def prompts_of(requests: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
+    return [ids.tolist() for ids in prompts(requests, prefix_len=prefix_len, vocab_size=vocab_size, seed=(3, seed))]
 
 
 def test_prompts_have_their_lengths_and_no_id_from_the_ends_of_the_vocabulary() -> None:
-    request = traffic(Load(input_len=500, num_prompts=20, concurrency=1, range_ratio=0.1))
-    found = prompts_of(request)
-    assert [len(ids) for ids in found] == request.input_len.tolist()
+    sampled = traffic(Load(input_len=500, num_prompts=20, concurrency=1, range_ratio=0.1))
+    found = prompts_of(sampled)
+    assert [len(ids) for ids in found] == sampled.input_len.tolist()
     everything = {one for ids in found for one in ids}
     assert min(everything) >= 1000
     assert max(everything) < 9000
@@ -104,15 +104,15 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
 
 
 def test_prompts_of_another_seed_share_no_prefix() -> None:
-    request = traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1))
-    starts = [{tuple(ids[:8]) for ids in prompts_of(request, seed, prefix_len=30)} for seed in (0, 1)]
+    sampled = traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1))
+    starts = [{tuple(ids[:8]) for ids in prompts_of(sampled, seed, prefix_len=30)} for seed in (0, 1)]
     assert not starts[0] & starts[1]
 
 
 def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
-    request = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
-    found = prompts_of(request, prefix_len=30)
-    first = warm_up(request, 5)
+    sampled = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
+    found = prompts_of(sampled, prefix_len=30)
+    first = warm_up(sampled, 5)
     drawn_first = prompts(first, prefix_len=30, vocab_size=10_000, seed=(3, 0), warm_up=True)
     warm = [ids.tolist() for ids in drawn_first]
     assert [len(ids) for ids in warm] == [80] * 5
@@ -122,13 +122,13 @@ def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
 
 
 def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
-    request = Traffic(
+    sampled = Traffic(
         input_len=np.array([1000, 600, 512]),
         output_len=np.array([1, 1, 1]),
         arrive_s=None,
         blocks=((1, 2), (1, 3), (2,)),
     )
-    one, two, three = prompts_of(request)
+    one, two, three = prompts_of(sampled)
     assert one[:512] == two[:512]
     assert one[512:600] != two[512:600]
     assert three[:488] == one[512:1000]

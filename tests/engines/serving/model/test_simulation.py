@@ -28,31 +28,31 @@ def token_by_token(
     price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
 ) -> list[tuple[float, float]]:
     """First and last token of each request, of an engine without preemption that looks at each iteration."""
-    lane, over, count = price.lane, price.overheads, len(lengths)
+    lane, overheads, count = price.lane, price.overheads, len(lengths)
     ready = [inf] * count
-    now, sent, taken, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
+    now, sent, started, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
 
     def send(place: int, when: float) -> None:
         if not groups or groups[-1][0] != when:
             groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
-        came, door, combined = groups.pop()
-        groups.append((came, door + over.entry, [*combined, place]))
+        arrival, front_end, members = groups.pop()
+        groups.append((arrival, front_end + overheads.entry, [*members, place]))
         for each in groups[-1][2]:
-            ready[each] = groups[-1][1] + over.request
+            ready[each] = groups[-1][1] + overheads.request
 
     for place in range(count if arrivals is not None else min(concurrency, count)):
         send(place, arrivals[place] if arrivals is not None else 0.0)
         sent += 1
     queue: list[int] = []
     prompts: dict[int, float] = {}
-    result = [0] * count
+    generated = [0] * count
     running: list[int] = []
     first, last = [0.0] * count, [0.0] * count
-    while any(result[place] < lengths[place][1] for place in range(count)):
-        while taken < sent and ready[taken] <= now:
-            queue.append(taken)
-            taken += 1
-        left = lane.budget - (len(running) if over.mixes else 0)
+    while any(generated[place] < lengths[place][1] for place in range(count)):
+        while started < sent and ready[started] <= now:
+            queue.append(started)
+            started += 1
+        left = lane.budget - (len(running) if overheads.mixes else 0)
         tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
         while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
             if not prompts:
@@ -66,20 +66,20 @@ def token_by_token(
                 ended.append(place)
                 del prompts[place]
         if not tokens and not running:
-            now = ready[taken]
+            now = ready[started]
             continue
-        decodes = running if over.mixes or not tokens else []
-        context = sum(lengths[place][0] + result[place] for place in decodes)
+        decodes = running if overheads.mixes or not tokens else []
+        context = sum(lengths[place][0] + generated[place] for place in decodes)
         if tokens:
             now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
         else:
             now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
         for place in list(decodes):
-            result[place] += 1
+            generated[place] += 1
         for place in ended:
-            result[place], first[place] = 1, now
+            generated[place], first[place] = 1, now
             running.append(place)
-        done = [place for place in running if result[place] >= lengths[place][1]]
+        done = [place for place in running if generated[place] >= lengths[place][1]]
         done.sort(key=lambda place: (place in ended, ended.index(place) if place in ended else 0))
         order = [place for place in ended if place in done] + [place for place in done if place not in ended]
         for place in order:
@@ -143,30 +143,28 @@ def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
 
 
 def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
-    full, pieces = (
+    whole_prompts, pieces = (
         simulate(price_of(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
         for budget in (8192.0, 256.0)
     )
-    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in full.gaps)
-    assert pieces.requests[1].first > full.requests[1].first
+    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in whole_prompts.gaps)
+    assert pieces.requests[1].first > whole_prompts.requests[1].first
 
 
 def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
-    combined, separate = (
-        simulate(price_of(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False)
-    )
-    assert separate.requests[0].end > combined.requests[0].end
+    mixed, unmixed = (simulate(price_of(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
+    assert unmixed.requests[0].end > mixed.requests[0].end
 
 
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
-    large, small = (
+    large_cache, small_cache = (
         simulate(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0)
     )
-    assert large.preemptions == 0
-    assert small.preemptions > 0
-    assert all(request.made == 300 and request.end > request.first for request in small.requests)
-    assert small.duration > large.duration
+    assert large_cache.preemptions == 0
+    assert small_cache.preemptions > 0
+    assert all(request.made == 300 and request.end > request.first for request in small_cache.requests)
+    assert small_cache.duration > large_cache.duration
 
 
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:

@@ -13,9 +13,15 @@ from pathlib import Path
 url, report, behaviour = (*sys.argv[1:3], *sys.argv[3:], "")[:3]
 if behaviour == "fails":
     sys.exit("the client cannot do this")
-asked = {"model": "m", "prompt": [300] * 16, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+request = {
+    "model": "m",
+    "prompt": [300] * 16,
+    "max_tokens": 8,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 request = urllib.request.Request(
-    f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    f"{url}/v1/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
 )
 with urllib.request.urlopen(request) as answer:
     assert b"[DONE]" in answer.read()

@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with open("asked.jsonl", "a") as file:
+        with open("requests.jsonl", "a") as file:
             file.write(json.dumps({"prompt": request["prompt"], "model": request["model"], "port": PORT}) + "\n")
         Handler.answered += 1
         if BEHAVIOUR == "dies" and Handler.answered > 6:
@@ -76,17 +76,17 @@ class Handler(BaseHTTPRequestHandler):
         return self.stream(request["max_tokens"], len(request["prompt"]))
 
     def stream(self, wanted: int, prompt: int) -> None:
-        result, reason = wanted, "length"
+        tokens, reason = wanted, "length"
         if BEHAVIOUR == "stops_at_eos":
-            result, reason = wanted // 2, "stop"
+            tokens, reason = wanted // 2, "stop"
         if BEHAVIOUR == "cuts":
-            result = wanted // 2
+            tokens = wanted // 2
         time.sleep(FIRST_S)
-        for _ in range(result // 2):  # two tokens in a piece
+        for _ in range(tokens // 2):  # two tokens in a piece
             self.line({"choices": [{"index": 0, "text": "a b", "finish_reason": None}]})
-            time.sleep(0.001 + REST_S / (result // 2))
+            time.sleep(0.001 + REST_S / (tokens // 2))
         self.line({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
-        self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": result}})
+        self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
         if BEHAVIOUR != "cut_off":
             self.line("[DONE]")
 

@@ -59,8 +59,8 @@ SHORT = ("dies", "never_healthy", "refuses", "out_of_memory", "garbage", "stale"
 )
 def test_a_failed_trial_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
     state, reason = WRONG[behaviour]
-    where = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
-    done = trials.run(where, tmp_path, parallel=4)
+    platform = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
+    done = trials.run(platform, tmp_path, parallel=4)
     assert (done.state, done.measurement) == (state, None), done.reason
     assert reason in str(done.reason)
     assert not (trials.trial_folder(tmp_path) / METRICS).exists()
@@ -126,9 +126,9 @@ def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> 
 
 
 def test_user_variables_override_engine_variables(tmp_path: Path) -> None:
-    where = trials.platform(tmp_path, "well")
-    spec = dataclasses.replace(where.task.spec, envs={"OMP_WAIT_POLICY": "active"})
-    trials.run(dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec)), tmp_path)
+    platform = trials.platform(tmp_path, "well")
+    spec = dataclasses.replace(platform.task.spec, envs={"OMP_WAIT_POLICY": "active"})
+    trials.run(dataclasses.replace(platform, task=dataclasses.replace(platform.task, spec=spec)), tmp_path)
     assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "active"
 
 
@@ -140,10 +140,10 @@ def test_a_server_is_stopped_with_all_its_processes(behaviour: str, tmp_path: Pa
 
 
 def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
-    where = trials.platform(tmp_path, "slow")
-    expected, folder = trials.candidate(where, instances=2), str(trials.trial_folder(tmp_path))
-    running = launch(where, LLAMACPP, LAUNCHER, expected, folder, TimeLimit(seconds=60.0, because="test"))
-    while not (tmp_path / "asked.jsonl").exists():
+    platform = trials.platform(tmp_path, "slow")
+    candidate, folder = trials.candidate(platform, instances=2), str(trials.trial_folder(tmp_path))
+    running = launch(platform, LLAMACPP, LAUNCHER, candidate, folder, TimeLimit(seconds=60.0, because="test"))
+    while not (tmp_path / "requests.jsonl").exists():
         assert running.poll() is None
         time.sleep(0.05)
     os.kill(running.pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -165,22 +165,22 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
 @pytest.mark.parametrize("key", ["request_rate", "concurrency"])
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=40).at(key, 1000)
-    where = trials.platform(tmp_path, "queues", loads=(base,), highest=key, slo={"ttft_s.p90": 0.35}, repeats=2)
-    trial = trials.run(where, tmp_path, parallel=4)
+    platform = trials.platform(tmp_path, "queues", loads=(base,), highest=key, slo={"ttft_s.p90": 0.35}, repeats=2)
+    trial = trials.run(platform, tmp_path, parallel=4)
     assert trial.measurement is not None
     assert trial.measurement.broken == ()
     points = {point[key]: point for point in trial.measurement.points}
-    stored = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
-    assert 3 < max(stored) < 200  # four slots of 0.1 s, on a busy machine fewer
-    rates = [point["output_tokens_per_s"] for point in stored.values()]
+    within_limit = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
+    assert 3 < max(within_limit) < 200  # four slots of 0.1 s, on a busy machine fewer
+    rates = [point["output_tokens_per_s"] for point in within_limit.values()]
     assert trial.measurement.figures["output_tokens_per_s"] == max(rates)
     assert len(trials.servers(tmp_path)) == 1
 
 
 def test_a_slow_server_keeps_a_low_rate(tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=4, request_rate=1000)
-    where = trials.platform(tmp_path, "queues", loads=(base,), highest="request_rate", slo={"ttft_s.p90": 0.2})
-    trial = trials.run(where, tmp_path, parallel=1)
+    platform = trials.platform(tmp_path, "queues", loads=(base,), highest="request_rate", slo={"ttft_s.p90": 0.2})
+    trial = trials.run(platform, tmp_path, parallel=1)
     assert trial.measurement is not None
     assert trial.measurement.broken == ()
     assert max(point["request_rate"] for point in trial.measurement.points) < 100
@@ -188,8 +188,8 @@ def test_a_slow_server_keeps_a_low_rate(tmp_path: Path) -> None:
 
 def test_if_no_load_keeps_the_slo_the_lowest_is_measured(tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=6, concurrency=6)
-    where = trials.platform(tmp_path, "queues", loads=(base,), highest="concurrency", slo={"ttft_s.p90": 0.01})
-    trial = trials.run(where, tmp_path, parallel=4)
+    platform = trials.platform(tmp_path, "queues", loads=(base,), highest="concurrency", slo={"ttft_s.p90": 0.01})
+    trial = trials.run(platform, tmp_path, parallel=4)
     assert trial.measurement is not None
     assert [point["concurrency"] for point in trial.measurement.points] == [1]
     assert trial.measurement.broken != ()

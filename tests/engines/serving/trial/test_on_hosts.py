@@ -27,24 +27,24 @@ HOSTS = ("127.0.0.1", "localhost")
 
 def on_hosts(folder: Path, behaviour: str, **arguments: object) -> Platform:
     """The platform of two hosts with two cores each."""
-    where = trials.platform(folder, behaviour, **arguments)  # type: ignore[arg-type]
-    spec, (group,) = where.task.spec, where.task.cluster.groups
+    platform = trials.platform(folder, behaviour, **arguments)  # type: ignore[arg-type]
+    spec, (group,) = platform.task.spec, platform.task.cluster.groups
     cluster = dataclasses.replace(spec.cluster, hosts=HOSTS, nodes=2, devices_per_node=2)
     task = dataclasses.replace(
-        where.task,
+        platform.task,
         spec=dataclasses.replace(spec, cluster=cluster, launcher="shell"),
         cluster=Cluster(groups=(dataclasses.replace(group, nodes=2),)),
     )
-    return dataclasses.replace(where, task=task)
+    return dataclasses.replace(platform, task=task)
 
 
-def run(where: Platform, folder: Path, **values: int) -> Trial:
+def run(platform: Platform, folder: Path, **values: int) -> Trial:
     """Run a candidate by agents of this machine, as the loop does."""
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
-    expected, result = trials.candidate(where, **values), str(trials.trial_folder(folder))
-    trial = Trial(number=0, candidate=expected, role=Role.SEARCH, state=TrialState.RUNNING)
-    running = launch(where, LLAMACPP, launcher, expected, result, TimeLimit(seconds=60.0, because="test"))
-    return measure(running, where, LLAMACPP, trial, result, None)
+    candidate, trial_folder = trials.candidate(platform, **values), str(trials.trial_folder(folder))
+    trial = Trial(number=0, candidate=candidate, role=Role.SEARCH, state=TrialState.RUNNING)
+    running = launch(platform, LLAMACPP, launcher, candidate, trial_folder, TimeLimit(seconds=60.0, because="test"))
+    return measure(running, platform, LLAMACPP, trial, trial_folder, None)
 
 
 def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_a_port_is_owned_by_the_process_that_listens_and_by_no_other() -> None:
 
 
 def test_a_port_with_two_listeners_is_owned_only_if_both_are_children() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as actual, socket.socket(socket.AF_INET6) as other:
-        port = actual.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.socket(socket.AF_INET6) as other:
+        port = own.getsockname()[1]
         other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             other.bind(("::1", port))

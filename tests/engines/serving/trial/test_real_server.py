@@ -54,15 +54,15 @@ def platform(folder: Path, weights: Path, **arguments: object) -> Platform:
 
 
 def test_two_instances_answer_all_requests_and_run_the_requested_settings(weights: Path, tmp_path: Path) -> None:
-    request = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
-    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **request)
+    requested = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
+    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **requested)
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
-    completed = done.measurement.effective
-    assert {knob: completed[knob] for knob in request if knob in completed} == {
-        k: v for k, v in request.items() if k != "instances"
+    effective = done.measurement.effective
+    assert {knob: effective[knob] for knob in requested if knob in effective} == {
+        k: v for k, v in requested.items() if k != "instances"
     }
-    assert completed["flash_attention"] == "on"
+    assert effective["flash_attention"] == "on"
     assert len(done.measurement.step_times_s) == 2
     assert done.measurement.versions["llamacpp"]
     figures = done.measurement.figures

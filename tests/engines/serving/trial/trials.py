@@ -46,23 +46,23 @@ def candidate(where: Platform, **values: KnobValue) -> Candidate:
 
 
 def trial_folder(folder: Path) -> Path:
-    result = folder / "trial"
-    result.mkdir(exist_ok=True)
-    return result
+    created = folder / "trial"
+    created.mkdir(exist_ok=True)
+    return created
 
 
 def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     """Launch and measure one candidate, as the loop does."""
-    expected, result = candidate(where, **values), str(trial_folder(folder))
-    trial = Trial(number=0, candidate=expected, role=Role.SEARCH, state=TrialState.RUNNING)
+    requested, folder_ = candidate(where, **values), str(trial_folder(folder))
+    trial = Trial(number=0, candidate=requested, role=Role.SEARCH, state=TrialState.RUNNING)
     limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
-    running = launch(where, LLAMACPP, LAUNCHER, expected, result, limit)
-    return measure(running, where, LLAMACPP, trial, result, None)
+    running = launch(where, LLAMACPP, LAUNCHER, requested, folder_, limit)
+    return measure(running, where, LLAMACPP, trial, folder_, None)
 
 
 def requests_sent(folder: Path) -> list[dict[str, Any]]:
-    """What the servers were asked, in order."""
-    return [json.loads(line) for line in (folder / "asked.jsonl").read_text().splitlines()]
+    """The requests that the servers received, in order."""
+    return [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
 
 
 def servers(folder: Path) -> list[dict[str, Any]]:
