@@ -1,7 +1,7 @@
 """Every block of every page is run, parsed or compared. A new block without a check fails.
 
 The commands of a page run line by line in the page's own copy of the example folder. Commands that would train or serve
-for minutes run at the fidelity `estimate`, and measurements take seconds. `make` and `pip` lines are checked against the
+for minutes run at the fidelity `estimate`, and measurements take seconds. `make` and `pip` lines are compared with the
 Makefile and the extras. `SHOWN` maps blocks that are neither commands nor files nor code to their checks.
 """
 

@@ -114,7 +114,7 @@ class DeviceUseReporter(Protocol):
 
 
 class DescribesDevice(Protocol):
-    """Optional: telemetry that knows more of its device."""
+    """Optional: telemetry that also identifies its device."""
 
     def describe(self) -> Mapping[str, str]:
         """Return `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as known.

@@ -179,6 +179,6 @@ class MultiHostLauncher(Protocol):
         """
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
-        """Continue a run: prefer other hosts to those that were `lost`, and end what may be left of trials that were
-        `cut_off`, which are named by their folders.
+        """Continue a run: prefer hosts that were not `lost`, and end remaining processes of the trials with the folders
+        `cut_off`.
         """

@@ -40,7 +40,7 @@ class ForcedSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferredSetting:
-    """A value of a shared setting that trials get if the user does not set it, with the reason. Others work, too.
+    """A value of a shared setting that trials get if the user does not set it, with the reason. Other values work, too.
 
     `setting` is that of `ForcedSetting`.
     """

@@ -1,9 +1,10 @@
-"""How the time of a step grows with the number of nodes: as predicted, corrected by candidates that ran on several.
+"""Growth of the step time with the number of nodes: the prediction, corrected by candidates that ran on several
+numbers.
 
-Between n and N nodes the time of a step grows by the factor 1 + k g + u log2(N / n): g is the predicted growth, k how
-much of it is real, and u what no part of the model names (jitter, slow nodes) for each doubling. k and u have a normal
-prior; pairs of runs of one candidate on different numbers of nodes update it (Bayesian linear regression). If they
-scatter by more than their noise, the noise is larger.
+Between n and N nodes the time of a step grows by the factor 1 + k g + u log2(N / n): g is the predicted growth, k the
+factor of the real growth, and u the growth per doubling that the model does not include (jitter, slow nodes). k and u
+have a normal prior; pairs of runs of one candidate on different numbers of nodes update it (Bayesian linear
+regression). If the pairs scatter by more than their noise, a larger noise is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 QUANTILE = 1.2816
 """Standard deviations to each side of an 80% interval."""
 LEAST_NOISE = 0.02
-"""Standard deviation of a step time between runs, as a share, at least."""
+"""Minimum standard deviation of step times between runs, as a share."""
 LEAST_SCALE = 0.1
 
 
@@ -39,7 +40,9 @@ PRIOR = Growth(np.array([1.0, 0.0]), np.diag([0.6**2, 0.02**2]))
 
 
 class Scale(NamedTuple):
-    """The factor from a step on some nodes to one on more, its 80% interval, and the candidate's `own` share of it."""
+    """The factor from a step on some nodes to one on more nodes, its 80% interval, and `own`, the half width of the
+    interval that the candidate does not share with others.
+    """
 
     factor: float
     low: float
@@ -48,9 +51,8 @@ class Scale(NamedTuple):
 
 
 def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Scale:
-    """Return the factor from a step on some nodes to one on more, whose prediction is `predicted`.
-
-    What no part of the model names is the same for all candidates: it does not decide between them.
+    """Return the factor from a step on `nodes` nodes to one on `of_nodes` nodes; `predicted` is the predicted factor.
+    Growth that the model does not include is the same for all candidates, so it does not change their order.
     """
     x = np.array([predicted - 1.0, math.log2(of_nodes / nodes)])
     factor = 1.0 + float(x @ growth.mean)
@@ -61,13 +63,13 @@ def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Sca
 
 
 def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Return trials with steps that are scaled as runs of the same candidates on several numbers of nodes show."""
+    """Return trials whose scaled step times are corrected by candidates that ran on several numbers of nodes."""
     growth = _learned(trials)
     return tuple(trials) if growth is None else tuple(_scaled(trial, growth) for trial in trials)
 
 
 class _Run(NamedTuple):
-    """A measured run on some nodes: its step as measured, and the predicted factor to one on all nodes."""
+    """A run on some nodes: its measured step time, and the predicted factor to a step on all nodes."""
 
     nodes: int
     step_s: float
@@ -76,7 +78,7 @@ class _Run(NamedTuple):
 
 
 def _learned(trials: Sequence[Trial]) -> Growth | None:
-    """Return the growth after all pairs of runs; None without any."""
+    """Return the growth learned from all pairs of runs; None without a pair."""
     by_candidate: dict[Candidate, list[_Run]] = {}
     of_nodes = next((trial.shortened.of_nodes for trial in trials if trial.shortened), 0)
     for trial in trials:
@@ -105,7 +107,9 @@ def _run(trial: Trial, measured: Measurement, of_nodes: int) -> _Run:
 
 
 def _pairs(runs: Sequence[_Run]) -> Iterator[tuple[list[float], float, float]]:
-    """Yield the growth from the run on the fewest nodes to each on more: as predicted, as measured, and its noise."""
+    """Yield the predicted growth, the measured growth and its noise, from the run on the fewest nodes to each other
+    run.
+    """
     first, *others = runs
     for run in others:
         if run.nodes > first.nodes:

@@ -18,8 +18,8 @@ class Launch:
 
     `argv` may contain `{master_port}`, which is replaced by MASTER_PORT, and `{node_rank}`. `folder` receives
     `stdout.log`, `stderr.log`, `launch.json` and the files of the program. `environment` is added to the launcher's
-    environment. `hosts` are the hosts on which it is started; empty: this machine. `client` is a program that runs on
-    this machine meanwhile, in `folder`: the trial ends with it.
+    environment. `hosts` are the hosts on which it is started; empty: this machine. `client` is a program that runs in
+    `folder` on this machine during the trial. The trial ends when it ends.
 
     `memory_limit_bytes` limits the memory of the whole process tree on one node (None: no limit), `timeout_seconds` the
     wall-clock time, for the reason `timeout_because`, and `disk_limit_bytes` the size of `folder`. With `warm`, the
@@ -50,11 +50,11 @@ class Launch:
 
 
 HOSTS = "hosts"
-"""In a trial's folder: a folder of each host, with its files and logs."""
+"""The name of the folder in a trial's folder that has a folder with files and logs for each host."""
 
 
 def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
-    """Return where the files of a host are mirrored: those of the first one in the trial's folder itself."""
+    """Return the folder for copies of the files of a host. For the first host it is the trial's folder itself."""
     return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 

@@ -78,7 +78,7 @@ class SearchState:
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
         """Return the measured runs of a candidate, including repeats.
 
-        Imported runs are returned only if there are no others, and then runs that are not final only if none is.
+        Imported runs are returned only if there are no other runs, and runs that are not final only if no run is final.
         """
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
@@ -179,7 +179,8 @@ def finalists(search_state: SearchState) -> tuple[Trial, ...]:
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return the minimum number of repeats of each finalist: `control.repeats` if there are several.
 
-    A finalist whose run was not final runs again at least once. All run on each number of `control.trial_nodes`.
+    A finalist whose run was not final runs again at least once. All finalists run on each number of
+    `control.trial_nodes`.
     """
     trials = finalists(search_state)
     rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)

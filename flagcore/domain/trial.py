@@ -112,7 +112,7 @@ class Shortened:
 
     The predicted time of a whole step is `scale` times the predicted time of a shortened one. `low` and `high` are the
     bounds of the 80% interval of this factor. On fewer nodes a device has `more_bytes` in use, and `own` is half of the
-    interval as a share, without what all candidates have in common.
+    interval relative to the time, without the part that all candidates share.
     """
 
     global_batch_size: int
@@ -207,13 +207,13 @@ class Trial:
 
     @property
     def interval(self) -> float:
-        """Half of the interval of a scaled step as a share of it, as far as it is not that of all candidates."""
+        """Half of the 80% interval of a scaled step time, relative to it, without the part that all candidates share."""
         if self.shortened and self.shortened.nodes:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0
 
     def overhead_s(self, steps: int) -> float | None:
-        """Return the seconds of a measured trial beside its `steps` steps, mostly its start; None for other trials."""
+        """Return the seconds of a measured trial outside its `steps` steps, mostly its start; None for other trials."""
         measured = self.measurement
         if self.state is not TrialState.MEASURED or measured is None:
             return None

@@ -70,7 +70,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the answer of the plugins; for a chip that only a calibration has, the report of torch."""
+        """Return the plugins' answer, or torch's report for a chip that only a calibration has."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 

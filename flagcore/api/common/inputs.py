@@ -295,7 +295,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
 
 
 def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
-    """Return that no candidate uses all devices that a trial may use."""
+    """Return a warning if no candidate uses all devices that a trial may use, else an empty text."""
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not rows.size:
         return []

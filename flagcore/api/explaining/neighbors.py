@@ -31,7 +31,9 @@ def differing(
 
 
 def distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> FloatArray:
-    """Return the distances of the rows of `there` from the only row of `here`: about the number of differing knobs."""
+    """Return the distances of the rows of `others` from the only row of `candidate`: about the number of differing
+    knobs.
+    """
     total = np.zeros(next(iter(others.values())).shape)
     for axis in axes:
         value, other_value = candidate[axis.knob], others[axis.knob]
@@ -47,7 +49,7 @@ def distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> Floa
 def allowed_rows(snapshot: Snapshot) -> IntArray:
     """Return the rows that could be the best: measured rows, and rows that no rule removed and no trial ruled out.
 
-    All keep the latency limits. A rule that follows from a later trial does not remove a measured row.
+    All rows meet the latency limits. A rule that follows from a later trial does not remove a measured row.
     """
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
     within_limits = predictions.keeps_limits(snapshot.task.spec.limits)

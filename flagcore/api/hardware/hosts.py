@@ -38,9 +38,9 @@ MAX_CLOCK_SECONDS = 5.0
 class HostReport:
     """The report of a host. `problem` is the reason why it cannot be used, empty if it can.
 
-    Its clock is ahead by `clock_s`. Without flagcore on the host, `devices` and `versions` are None. `torch` has the
-    device type and the backend of torch, None without torch. `files` are digests of files and folders, empty for
-    missing ones.
+    `clock_s` is how far its clock is ahead. Without flagcore on the host, `devices` and `versions` are None. `torch`
+    has the device type and the backend of torch, None without torch. `files` are digests of files and folders, empty
+    for missing ones.
     """
 
     host: str
@@ -152,7 +152,7 @@ def require_hosts(
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
     `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. With `compare`,
-    slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if there are more.
+    slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
     """
     if not isinstance(launcher, HostsLauncher):
         return tuple(hosts), ()

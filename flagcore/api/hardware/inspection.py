@@ -186,7 +186,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
 
 
 def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
-    """Return who uses a device now, and its identity, as far as its telemetry tells; None for the rest."""
+    """Return the users and the identity of a device from its telemetry; None for unknown values."""
     figures: Mapping[str, float] = {}
     use, known = DeviceUse(), {"uuid": device.uuid}
     if reader := loaded.telemetry(device):

@@ -1,4 +1,4 @@
-"""The split of layers over pipeline stages that makes the slowest stage of a candidate fastest, and that fits."""
+"""Derives the split of layers over pipeline stages that minimizes the time of the slowest stage and fits memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flagcore.engines.megatron.time.step import Blocks
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: how the leading dense layers lie (a number of `Fronts.all`), the layers of each
-    stage and how many of them are leading ones, (candidates, stages), and the seconds of the slowest stage, inf if
-    there is no split.
+    """The best split of each candidate: the placement of the leading dense layers (an index of `Fronts.all`), the
+    layers of each stage and the leading ones among them as (candidates, stages), and the seconds of the slowest stage.
+    The seconds are inf without a split.
     """
 
     choice: IntArray
@@ -31,9 +31,9 @@ class _Found(ArrayRecord):
 def split_layers(
     train: Training, layout: Layout, chosen: BoolArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout]:
-    """Return the `chosen` candidates with the splits in which their slowest stages are fastest, whatever they need.
-
-    Those for which the even split is as fast keep it. `costs` are those in a run, `blocks` those of all candidates.
+    """Return the `chosen` candidates with the splits that minimize the time of their slowest stages, regardless of
+    memory. Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks` the blocks
+    of all candidates.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
@@ -51,7 +51,7 @@ def split_layers(
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return the layouts of candidates in Megatron's grammar, empty for those without a split of their own."""
+    """Return the layouts of candidates in Megatron's grammar; empty for candidates without a derived split."""
     found, splits = [], train.options.splits
     for row, number in enumerate(layout.split.astype(np.int64).tolist()):
         if splits is None or not number:
@@ -65,9 +65,7 @@ def layouts(train: Training, layout: Layout) -> list[str]:
 
 
 def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
-    """Return the layers of the first and of the last stage of candidates, zeros for those without a split of their
-    own.
-    """
+    """Return the layers of the first and of the last stage of candidates; 0 for candidates without a derived split."""
     number = layout.split.astype(np.int64)
     if splits is None:
         return [(0, 0)] * number.size
@@ -79,8 +77,8 @@ def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
 def best_splits(
     train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None, least: FloatArray | float = 0.0
 ) -> _Found:
-    """Return the best split of each candidate, with at most so many layers on each stage, by the leading ones
-    on it: (candidates, leading layers, stages), and at least so many on the last one.
+    """Return the best split of each candidate. `most` is the maximum number of layers of each stage by its leading
+    layers, as (candidates, leading layers, stages); `least` is the minimum number of layers of the last stage.
     """
     total, leading = train.model.num_layers, leading_layers(train)
     if train.options.equal_stages:
@@ -115,7 +113,9 @@ def best_splits(
 
 
 def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | None) -> _Found:
-    """Return the same for releases without layouts: stages between the first and the last are equal."""
+    """Return the best splits for releases without layouts, in which the stages between the first and the last are
+    equal.
+    """
     count, last = layout.pipeline - 2.0, layout.pipeline.astype(np.int64) - 1
     limits = np.full((last.size, int(layout.pipeline.max())), np.inf)
     if most is not None:
@@ -130,19 +130,19 @@ def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | 
 
 
 def _none(train: Training, size: int) -> _Found:
-    """Return that there is no split for so many candidates."""
+    """Return the result for `size` candidates without a split."""
     widest = max(len(each.dense) for each in Fronts.all(leading_layers(train))) + 1
     return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
 
 
 def leading_layers(train: Training) -> int:
-    """Return how many dense layers come before those with experts."""
+    """Return the number of dense layers before the first layer with experts."""
     model = train.model
     return 0 if model.num_moe_experts is None else min(model.moe_first_dense_layers, model.num_layers)
 
 
 def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
-    """Return which splits are the even one."""
+    """Return which splits are even."""
     each = train.model.num_layers / layout.pipeline
     even: BoolArray = each % layout.virtual == 0
     for number, fronts in enumerate(Fronts.all(leading_layers(train))):
@@ -159,10 +159,9 @@ def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
 def stage_layers(
     train: Training, layout: Layout, found: _Found, most: FloatArray | None = None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the layers of each stage of each split, and the leading dense ones among them, (splits, stages).
-
-    Stages between the first and the last have one number of layers, or as many as `most` allows, and the first of them
-    one less: they hold most micro-batches.
+    """Return the layers of each stage of each split and the leading dense layers among them, as (splits, stages).
+    Stages between the first and the last have equal numbers of layers as far as `most` allows. If the layers do not
+    divide, the first of these stages have one layer less, because they store the most micro-batches.
     """
     longest, total = int(layout.pipeline.max()), train.model.num_layers
     layers, leading = np.zeros((2, layout.pipeline.size, longest))
@@ -188,7 +187,7 @@ def stage_layers(
 
 
 def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray) -> Splits:
-    """Return the splits with these layers on their stages. The final norm follows the last layer, or is at the loss."""
+    """Return splits with these layers per stage. The final norm follows the last layer, or is on the stage of the loss."""
     model, place = train.model, np.arange(layers.shape[1])
     end = layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
@@ -203,6 +202,6 @@ def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: Floa
 
 
 def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int) -> list[int]:
-    """Return the layers of each virtual stage, in order of the model, of a split over so many devices."""
+    """Return the layers of each virtual stage, in the order of the model."""
     held, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
     return chunk_layers(held, dense, virtual)

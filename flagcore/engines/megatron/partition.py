@@ -1,8 +1,6 @@
-"""The best split of layers over the stages of a pipeline: how many layers the first stages and the last one have.
-
-Layers of one kind are equal, so a split is how many each device has, all its virtual stages together. A split is best
-if every other stage would take as long as the slowest one if it had one more layer: the search starts from an even
-split and moves one layer at a time.
+"""Finds the best split of layers over the stages of a pipeline. Layers of one kind are equal, so a split is the number
+of layers of each device, over all its virtual stages. A split is best if no move of one layer to another stage shortens
+the slowest stage. The search starts from an even split and moves one layer at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +15,16 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.time.pace import Pace
 
 EQUAL = 1.0 + 1e-9
-"""Times this near are equal."""
+"""Times whose ratio is at least this are equal."""
 
 MOST_LEADING = 4
-"""Leading dense layers of which all ways to put them on the first stages are tried."""
+"""Maximum number of leading dense layers for which all placements on the first stages are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """Where the leading dense layers lie: how many on each of the first stages, and on the last one.
-
-    A virtual stage with a dense layer behind it holds no layer with experts.
+    """The placement of the leading dense layers: their number on each of the first stages, and on the last one. A
+    virtual stage before another dense layer has no layer with experts.
     """
 
     dense: tuple[int, ...]
@@ -35,7 +32,7 @@ class Fronts:
 
     @classmethod
     def all(cls, leading: int) -> Iterator[Fronts]:
-        """Yield all ways to place so many leading layers, all on the first stage first."""
+        """Yield all placements of `leading` layers; the first one has all of them on the first stage."""
         yield cls((leading,))
         if leading > MOST_LEADING:
             for each in range(1, leading):
@@ -47,14 +44,13 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return which pipelines can have them so."""
+        """Return which pipelines can have this placement."""
         before = pipeline - 1.0
         return before == len(self.dense) if self.last else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last.
-
-        Where all devices have leading layers these may go round the devices more than once.
+        """Return the minimum number of layers of these stages: one per virtual stage, except for the last virtual stage
+        of the model. If all devices have leading layers, each may have them on several virtual stages.
         """
         here = (*self.dense, self.last)
         rounds = np.minimum(min(here), np.maximum(virtual - 1.0, 1.0))
@@ -66,7 +62,7 @@ class Fronts:
         return [*found[:-1], np.maximum(found[-1] - 1.0, float(self.last))]
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the most layers of these stages."""
+        """Return the maximum number of layers of these stages."""
         full = len(self.dense) - (self.last == 0)
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
@@ -75,7 +71,9 @@ class Fronts:
 
 @dataclass(frozen=True, slots=True)
 class Middles:
-    """The stages between: how many, and with limits the sums of the smallest ones and how many are not among them."""
+    """The stages between the first ones and the last: their number and, with limits, the cumulative sums of the sorted
+    limits and the number of stages above each limit.
+    """
 
     count: FloatArray
     room: FloatArray
@@ -84,7 +82,7 @@ class Middles:
 
     @classmethod
     def of(cls, count: FloatArray, limits: FloatArray | None) -> Middles:
-        """`limits` are the most layers of each stage, (candidates, stages), 0 behind the last one."""
+        """`limits` are the maximum numbers of layers of each stage, as (candidates, stages); 0 after the last stage."""
         if limits is None:
             return cls(count, np.where(count > 0, np.inf, 0.0))
         there = np.arange(limits.shape[1]) < count[:, None]
@@ -99,7 +97,7 @@ class Middles:
         return Middles(self.count[rows], self.room[rows], below, others)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the most layers of one of these stages if they hold so many, inf where they cannot."""
+        """Return the layers of the largest of these stages if they have `layers` in total, inf if they cannot."""
         if self.below is None or self.others is None:
             level = np.ceil(layers / np.maximum(self.count, 1.0))
         else:
@@ -110,8 +108,8 @@ class Middles:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The layers of the first stages and of the last one, (stages, candidates), and the seconds of the slowest stage,
-    inf where there is no such split.
+    """The layers of the first stages and of the last one, as (stages, candidates), and the seconds of the slowest
+    stage, inf without a split.
     """
 
     layers: FloatArray
@@ -127,8 +125,8 @@ def search(
     most: Sequence[FloatArray] | None = None,
     last: FloatArray | float = 0.0,
 ) -> Ends:
-    """Return the best split with these leading layers, and at most so many layers on the first stages and the last, and
-    at least so many on the last.
+    """Return the best split with this placement of the leading layers, within the limits of the first stages and of the
+    last stage.
     """
     least = np.stack(fronts.least(virtual))
     least[-1] = np.maximum(least[-1], last)
@@ -164,9 +162,9 @@ def search(
 def search_equal(
     pace: Pace, virtual: FloatArray, total: int, leading: int, count: FloatArray, most: Sequence[FloatArray]
 ) -> Ends:
-    """Return the best split with as many layers on each of `count` stages between, and on all virtual stages of one.
-
-    `most` are the most layers of the first stage, of one between and of the last; the leading ones are on the first.
+    """Return the best split with equal numbers of layers on `count` stages between the first and the last, and on all
+    virtual stages of a device. `most` are the maximum numbers of layers of the first stage, of one between, and of the
+    last. The first stage has all leading layers.
     """
     units, limits = total / virtual, [np.floor(each / virtual) for each in most]
     least = np.full_like(units, max(leading, 1.0))
@@ -197,9 +195,8 @@ def search_equal(
 def _crossing(
     low: FloatArray, high: FloatArray, figures: Callable[[FloatArray], tuple[FloatArray, FloatArray]]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return where from `low` to `high` the larger of two figures is least, and what it is there.
-
-    The first figure grows with the number, and the second shrinks.
+    """Return the number from `low` to `high` that minimizes the larger of two figures, and this minimum. The first
+    figure increases with the number, and the second decreases.
     """
     start, end = low, high
     while (start < end).any():
@@ -215,7 +212,7 @@ def _crossing(
 def _start(
     total: int, least: FloatArray, limits: FloatArray, middles: Middles, virtual: FloatArray
 ) -> tuple[FloatArray, BoolArray]:
-    """Return an even split, or one that keeps the limits, and where there is any."""
+    """Return an even split, or another one within the limits, and which candidates have a split."""
     stages = len(least) + middles.count
     ends = np.clip(np.floor(total / stages), least, limits)
     alone = middles.count == 0

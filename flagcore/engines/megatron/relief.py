@@ -1,4 +1,4 @@
-"""The fastest split of layers that fits memory, for candidates whose fastest split does not fit."""
+"""Derives the fastest split of layers that fits memory, for candidates whose fastest split does not fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flagcore.engines.megatron.time.step import Blocks
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
-    and the leading dense ones among them, (candidates, stages).
+    """The best split of each candidate: the seconds of its slowest stage (inf if no split fits), and the layers of each
+    stage and the leading dense layers among them, as (candidates, stages).
     """
 
     seconds: FloatArray
@@ -30,8 +30,8 @@ class _Found(ArrayRecord):
 def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
-    """Return the `chosen` candidates with splits for which memory suffices where they need more than a device has, and
-    which these are. `share` is what they need of it. The slowest stage is the fastest that memory allows.
+    """Return the `chosen` candidates, with new splits for those that do not fit, and the indices of the new splits. A
+    new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
     if rows.size:
@@ -54,10 +54,8 @@ def fit_splits(
 
 
 def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
-    """Return the best splits for which memory suffices.
-
-    With multi-token prediction the final norm is on the last stage but one if the very last virtual stage has no layer:
-    these splits are searched apart.
+    """Return the best splits that fit memory. With multi-token prediction, the final norm is on the last stage but one
+    if the last virtual stage has no layer. These splits are searched separately.
     """
 
     def search(most: FloatArray, last: FloatArray | float = 0.0) -> _Found:
@@ -78,11 +76,10 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> 
 
 
 def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
-    """Return those of `rows` whose stages may have room for all layers.
-
-    The layers behind the leading dense ones decide. Some stage has at least their mean, and of all stages but the last,
-    the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
-    micro-batches in flight. Pipelines with leading layers on every device are not judged if they have virtual stages.
+    """Return the `rows` whose stages may have enough memory for all layers. Only the layers after the leading dense
+    ones are checked: some stage has at least their mean number, and the last stage but one has the most free memory of
+    all stages except the last. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer
+    micro-batches in flight. Pipelines with virtual stages and leading layers on every device are always returned.
     """
     leading, subset = leading_layers(train), layout[rows]
     total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
@@ -99,7 +96,7 @@ def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: I
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
-    """Return how many of the leading layers each stage may have: (candidates, leading ones, stages)."""
+    """Return which numbers of leading layers each stage may have, as (candidates, leading layers, stages)."""
     first, place = leading_layers(train), np.arange(layout.pipeline.max())
     kinds = np.arange(first + 1)[:, None]
     found: BoolArray = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
@@ -107,11 +104,9 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
 
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
-    (candidates, leading ones, stages).
-
-    Between the first stage and the last, stages without leading layers need less the later they are. Where the second
-    one may have as many layers as the last but one, so may all.
+    """Return the maximum number of layers that fits each stage, by the leading dense layers among them, as (candidates,
+    leading layers, stages). Between the first and the last stage, later stages without leading layers need less memory.
+    If the second stage may have as many layers as the last but one, so may all stages between them.
     """
     possible, end = _possible(train, layout), layout.pipeline[:, None, None] - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
@@ -128,8 +123,8 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
-    `norm` is the stage with the final norm.
+    """The free bytes of stage `place` of each candidate, whose first `leading` layers are dense. `norm` is the stage
+    with the final norm.
     """
 
     train: Training
@@ -140,15 +135,15 @@ class _Room:
     norm: FloatArray
 
     def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
-        """Return the free bytes of the stages of some rows with each of these numbers of layers, below 0 where they do
-        not fit.
+        """Return the free bytes of the stages of some rows for each number of layers; negative if the layers do not
+        fit.
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
         stages = [_stage(self.train, layout, self.leading[rows], place, self.norm[rows], each) for each in layers]
         return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
 
     def limits(self) -> FloatArray:
-        """Return the most layers that fit, or fewer than a stage may have if these do not fit."""
+        """Return the maximum number of layers that fits, or a number below the minimum of a stage if that does not fit."""
         total, every = self.train.model.num_layers, np.arange(self.place.size)
         last = self.place == self.layout.pipeline - 1.0
         fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
@@ -162,8 +157,8 @@ class _Room:
     def largest(
         self, fits: FloatArray, fails: FloatArray, guess: FloatArray | None = None, layer: FloatArray | float = np.inf
     ) -> FloatArray:
-        """Return the most layers that fit, between a number that does and one that does not. More layers never need
-        less; `layer` is about what one needs.
+        """Return the maximum number of layers that fits, between `low`, which fits, and `high`, which does not. More
+        layers never need less memory; `layer` is the approximate need of one layer.
         """
         fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
         count = np.floor((fits + fails) / 2.0) if guess is None else guess
@@ -184,8 +179,8 @@ class _Room:
 def _stage(
     train: Training, layout: Layout, leading: IntArray, place: FloatArray, norm: FloatArray, layers: FloatArray
 ) -> Stage:
-    """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
-    the final norm.
+    """Return stage `place` of each candidate with these layers, of which the first `leading` are dense. `norm` is the
+    stage with the final norm.
     """
     last = 1.0 * (place == layout.pipeline - 1.0)
     part = Part(

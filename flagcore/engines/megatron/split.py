@@ -26,10 +26,10 @@ class Split:
     """The layers of a model and the settings for their split.
 
     `layout_layers` are the layers of each stage of a layout. `counted` is the number of layers in an even split, where
-    embedding and loss may count as one layer each. `last_stages` is how many of the layout's last stages must be on
-    the last device: those from multi-token prediction on.
+    embedding and loss may count as one layer each. `last_stages` is the number of the layout's last stages that must be
+    on the last device: those from multi-token prediction on.
 
-    A derived split has at least one layer on each virtual stage but the last; here only the mean is known. With
+    A derived split has at least one layer on each virtual stage but the last. With
     `equal_stages` all virtual stages of a device have the same number of layers, and the first stage has all leading
     dense layers.
     """

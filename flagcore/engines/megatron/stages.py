@@ -52,7 +52,9 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
 
 
 def layout_text(chunks: Sequence[int], mtp_num_layers: int) -> str:
-    """Return the layout of (virtual) stages with so many layers, in order of the model; equal neighbours once."""
+    """Return the layout text of (virtual) stages with these numbers of layers, in the order of the model. Equal
+    neighbours are written once.
+    """
     stages = ["t" * count if count < 3 else f"t*{count}" for count in chunks]
     middle = [
         f"{stage}|" * number if number < 3 or not stage else f"({stage}|)*{number}"
@@ -62,11 +64,10 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int) -> str:
 
 
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
-    """Return the layers of each virtual stage, in order of the model, from those of each device.
-
-    `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
-    on the next one, or one more. The last device has as many as in an even split, and what is left on the very last
-    virtual stage: it has the loss, too.
+    """Return the layers of each virtual stage, in the order of the model, from the layers of each device. `leading` are
+    the leading dense layers of each device. The virtual stages of a device differ by at most one layer, and larger ones
+    come first. On the last device, each virtual stage has the layers of an even split, except for the last one. It has
+    the remaining layers, because it also has the loss.
     """
     most, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
@@ -85,9 +86,8 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) ->
 
 
 def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int) -> bool:
-    """Return whether the leading layers lie on more virtual stages than the first of each device, for want of others.
-
-    Every virtual stage but the very last has a layer.
+    """Return whether leading layers must be on further virtual stages than the first of each device, because there are
+    too few other layers. Every virtual stage has a layer, except the last one.
     """
     if virtual == 1 or not all(leading):
         return False
@@ -96,7 +96,7 @@ def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int) -> 
 
 
 def _around(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
-    """Return the same where the leading layers go round the devices as often as they can."""
+    """Return the layers of each virtual stage if the leading layers alternate over the devices as often as possible."""
     left, order = [*leading], 0
     while order < len(layers) * (virtual - 1) + 1 and left[order % len(layers)]:
         left[order % len(layers)] -= 1
@@ -121,7 +121,7 @@ def _spread(count: int, parts: int) -> list[int]:
 
 
 def _filled(count: int, parts: int, most: int) -> list[int]:
-    """Return parts of at least one, and at most `most`, and in the last one what is left."""
+    """Return parts of 1 to `most`; the last part has the remainder."""
     sizes: list[int] = []
     for later in reversed(range(parts - 1)):
         sizes.append(min(most, count - sum(sizes) - later))
@@ -129,13 +129,12 @@ def _filled(count: int, parts: int, most: int) -> list[int]:
 
 
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
-    """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
-
-    An even split if layers divide; else embedding and loss count as a layer each if they then divide; else
-    the loss alone; else every stage has the same number, rounded up, and what is missing at the end is taken from the
-    last stage, then from the first. These are Megatron-LM's own means, in the order in which published recipes
-    use them: Llama 405B and Qwen3-235B by the second, DeepSeek-V3 by the last. Nothing, which Megatron refuses, if
-    there are fewer layers than stages between the first and the last.
+    """Return the settings with which a published run assigned its layers to `stages` (virtual) stages. They are the
+    first of these that is possible: an even split; embedding and loss count as one layer each; the loss counts as a
+    layer; every stage has the same number of layers, rounded up, and the missing ones are taken from the last stage,
+    then from the first. All are options of Megatron-LM. Published recipes use them in this order: Llama 405B and
+    Qwen3-235B the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are fewer layers
+    than stages between the first and the last.
     """
     layers = model.num_layers
     if layers % stages == 0:
@@ -151,7 +150,9 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage: as many on each, and what is missing taken from the last, then the first."""
+    """Return the layers of each stage: equal numbers, rounded up. The missing ones are taken from the last stage, then
+    from the first.
+    """
     most = -(-layers // stages)
     missing = most * stages - layers
     if missing > 2 * most:

@@ -38,8 +38,8 @@ class DroppedTensors:
 
     `enabled` is 1 for candidates with this recompute. The tensors are allocated again when backward reaches the last
     module that would store one, or the later component `restored_at`. Each has `copies` until the backward of its
-    module is done; `output` is held until all are done. Neither counts where `nested` is 1: there a larger part of the
-    layer, which contains these modules, is recomputed.
+    module is done; `output` is held until all are done. Neither counts where `nested` is 1, because a larger part of
+    the layer, which contains these modules, is recomputed.
     """
 
     names: Collection[str]
@@ -58,10 +58,10 @@ class DroppedTensors:
 def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[DroppedTensors]:
     """Return the tensors that selective recompute of `modules` drops; the values are 1 for candidates that recompute.
 
-    A module that is recomputed as a whole also holds its output until its backward is done. One of which only the
-    output is recomputed holds two copies (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when
-    backward reaches the next block. Transformer-engine's layers that fuse norm and projection do not drop the norm's
-    output.
+    A module that is recomputed as a whole also stores its output until its backward is done. If only the output of a
+    module is recomputed, two copies of it are stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are
+    recomputed when backward reaches the next block. Transformer-engine's layers that fuse norm and projection do not
+    drop the norm's output.
     """
     model, hidden = train.model, sizes.hidden
     context = sizes.unit * sizes.local * attended(model)
@@ -182,7 +182,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes of one micro-batch in one layer: those that it stores, and its peaks above them.
+    """Bytes of one micro-batch in one layer: the stored bytes, and the peaks above them.
 
     `crossing` are the peaks while another micro-batch runs forward at the same time as this layer's backward, None
     without such an overlap.

@@ -16,12 +16,12 @@ from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
-"""Inputs of linear layers: what the gradients of weights need."""
+"""The inputs of linear layers, which weight gradients need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The modules of a layer without and with experts (without experts alone, one row), and of a stage's edges."""
+    """The modules of the layers of each kind (without experts, with experts), of the embedding, and of the head."""
 
     sizes: Sizes
     layers: tuple[list[Module], ...]
@@ -30,7 +30,7 @@ class Rows:
 
     @classmethod
     def of(cls, train: Training, layout: Layout) -> Rows:
-        """Return the modules of each candidate, with nothing recomputed or sent to the host."""
+        """Return the modules of each candidate without selective recompute and offload."""
         sizes = Sizes.of(train, layout)
         heads = attention(train, layout, sizes)
         layers = [[*heads, *ffn(train, layout, sizes)]]
@@ -41,8 +41,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What the stages of each candidate are made of. `recomputed` is 1 where selective recompute drops a module.
-    `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
+    """The parts of the stages of each candidate. `recomputed` is 1 where selective recompute drops a module. `deferred`
+    are the bytes that a layer stores of a micro-batch until its weight gradients are computed.
     """
 
     rows: Rows
@@ -59,7 +59,9 @@ class Kinds:
 
     @classmethod
     def of(cls, train: Training, layout: Layout, rows: Rows | None = None) -> Kinds:
-        """Return the kinds of layers; without experts both are the same. `rows` are theirs where they are known."""
+        """Return the parts; without experts, both kinds of layers are the same. `rows` are the modules, if already
+        known.
+        """
         rows, on = rows or Rows.of(train, layout), bool(layout.selective.any())
         recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
         offloaded = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
@@ -77,7 +79,7 @@ class Kinds:
         )
 
     def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the layers of a stage without and with experts; without named stages all offload."""
+        """Return the layers of a stage, without and with experts. If no stages are named, all stages offload."""
         if not self.offloaded or not train.options.offload_stages:
             return self.dense, self.moe
         on_host = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
@@ -85,7 +87,7 @@ class Kinds:
         return found[0], found[-1]
 
     def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
-        """Return the modules after the layers of the last stage; multi-token prediction sends nothing to the host."""
+        """Return the modules after the layers of the last stage. Multi-token prediction offloads nothing."""
         depth = train.model.mtp_num_layers
         if not depth:
             return self.head
@@ -113,19 +115,18 @@ def _layers(
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
+    """Return the bytes that a stage offloads to the host for each micro-batch, and later fetches."""
     kinds = Kinds.of(train, layout)
     dense, moe = kinds.on(train, stage)
-    layer_counts = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
-    return stage.dense * (layer_counts[0].stored - dense.stored) + stage.moe * (layer_counts[-1].stored - moe.stored)
+    stored_layers = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (stored_layers[0].stored - dense.stored) + stage.moe * (stored_layers[-1].stored - moe.stored)
 
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """A stage at its worst moment of forward and backward.
-
-    Numbers of layers that store all their tensors, without and with experts; bytes of the inputs of recomputed ones,
-    that all micro-batches in flight store, and that are allocated above.
+    """The activations of a stage at the peak of forward and backward. `dense` and `moe` are the numbers of layers that
+    store all their tensors. `inputs` are the bytes of the inputs of recomputed layers, `stored` the bytes of all
+    micro-batches in flight, and `above` the bytes that the peak adds to them.
     """
 
     dense: FloatArray
@@ -136,14 +137,12 @@ class StageActivations:
 
 
 def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return the bytes that a stage holds.
+    """Return the activations of a stage. Full recompute stores the input of each recomputed layer or chunk of layers
+    and, while one chunk is recomputed, all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with
+    all layers, block recompute with the first layers of each virtual stage.
 
-    Full recompute stores the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
-    all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
-    with the first layers of each virtual stage.
-
-    Where virtual stages differ in layers, leading dense layers and recomputed chunks count like those of equal ones.
-    More layers on a stage never need less.
+    If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are counted as on
+    equal virtual stages. More layers on a stage never need less memory.
     """
     whole = in_flight(layout, stage.index, train.options) / stage.in_flight
     if train.model.num_moe_experts is not None:
@@ -174,8 +173,8 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
 class _Work:
     """The layers of a stage, and the effect of full recompute on them.
 
-    `plain` is how far backward of fully stored layers lies above the stored bytes, `input` the stored bytes of the
-    other layers.
+    `plain` is the peak of the backward pass of fully stored layers above the stored bytes, `input` the stored bytes of
+    each other layer.
     """
 
     layout: Layout
@@ -201,7 +200,9 @@ class _Work:
         )
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the layers without and with experts that are stored whole, and the bytes of the others' inputs."""
+        """Return the numbers of fully stored layers, without and with experts, and the bytes of the inputs of the other
+        layers.
+        """
         dense, moe = _whole(self.layout, self.stage, block)
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
@@ -209,24 +210,23 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return the peak of `number` recomputed layers of the kind that needs more, of those on the stage."""
+        """Return the peak of `number` recomputed layers, of the kind of layers on the stage that needs more."""
         moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
         if self.dense is self.moe:
             return moe
         return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
-        """Return the worst moment, with all that is stored, of uniform recompute: never more than without."""
+        """Return the peak with uniform recompute, including stored bytes. It is at most the peak without recompute."""
         found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
         return np.minimum(found, self._without())
 
     def in_blocks(self) -> FloatArray:
-        """Return the worst moment, with all that is stored, of block recompute: never more than with a smaller block.
-
-        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, next to the
-        output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
-        Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
-        none, or at the block itself, since both are straight lines between.
+        """Return the peak with block recompute, including stored bytes. It is at most the peak with a smaller block.
+        The peak is in the last recomputed layer, after the inputs of the layers before it, or in the last layer of the
+        stage, after the output of the recomputed ones. With one micro-batch in flight the former grows by an input per
+        layer, as in Megatron. Both are piecewise linear in the size of the block, so the minimum over smaller blocks is
+        where they are equal, where the kind of layer changes, at 0, or at the block itself.
         """
         repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
         held = self.plain + self.hidden * (self.stage.last == 0)
@@ -254,23 +254,22 @@ class _Work:
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the layers without and with experts that a block at the start of each virtual stage leaves."""
+    """Return the numbers of layers, without and with experts, outside of a block at the start of each virtual stage."""
     again = np.minimum(block * layout.virtual, stage.layers)
     dense = np.minimum(again, stage.dense)
     return stage.dense - dense, stage.moe - (again - dense)
 
 
 def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
-    """Return where a forward pass runs at the same time as a backward pass, if they may overlap at all."""
+    """Return where a forward pass overlaps a backward pass."""
     crossed: BoolArray = (stage.in_flight < layout.microbatches) & layout.pairs(train.model)
     return crossed
 
 
 def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
-    """Return how far backward of a stage's layers that are stored whole lies above what they store.
-
-    It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
-    runs at the same time, that has taken their place by then.
+    """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes. Backward begins
+    with the last layer, and reaches the leading dense layers when the later layers are freed. An overlapping forward
+    pass has allocated these bytes again by then.
     """
     crossed, whole = _crossed(train, layout, stage), _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
@@ -296,7 +295,7 @@ def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds
 
 
 def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
-    """Return the bytes that wait only for weight gradients; ZB-2p plans it for a memory of 2p micro-batches."""
+    """Return the bytes that are stored only for weight gradients; ZB-2p limits memory to 2p micro-batches."""
     count = stage.deferred
     if train.options.schedule == "zb-2p":
         count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)
@@ -304,11 +303,10 @@ def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
 
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return how many tensors between stages the pipeline's loop still refers to, in a layer's backward, at the loss.
-
-    1F1B: the gradient that was sent last and, until a new graph replaces the old one, the last stage's previous input.
-    Interleaved: the same of each virtual stage, to within two. Counted in megatron-core 0.16
-    (`pipeline_parallel/schedules.py`).
+    """Return the numbers of tensors between stages that the pipeline's loop still references, during a layer's backward
+    and at the loss. 1F1B: the last sent gradient and, until a new graph replaces the old one, the last stage's previous
+    input. Interleaved: about the same for each virtual stage, with an error of at most two. Counted in megatron-core
+    0.16 (`pipeline_parallel/schedules.py`).
     """
     end = layout.pipeline - 1.0
     steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)

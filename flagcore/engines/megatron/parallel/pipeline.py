@@ -1,4 +1,4 @@
-"""How a pipeline divides the layers, and how many micro-batches a stage holds at its worst moment."""
+"""The layers of each stage of a pipeline, and the micro-batches whose activations it stores at the peak."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flagcore.engines.schedules import formulas
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
 LAYERS, DENSE = 3, 4
-"""Places of the fields of `Part` in the holdings of a split."""
+"""Indices of fields of `Part` in the holdings of a split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part(ArrayRecord):
-    """What a stage of each candidate holds. `first` and `last` are 1.0 where it has the embedding, and the loss with
-    its head, `final_norm` where it has the norm behind all layers; `dense` counts those of its `layers` without
-    experts, `mtp` its depths of multi-token prediction.
+    """The contents of one stage of each candidate. `first` is 1.0 if the stage has the embedding, `last` if it has the
+    output head and the loss, `final_norm` if it has the final norm. `dense` is the number of its `layers` without
+    experts, `mtp` the number of depths of multi-token prediction.
     """
 
     first: FloatArray
@@ -42,9 +42,9 @@ class Part(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Part):
-    """One stage of each candidate. `chunk` counts the layers of one virtual stage. `in_flight` is the micro-batches
-    whose activations are stored at the worst moment, `deferred` those of which only the gradients of weights remain to
-    be computed, `copies` how often a device holds the weights of its layers.
+    """One stage of each candidate. `chunk` is the number of layers of one virtual stage. `in_flight` is the number of
+    micro-batches whose activations are stored at the peak, `deferred` the number of micro-batches that wait only for
+    weight gradients, and `copies` the number of copies of the weights on a device.
     """
 
     index: FloatArray
@@ -59,11 +59,10 @@ class Stage(Part):
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
-    """Return the stages that can be the worst of each candidate, in order; short pipelines repeat the last one.
-
-    These are the first, the second, those that hold something else than the one before, those of `starts` (the first
-    on other devices), and the last: all others equal the one before and hold fewer micro-batches. Where options treat
-    stages one by one it is all of them.
+    """Return the stages of each candidate that can have the largest peak, in order; short pipelines repeat the last
+    one. These are the first, the second, the last, each stage with other contents than the previous one, and `starts`,
+    the first stages on other devices. Every other stage equals the previous one and stores fewer micro-batches. If
+    options differ by stage, all stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
     wanted = _turns(model, layout, options)
@@ -76,7 +75,9 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
 
 
 def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
-    """Return the first stage of each candidate, the second, and those that hold something else than the one before."""
+    """Return the indices of the first and the second stage, and of each stage with other contents than the previous
+    one.
+    """
     end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
     even = [np.zeros_like(end), np.minimum(end, 1.0)]
     if model.num_moe_experts is not None and model.moe_first_dense_layers:
@@ -93,11 +94,10 @@ def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
 
 
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
-    """Return stage `index` of each candidate.
-
-    A candidate with a split of its own (`Layout.split`) has the layers of that. Otherwise layers are split evenly
-    except the numbers given for the first and last stage, embedding and loss counting as a layer each if options
-    require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
+    """Return stage `index` of each candidate. Candidates with a number in `Layout.split` have the layers of that split.
+    For the others, layers are split evenly, except for explicit numbers of the first and last stage. Embedding and loss
+    count as one layer each if options require it. If the layers do not divide, all stages but the last have the number
+    rounded up, as in usual layouts.
     """
     number = layout.split.astype(np.int64)
     if options.splits is None or not number.any():
@@ -130,7 +130,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return candidates split by one layout of (virtual) stages: those that have as many."""
+    """Return candidates with the split of one layout of (virtual) stages, if they have as many stages."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
@@ -150,7 +150,7 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
 
 
 def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
-    """Return how many layers of each virtual stage are recomputed one by one."""
+    """Return the number of layers of each virtual stage that are recomputed one by one."""
     if not options.recompute_stage_layers:
         return layout.block
     table = np.array(options.recompute_stage_layers, dtype=np.float64)
@@ -158,28 +158,30 @@ def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatAr
 
 
 def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
-    """Return the micro-batches (in units of a whole stage) whose activations stage `index` holds at most.
+    """Return the maximum number of micro-batches whose activations stage `index` stores, in units of a whole stage.
 
-    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
-    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
-    exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
-    further one runs layer by layer during a backward, which frees as much.
+    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1 chunks of
+    1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). If the exchange of
+    experts overlaps, this is also the number of forward passes before the first backward, one more than otherwise. Each
+    further forward pass runs layer by layer during a backward pass, which frees the same amount.
     """
     schedule = options.schedule or "interleaved"
     return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:
-    """Return the most layers on the virtual stages of the last device but the very last one: those of an even split."""
+    """Return the maximum number of layers on the virtual stages of the last device, except the last one: that of an
+    even split.
+    """
     even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
     return even * (layout.virtual - 1.0)
 
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
-    """Return the micro-batches in flight, in units of a whole stage, of virtual stages that may differ in layers.
-
-    A device works on `pipeline` micro-batches with its first virtual stage, then with the next one. The first virtual
-    stages have one layer more. The last device has the layers of an even split on each but the very last one.
+    """Return the micro-batches in flight, in units of a whole stage, if virtual stages have different numbers of
+    layers. A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first
+    virtual stages have one layer more. On the last device, each virtual stage but the last has the layers of an even
+    split.
     """
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)
@@ -228,7 +230,9 @@ def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
 
 
 def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
-    """Return how many of the model's leading dense layers lie on stage `index`; chunks go round the stages."""
+    """Return the number of the model's leading dense layers on stage `index`; virtual stages alternate over the
+    devices.
+    """
     first_chunk = np.maximum(
         np.where(layout.first_layers > 0, head / layout.virtual, head - (layout.virtual - 1.0) * chunk), 0.0
     )

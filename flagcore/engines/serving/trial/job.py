@@ -28,8 +28,8 @@ def log_name(number: int, part: int = 0) -> str:
 class Instance:
     """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
-    `requested` are the knob values that the server must report back; None: the engine chooses. It is on host number `host`,
-    and with the commands `further` on the next ones, which serve no requests.
+    `requested` are the knob values that the server must report; None: the engine chooses. The server runs on host
+    number `host`. The commands `further` run on the next hosts, which serve no requests.
     """
 
     argv: tuple[str, ...]
