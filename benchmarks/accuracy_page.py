@@ -9,7 +9,7 @@ from typing import Any
 
 from scores import Errors, Ranking
 
-WORST = 3
+MAX_SHOWN = 3
 """Jobs with wrong verdicts that are listed per source."""
 SHORT = {
     "data_parallel_size": "DP",
@@ -191,7 +191,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
         f"A run that finished fits; a run that ran out of memory does not. {wrong} of {judged} verdicts are wrong.\n"
     ]
     rows = [
-        [each.source, str(each.judged), str(len(each.wrong)), ", ".join(each.wrong[:WORST])]
+        [each.source, str(each.judged), str(len(each.wrong)), ", ".join(each.wrong[:MAX_SHOWN])]
         for each in verdicts
         if each.wrong
     ]

@@ -16,7 +16,7 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.common.transfer import MOST
+from flagcore.api.common.transfer import MAX_PAST
 from flagcore.contracts import SearchContext, Strategy
 from flagcore.contracts.workload import require_prober
 from flagcore.domain.experience import Observations, PastMeasurements
@@ -35,7 +35,7 @@ from flagcore.stages.rank import rank, search_context
 ITERATIONS, WARMUP = 5, 1
 """Steps and warm-up steps of a trial: the defaults of `flag tune` and of FlagScale."""
 SEEDS_OF_CHANCE = 200
-MOST_ASKS = 100
+MAX_ASKS = 100
 """Maximum number of consecutive illegal or repeated suggestions of Optuna; then a random trial follows."""
 
 
@@ -72,7 +72,7 @@ def by_strategy(
     def search(sweep: Sweep) -> list[Search]:
         known = [past for one, past in other_measurements if _is_related(one, sweep)]
         time, memory = (
-            (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
+            (_last(Observations.join(each), MAX_PAST) for each in zip(*known, strict=True)) if known else _NOTHING
         )
         return [_run_search(sweep, strategy, PastMeasurements(time=time, memory=memory), probes, at_once)]
 
@@ -293,7 +293,7 @@ def _sample(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> Se
     rows: list[int] = []
     asks = 0
     while len(rows) < len(space) and not (rows and np.nanmin(sweep.seconds[rows]) <= sweep.best):
-        if asks == MOST_ASKS:
+        if asks == MAX_ASKS:
             row = int(chance.choice(np.setdiff1d(np.arange(len(space)), rows)))
             values = {name: int(columns[name][row]) for name in names}
             study.enqueue_trial(values)

@@ -87,7 +87,8 @@ class ChipHooks:
 
     @hookspec
     def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
-        """Return what of this machine's stack prevents trials on `chip` or slows them down, one sentence each.
+        """Return the problems of this machine's software that prevent trials on `chip` or slow them down, one sentence
+        each.
 
         None or empty: no problem is known. May take a minute and run frameworks in other processes. Called by
         `flag doctor` once per kind of chip that is on this machine.
@@ -145,11 +146,11 @@ class EngineHooks:
 
     @hookspec
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        """Return why `task` cannot run, what of it to warn of, and values for settings that it leaves open.
+        """Return advice on `task`: why it cannot run, warnings, and values for settings that it does not set; or None.
 
-        For what depends on several of its keys, as on nodes and precision; `flagcore_engine_support` knows the chip
-        alone. Settings that chips force are already in the spec. None: nothing to say. All answers are joined; of two
-        values for one setting that of the plugin called first wins. Called once per task.
+        Use it for rules on several keys, such as nodes and precision; `flagcore_engine_support` depends on the chip
+        only. Forced settings of chips are already in the spec. The results of all plugins are joined. If two plugins
+        set one setting, the value of the plugin called first is used. Called once per task.
         """
 
     @hookspec
@@ -166,7 +167,7 @@ class EngineHooks:
     ) -> Mapping[str, str] | None:
         """Return environment variables that trials on `chip` need, or None if the chip is not yours.
 
-        `task` is None if the variables are wanted for the chip alone. The results of all plugins are joined. An add-on
+        `task` is None if the variables do not depend on a task. The results of all plugins are joined. An add-on
         overrides the plugin of the chip, and the `envs` of the spec override both. Called once per task.
         """
 

@@ -14,7 +14,7 @@ from flagcore import physics
 
 PAGE = (Path(__file__).parent.parent / "docs" / "physics.md").read_text(encoding="utf-8")
 LISTED = constants.listed(PAGE)
-NO_PHYSICS = {"OCTAVES", "MAX_RANKS", "MOST_CHOICES", "SHORTEST", "MAX_PAYLOAD", "MANTISSA"}
+NO_PHYSICS = {"OCTAVES", "MAX_RANKS", "MAX_CHOICES", "SHORTEST", "MAX_PAYLOAD", "MANTISSA"}
 """Sizes of tables and of floats, and limits of input."""
 
 

@@ -22,9 +22,9 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 
 QUANTILE = 1.2816
 """Standard deviations to each side of an 80% interval."""
-LEAST_NOISE = 0.02
+MIN_RUN_NOISE = 0.02
 """Minimum standard deviation of step times between runs, as a share."""
-LEAST_SCALE = 0.1
+MIN_SCALE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,13 @@ class Scale(NamedTuple):
 
 def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Scale:
     """Return the factor from a step on `nodes` nodes to one on `of_nodes` nodes; `predicted` is the predicted factor.
+
     Growth that the model does not include is the same for all candidates, so it does not change their order.
     """
     x = np.array([predicted - 1.0, math.log2(of_nodes / nodes)])
     factor = 1.0 + float(x @ growth.mean)
     spread = QUANTILE * math.sqrt(float(x @ growth.covariance @ x))
-    low, middle, high = (max(each, LEAST_SCALE) for each in (factor - spread, factor, factor + spread))
+    low, middle, high = (max(each, MIN_SCALE) for each in (factor - spread, factor, factor + spread))
     model_error = QUANTILE * abs(predicted - 1.0) * math.sqrt(float(growth.covariance[0, 0])) / middle
     return Scale(middle, low, high, model_error)
 
@@ -100,7 +101,9 @@ def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
 
 
 def _run(trial: Trial, measured: Measurement, of_nodes: int) -> _Run:
-    noise = max(LEAST_NOISE, measured.spread_s / measured.step_time_s / 1.35)  # the quartiles of a normal distribution
+    noise = max(
+        MIN_RUN_NOISE, measured.spread_s / measured.step_time_s / 1.35
+    )  # the quartiles of a normal distribution
     short = trial.shortened
     nodes, scale = (short.nodes, short.scale) if short else (of_nodes, 1.0)
     return _Run(nodes, measured.scaled_from or measured.step_time_s, scale, noise)

@@ -207,7 +207,7 @@ class Trial:
 
     @property
     def interval(self) -> float:
-        """Half of the 80% interval of a scaled step time, relative to it, without the part that all candidates share."""
+        """Half of the relative 80% interval of a scaled step time, without the part that all candidates share."""
         if self.shortened and self.shortened.nodes:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0

@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 SIOCGIFADDR = 0x8915
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
-"""With these the host is lost; otherwise the trial cannot be started on any host."""
+"""Errors after which the host counts as lost. After other errors, the trial cannot be started on any host."""
 
 
 def addresses() -> dict[str, str]:

@@ -69,7 +69,7 @@ def agent_command() -> str:
 
 
 def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a trial ended on a host, as its agent says. Raises INVALID."""
+    """Return the exit of a trial on a host from the report of its agent. Raises INVALID."""
     seconds, peak = float(end["duration_s"]), end["peak_memory_bytes"]
     if not math.isfinite(seconds):
         raise ValueError(seconds)
@@ -186,7 +186,7 @@ class Connection:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_hello(self, hello: Mapping[str, Any]) -> None:
-        """Note what the agent says of its host, and why the host cannot be used. Raises INVALID."""
+        """Store what the agent reports about its host, and why the host cannot be used. Raises INVALID."""
         if hello["wire"] != agent.WIRE:
             self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
             return

@@ -76,7 +76,8 @@ class HostsLauncher:
         return tuple(host if host in best else next(replacements) for host in hosts[:count])
 
     def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
-        """Prefer other hosts to those that earlier calls `lost`, and end what may be left of trials in these folders.
+        """Prefer hosts that were not `lost` in earlier calls, and end remaining processes of the trials in these
+        folders.
 
         A lost host may have been repaired, so it counts as lost once.
         """

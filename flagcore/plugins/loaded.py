@@ -146,7 +146,7 @@ class LoadedPlugins:
         return self._try_call(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def health(self, chip: Chip) -> tuple[str, ...]:
-        """Return what all plugins find wrong with this machine's stack for `chip`."""
+        """Return the problems of this machine's software for `chip` that all plugins find."""
         found = self._all([chip], "flagcore_health", validation.several(str), chip=chip)
         return tuple(sentence for sentences in found for sentence in sentences)
 

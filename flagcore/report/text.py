@@ -228,7 +228,7 @@ def _is_set(knob: Knob, value: object) -> bool:
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
-FEWEST = {"p99": 100, "p90": 10}
+MIN_REQUESTS = {"p99": 100, "p90": 10}
 """Minimum number of requests for which a percentile is not their maximum."""
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
@@ -291,10 +291,10 @@ def notes(plan: Plan) -> list[str]:
     answered_counts = [
         point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point
     ]
-    weak = [name for name, fewest in FEWEST.items() if answered_counts and min(answered_counts) < fewest]
+    weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]
     if not weak:
         return []
-    percentiles, needed = " and ".join(weak), max(FEWEST[name] for name in weak)
+    percentiles, needed = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
     return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
 
 

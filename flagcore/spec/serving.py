@@ -12,7 +12,7 @@ from flagcore.domain.spec import AUTO
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
 
-HIGHEST_RATE = 1e5
+MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
 
 
@@ -124,7 +124,7 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.trace is not None:
         fields["trace"] = str((base / profile.trace).resolve())
     if profile.request_rate == AUTO:
-        return (Load(**fields, request_rate=HIGHEST_RATE),)
+        return (Load(**fields, request_rate=MAX_RATE),)
     if profile.concurrency == AUTO:
         return (Load(**fields, concurrency=profile.num_prompts),)
     rates = _as_list(profile.request_rate)

@@ -276,7 +276,7 @@ class Subject:
             raise Skip(f"the plugin does not implement {hook}")
 
 
-MOST_LISTED = 3
+MAX_LISTED = 3
 """Maximum number of problems in the message of a check; the others are counted."""
 
 Problems = Iterator["str | Problem"]
@@ -349,8 +349,8 @@ def run(check: Check, subject: Subject) -> Result:
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    remainder = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
-    listed = messages[:MOST_LISTED]
+    remainder = [f"and {len(messages) - MAX_LISTED} more"] if len(messages) > MAX_LISTED else []
+    listed = messages[:MAX_LISTED]
     message, places = "; ".join([*listed, *remainder]), subject.places(listed)
     return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
 

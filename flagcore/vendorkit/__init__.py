@@ -1,1 +1,1 @@
-"""What vendors need to describe their chips: files of chips and costs, and readers of management tools."""
+"""Tools for the plugins of vendors: readers of chip and cost files, and of the output of management tools."""

@@ -1,4 +1,4 @@
-"""Reads the chips of a plugin: one YAML file a chip, each figure with its source.
+"""Reads the chips of a plugin: one YAML file per chip, in which each figure has its source.
 
 A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of
 source needs one key: measured `how`, datasheet `document`, published `where`, estimated `method`. Other keys (page,

@@ -1,8 +1,8 @@
 """Reads the measured collectives of a chip.
 
-`costs/<chip>/collectives.yaml`, where `<chip>` is the chip's name in small letters, holds `source` as in a chip file
-and `curves`: a list of `kind`, `ranks`, `payload_bytes` and `seconds`. They hold on the innermost level of the
-topology, or on the one that `level` names. A chip with the links of another has `same_as` (that chip) and `source`.
+`costs/<chip>/collectives.yaml`, where `<chip>` is the chip's name in lower case, has `source` as in a chip file and
+`curves`: a list of `kind`, `ranks`, `payload_bytes` and `seconds`. They apply to the innermost level of the topology,
+or to the level that `level` names. A chip with the same links as another chip has `same_as` (that chip) and `source`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Reads the kernel times of a plugin's chips, and those of `flag calibrate`.
 
-In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
+In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case:
 
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
-  states what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
-- `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
-- `provenance.yaml` in the same folder: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the
-  `source` if others published the times.
-- `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
+is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone). -
+`kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernels.sheet`), with their time in `us`. -
+`provenance.yaml` in the same folder: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the
+`source` if others published the times. - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach
+other shares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flagcore.physics.kernels.table import RUN_SLOWDOWN, KernelTable
 from flagcore.vendorkit.fields import build, finish, read_yaml
 
 BUSY_SIDE = 1024.0
-"""Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
+"""Minimum side of a product that is bound by arithmetic. Others do not gain from a higher clock."""
 
 
 OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
@@ -48,10 +48,10 @@ class Slowed:
 class Reading:
     """Corrections of measured times by kind of kernel, times in microseconds.
 
-    `event_us` is part of every time. At or below `host_us` the host was slower than the device, and the time is only a
-    bound. `slowed` kernels were measured at a lower clock, because a long run of one alone heats the chip more than
-    training does. `in_training` is the share of its time that a kernel takes within a training step, where its
-    shortest side keeps the chip busy with arithmetic.
+    `event_us` is part of every time. For times up to `host_us` the host was slower than the device, so the time is an
+    upper bound. `slowed` kernels were measured at a lower clock, because a long run of a single kernel heats the chip
+    more than training does. `in_training` is the time of a kernel in a training step relative to its time alone, for
+    products that are bound by arithmetic.
     """
 
     event_us: NotNegative = 0.0
@@ -104,7 +104,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
-    """Return a roofline with the curve that `package` ships for `chip` in engines that serve, or else `kernel_costs`.
+    """Return a roofline with the curve that `package` ships for `chip` in serving engines, or else `kernel_costs`.
 
     Raises SpecError for a bad file.
     """

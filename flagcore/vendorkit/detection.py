@@ -71,23 +71,23 @@ def _use(row: Row, processes: tuple[str, ...]) -> DeviceUse:
 class DeviceDetector:
     """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
 
-    `tool` is the name of the management tool in messages, `visible` the environment variables that restrict the
-    devices of a process, `device_file` a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name
-    of the devices. `trusts` returns whether what torch reports are this vendor's devices: several vendors' torch
-    builds answer to cuda. `uuids` returns UUIDs by index if the tool's listing has none. `topology` is the command
-    that prints how devices reach the network adapters.
+    `tool` is the name of the management tool in messages, `visible` the environment variables that restrict the devices
+    of a process, `device_file` a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the
+    devices. `trusts` returns whether the devices in torch's report are this vendor's: the torch builds of several
+    vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing has none. `topology` is
+    the command that prints the links between devices and network adapters.
     """
 
     vendor: str
     tool: str
     listing: ListDevices
     reading: ListDevices | None = None
-    """As `listing`, with what telemetry reads of each device; None: `listing` has it."""
+    """Like `listing`, with the telemetry of each device; None: `listing` has it."""
     visible: tuple[str, ...]
     vendor_variables: tuple[str, ...] = ()
-    """Variables that select a vendor: the first that is set counts."""
+    """Variables that select a vendor; the first one that is set is used."""
     own_variables: tuple[str, ...] = ()
-    """Starts of the names of variables that only this vendor's software reads."""
+    """Prefixes of the names of variables that only this vendor's software reads."""
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
@@ -97,12 +97,12 @@ class DeviceDetector:
     uuids: Callable[[], Mapping[int, str]] | None = None
     topology: tuple[str, ...] = ()
     uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
-    """Returns by index who uses each device; takes a time limit in seconds. None: the tool does not say."""
+    """Returns the users of each device by index; takes a time limit in seconds. None: the tool does not report them."""
 
     def devices(self, root: Path = Path("/")) -> tuple[Device, ...]:
         """Return the devices that processes started from here can use; none if the environment selects another vendor.
 
-        Device files and the PCI bus are looked up below `root`.
+        Device files and the PCI bus are searched below `root`.
         """
         if machine.other_vendor_selected(self.vendor, self.vendor_variables):
             return ()
@@ -125,7 +125,7 @@ class DeviceDetector:
         return ()
 
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that a job's variables select, this one if they are its own, or None."""
+        """Return the vendor that a job's variables select: this vendor if it owns the variables, or None."""
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
             return selected.casefold()
@@ -136,7 +136,7 @@ class DeviceDetector:
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def descriptions(self) -> dict[int, Mapping[str, str]]:
-        """Return by index the UUID, PCI address and links of each device, as far as the tool prints them."""
+        """Return the UUID, PCI address and links of each device by index, as far as the tool prints them."""
         uuids = self.uuids() if self.uuids else {}
         links = links_of(self.matrix())
         found: dict[int, Mapping[str, str]] = {}
@@ -147,11 +147,11 @@ class DeviceDetector:
         return found
 
     def matrix(self) -> str:
-        """Return what the management tool prints about the links of devices and adapters; empty without one."""
+        """Return the output of the management tool about links of devices and adapters; empty without a tool."""
         return (tool_output(*self.topology) or "") if self.topology else ""
 
     def uses_now(self) -> Mapping[int, DeviceUse]:
-        """Return by index who uses each device, as far as the tool says."""
+        """Return the users of each device by index, as far as the tool reports them."""
         return self.uses(READING_SECONDS) if self.uses else {}
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
@@ -169,7 +169,7 @@ class DeviceDetector:
         return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
-        """Return `group` with the network adapters of this machine; None if this machine is not such a node."""
+        """Return `group` with the network adapters of this machine; None if this machine is not a node of the group."""
         if group.nodes == 1 or not self.topology:
             return None
         if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):
@@ -207,7 +207,7 @@ class Shared(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """`flagcore.contracts.Telemetry` of one device, and `DeviceUseReporter` if the tool says who uses it."""
+    """`flagcore.contracts.Telemetry` of one device, and `DeviceUseReporter` if the tool reports users."""
 
     table: Shared[Row]
     index: int
@@ -222,7 +222,7 @@ class DeviceReading:
         return row.reading
 
     def use(self) -> DeviceUse:
-        """Return who uses the device, as far as the tool says."""
+        """Return the users of the device, as far as the tool reports them."""
         return (self.uses and self.uses.of(self.index)) or DeviceUse()
 
     def describe(self) -> Mapping[str, str]:

@@ -1,10 +1,10 @@
-"""Reads `engines.yaml`: how engines run on a vendor's chips, for those that train (`train`) and serve (`serve`).
+"""Reads `engines.yaml`: how training engines (`train`) and serving engines (`serve`) run on a vendor's chips.
 
-Each of the two sections holds `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's
-name), and optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
-`visible_devices` (an environment variable), `shared_devices`, `implementation` (what production runs), `install` (where
-the vendor's builds come from) and `kubernetes` (the resource that a pod asks for, with its source).
-`flagcore.domain.engine.EngineSupport` explains them. What is reported of single engines is in `quirks.yaml`.
+Each section has `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and
+optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
+`visible_devices` (an environment variable), `shared_devices`, `implementation` (used in production), `install` (the
+origin of the vendor's builds) and `kubernetes` (the resource that a pod requests, with its source).
+`flagcore.domain.engine.EngineSupport` explains them. Facts about single engines are in `quirks.yaml`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flagcore.vendorkit.scope import KINDS
 
 FILE = "engines.yaml"
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
-"""What `works` in a file means."""
+"""The support by the value of `works` in a file."""
 
 
 @cache

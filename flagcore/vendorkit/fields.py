@@ -1,4 +1,4 @@
-"""Reads a YAML file of a plugin as dataclasses, and reports what is wrong with it by file, key and value."""
+"""Reads YAML files of a plugin as dataclasses, and reports errors with file, key and value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flagcore.errors import SpecError, join_errors
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source must have."""
 OPTIONAL_SOURCE_KEYS = ("confidence", "date", "note", "page", "repeats", "software")
-"""Keys that any source may have; others are allowed, too."""
+"""Common keys of any source; other keys are allowed, too."""
 WORDS = {
     **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
@@ -26,7 +26,7 @@ WORDS = {
     "float_type": "a number",
     "bool_type": "true or false",
 }
-"""The words for the types of YAML by pydantic's types of errors."""
+"""Names of YAML types by pydantic's error types."""
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
@@ -84,7 +84,7 @@ def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Co
 
 
 def finish(content: Content, file: str, fix: str = FIX) -> None:
-    """Raise SpecError for keys of a file that nothing has taken."""
+    """Raise SpecError for remaining keys of a file."""
     if content:
         raise join_errors([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
 
@@ -108,9 +108,9 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return the reader of a `kind` from JSON, in which strict types are those of YAML.
+    """Return the reader of a `kind` from JSON, with the strict types of YAML.
 
-    It reads a list of one, because a dataclass alone takes no configuration.
+    It reads a list of one element, because a dataclass alone does not support a configuration.
     """
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 

@@ -1,12 +1,12 @@
-"""Reads `knobs.yaml`: the knobs that a vendor's stack adds to an engine, each with its values, effect and source.
+"""Reads `knobs.yaml`: the knobs that a vendor's software adds to an engine, each with its values, effect and source.
 
-`knobs` is a list of `name` (the engine's own argument, or one that begins with the vendor's), `engine`, `says`,
-`source`, `choices`, and maybe `label` (short name for tables), `chips` (all), `versions` (all), `default` (what is
-off: null, or false for a flag), `claim` (what the source says it gains), `effect` (the source of the factors:
-estimated with its `method` where no figure was published), `of_experts`, and `needs`, a list of `knob` with
-`at_least`, `at_most` or `one_of`. A choice has a `value` and maybe `settings` (of the core, which predict it), `time`
-and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step), `flags` and
-`environment`; without the last two, no source documents how to switch it on.
+`knobs` is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`,
+`source` and `choices`. Optional keys: `label` (short name for tables), `chips` (default: all), `versions` (default:
+all), `default` (the neutral value: null, or false for a flag), `claim` (the gain that the source claims), `effect` (the
+source of the factors: estimated with its `method` if no figure was published), `of_experts`, and `needs`, a list of
+`knob` with `at_least`, `at_most` or `one_of`. A choice has a `value` and optionally `settings` (of the core, for the
+prediction), `time` and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step),
+`flags` and `environment`. Without the last two, no source documents how to enable it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = No
 
 @cache
 def all_knobs(package: str) -> tuple[Listed, ...]:
-    """Return the knobs of a plugin's file; none without a file. Raises SpecError for a bad one."""
+    """Return the knobs of a plugin's file; empty without a file. Raises SpecError for an invalid file."""
     content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
     found = []
     for path, entry in entries(content, "knobs", file):

@@ -1,4 +1,4 @@
-"""What this machine reports of its accelerators without their management tool. No driver is loaded here."""
+"""Finds the accelerators of this machine without their management tool. No driver is loaded in this process."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """torch's version, which of the requested attributes it has, and its devices with their memory in bytes.
+    """The version of torch, the requested attributes that it has, and its devices with their memory in bytes.
 
-    `kind` is its name of the devices; `backend` that of their collectives, if any kind was asked for.
+    `kind` is torch's name of the devices, `backend` the name of their collectives' backend if the requested kind was
+    `any`.
     """
 
     version: str
@@ -82,10 +83,10 @@ def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
 def query_torch(
     kind: str, attributes: Sequence[str] = (), timeout_seconds: float = TORCH_SECONDS
 ) -> TorchReport | None:
-    """Return the report of the installed torch on its devices of `kind`, and which of `attributes` it has.
+    """Return the report of the installed torch about its devices of `kind`, and about `attributes`.
 
-    `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process and may crash
-    or hang there. None without torch, without such a backend, or if it fails.
+    `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process, where it may
+    crash or hang. None without torch, without this backend, or after a failure.
     """
     if importlib.util.find_spec("torch") is None:
         return None
@@ -94,7 +95,9 @@ def query_torch(
 
 
 def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str:
-    """Return why the modules cannot be imported in this order, tried in a separate process; empty if they can."""
+    """Return why the modules cannot be imported in this order; empty if they can. The import runs in a separate
+    process.
+    """
     output = run_tool(sys.executable, "-c", f"import {', '.join(modules)}", timeout_seconds=timeout_seconds)
     if output is None or output.status is None:
         return f"the import of {', '.join(modules)} did not end within {timeout_seconds:g} s"
@@ -103,7 +106,7 @@ def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str
 
 
 def read_torch(printed: str) -> TorchReport | None:
-    """Return the report in what the process printed; a vendor's library may print a banner first."""
+    """Return the report in the output of the process; a vendor's library may print a banner first."""
     for line in reversed(printed.splitlines()):
         with suppress(ValueError, KeyError, TypeError):
             report = json.loads(line[line.index("{") :])

@@ -1,4 +1,4 @@
-"""Reads the matrix that `topo -m` prints: how devices reach each other and the network adapters."""
+"""Reads the matrix that `topo -m` prints: the links between devices, and between devices and network adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEAR = ("PIX", "PXB")
 """Links to an adapter that do not cross the CPU."""
 
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
-"""Devices are called by three letters and a number, adapters NIC0 or by their own name."""
+"""Devices have names of three letters and a number; adapters are NIC0 or have their own names."""
 
 _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 """Columns after those of devices and adapters."""
@@ -35,7 +35,7 @@ class Matrix:
 
 
 def read_matrix(text: str) -> Matrix | None:
-    """Return the matrix in `text`, or None unless each device's row is whole and both ways of a pair agree."""
+    """Return the matrix in `text`; None if a row is incomplete, or if both directions of a pair differ."""
     lines = strip_controls(text).splitlines()
     start = next((at for at, line in enumerate(lines) if _is_header(line)), None)
     if start is None:
@@ -70,9 +70,9 @@ def read_matrix(text: str) -> Matrix | None:
 
 
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of devices of which all pairs are joined by a cell that matches `link`, by their first device.
+    """Return the groups of devices in which every pair has a link that matches `link`, by their first device.
 
-    A device that no such link joins is a separate group. Empty where the links make no groups (a ring, a line).
+    A device without such a link is a group of its own. Empty if the links do not form groups (a ring, a line).
     """
     joined = {
         device: tuple(
@@ -86,7 +86,7 @@ def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
 
 
 def links_of(text: str) -> dict[int, str]:
-    """Return by device its links to the others, as `topo -m` prints them, such as `NV8: 1-3; SYS: 4,6`."""
+    """Return the links of each device to the others, as `topo -m` prints them, such as `NV8: 1-3; SYS: 4,6`."""
     matrix = read_matrix(text)
     groups: dict[int, dict[str, list[int]]] = {}
     for (device, other), link in matrix.links.items() if matrix else ():
@@ -105,7 +105,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
-    """Return for each device the adapters that it reaches without its CPU: those that a collective library takes."""
+    """Return the adapters that each device reaches without crossing the CPU, which collective libraries use."""
     return {
         device: tuple(name for (of, name), cell in matrix.adapters.items() if of == device and cell in NEAR)
         for device in matrix.devices
@@ -113,17 +113,17 @@ def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
 
 
 def devices_per_adapter(matrix: Matrix) -> dict[str, int]:
-    """Return how many devices have each adapter near, without those that none has (they carry no compute traffic)."""
+    """Return the number of devices near each adapter. Adapters without one carry no compute traffic and are omitted."""
     near = near_adapters(matrix)
     counts = {name: sum(name in names for names in near.values()) for _, name in matrix.adapters}
     return {name: count for name, count in counts.items() if count}
 
 
 def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | None:
-    """Return the bytes per second that each device has of the adapters near it, in one direction; None if unknown.
+    """Return a device's share of the rate of its near adapters, in bytes per second one way; None if unknown.
 
-    `text` is what the matrix was read from: its legend names the adapters, and the kernel has their rates below
-    `root`. An adapter that several devices have near is shared by them; the device that has least counts.
+    `text` is the source of the matrix: its legend names the adapters, and the kernel has their rates below `root`.
+    Devices share an adapter that is near to several of them. The result is the smallest share of a device.
     """
     names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
     shared, near = devices_per_adapter(matrix), near_adapters(matrix)
@@ -136,8 +136,8 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
 def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")) -> NodeGroup | None:
     """Return `group` with each device's share of this machine's adapters, from `text` (`topo -m`) and the kernel.
 
-    None if the chip's own figure stays: for one node, if the user gave the figure, and if this machine is another kind
-    of node or the share is unknown.
+    None if the chip's figure applies: for one node, if the user set the figure, if this machine is another kind of
+    node, or if the share is unknown.
     """
     rate = group.chip.nic_bytes_per_second
     matrix = read_matrix(text or "")
@@ -151,9 +151,9 @@ def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")
 
 
 def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int:
-    """Return how many devices of a node `link` joins: as `text` (`topo -m` of such a node) shows, or `usual`.
+    """Return the number of devices of a node that `link` joins, from `text` (`topo -m` of such a node) or else `usual`.
 
-    Only groups of equal size with consecutive devices count, on a node of as many devices as `group` has.
+    The groups must have equal sizes and consecutive devices, and the node as many devices as in `group`.
     """
     matrix = read_matrix(text or "")
     if matrix is None or len(matrix.devices) != group.devices_per_node:

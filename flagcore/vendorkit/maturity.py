@@ -1,4 +1,5 @@
-"""Reads `maturity.yaml`: what of a plugin ran on real devices, was checked on transcripts, or is from documents.
+"""Reads `maturity.yaml`: the parts of a plugin that ran on real devices, were checked on transcripts, or are from
+documents.
 
 `run_on_hardware` is a list of `what`, `chips`, `date`, `software`; `checked_on_transcripts` of `what`, `tool`, `chips`,
 `files` of the plugin's `tests/smi`; `from_documents` of `what`, `chips`; `not_checked` of sentences.

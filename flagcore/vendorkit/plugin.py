@@ -33,16 +33,17 @@ from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import environment
 
 DESCRIPTIONS_SECONDS = 60.0
-"""UUIDs, addresses and links of devices are kept this long."""
+"""Seconds for which UUIDs, addresses and links of devices are cached."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VendorPlugin:
     """A plugin whose facts are in files of `package`: chips/, costs/, engines.yaml, environment.yaml, quirks.yaml,
-    knobs.yaml and maturity.yaml. All but chips/ are optional. Subclass it to answer a hook in another way.
+    knobs.yaml and maturity.yaml.
 
-    `vendor` is that of the chip files. `memory` returns how a device of a group spends memory under an engine.
-    `detector` finds devices; None: this plugin finds none.
+    All but chips/ are optional. Subclass it to implement a hook in another way. `vendor` is the vendor in the chip
+    files. `memory` returns the memory model of a device of a group under an engine. `detector` finds devices; None:
+    this plugin finds none.
     """
 
     package: str

@@ -75,7 +75,7 @@ def detailed(text: str) -> list[dict[str, str]]:
 def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
     """Return the device of one line of a CSV query, or why it cannot be used.
 
-    Numbers without a unit have the usual one. `place` is the index of a line without one.
+    Numbers without a unit have the usual unit. `place` is the index if the line has none.
     """
     index, name = fields.get("index", str(place)), fields.get("name", "")
     if not index.isdigit() or not name or name.startswith("[") or "ERR!" in name:

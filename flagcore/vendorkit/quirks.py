@@ -1,16 +1,13 @@
-"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes.
+"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes. - `support`:
+reports about an engine: `reason`, `works` (`true`, `false`) if it differs from that of `engines.yaml`, and `install`,
+the origin of the vendor's build of the engine. The first entry that applies is used. - `refused`: values that do not
+work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`, `engine_args.NAME`): `name`,
+`knob`, `values` or `above` (a number), `reason`. - `forced`: settings that must have one value: `name`, `setting`,
+`value`, `reason`. - `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts
+only if no other pattern has a line). - `notes`: sentences for users that no rule can express: `note`.
 
-- `support`: what was reported of an engine: `reason`, `works` (`true`, `false`) if it differs from that of
-  `engines.yaml`, and `install`, where the vendor's build of the engine comes from. The first entry that applies counts.
-- `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
-  `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
-- `forced`: settings that must have one value: `name`, `setting`, `value`, `reason`.
-- `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts only if no other
-  pattern has a line).
-- `notes`: sentences for users that no rule can express: `note`.
-
-Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and
-`versions` of the engine (`">=0.11,<0.13"`); what is missing means all. An entry also applies if the release is unknown.
+Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
+of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
 """
 
 from __future__ import annotations

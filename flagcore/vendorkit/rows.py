@@ -33,12 +33,12 @@ class Row:
     bus: str = ""
     reading: Mapping[str, float] = field(default_factory=dict)
     mode: str = ""
-    """Compute mode, in the tool's words."""
+    """Compute mode, as the tool prints it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The devices of a tool's output that can be used, and sentences about those that were left out."""
+    """The usable devices in a tool's output, and sentences about those that were left out."""
 
     rows: tuple[Row, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -54,13 +54,13 @@ def strip_controls(text: str) -> str:
 
 
 def cells(line: str) -> list[str]:
-    """Return the cells between the bars of a line of a table; empty for other lines and for one that was cut."""
+    """Return the cells between the bars of a line of a table; empty for other lines and for a truncated line."""
     line = line.strip()
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
 def columns(line: str) -> list[str]:
-    """Return the words of a line of a table without bars, which two or more spaces separate."""
+    """Return the cells of a line of a table without bars, which are separated by two or more spaces."""
     return [word for word in re.split(r"\s{2,}", line.strip()) if word]
 
 
@@ -74,9 +74,9 @@ def read_table(
 ) -> Listing:
     """Return the devices of a table with two or more lines per device, each split by `split`.
 
-    `head` parses the cells of a first line, None for any other line. `body` makes a row of that, of the cells of the
-    second line and of those of the line after it; a reason if the device cannot be used, None if the line has an
-    unknown format. Devices without a row are reported in `left_out`.
+    `head` parses the cells of a first line; None for any other line. `body` returns a row from the result, the cells of
+    the second line and those of the line after it; a reason if the device cannot be used, or None for an unknown
+    format. Devices without a row are reported in `left_out`.
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
@@ -100,7 +100,7 @@ def read_table(
 
 
 def read_processes(text: str) -> dict[int, tuple[str, ...]]:
-    """Return by device the processes below the tables of devices, such as `4711 python (20.5 GiB)`."""
+    """Return the processes of each device from the table below the devices, such as `4711 python (20.5 GiB)`."""
     found: dict[int, tuple[str, ...]] = {}
     for line in re.split(r"(?im)^.*\bprocess(?:es)?:", text, maxsplit=1)[1:]:
         for index, pid, name, used in _PROCESS.findall(line):
@@ -149,7 +149,7 @@ def with_driver(listing: Listing, driver: str | None) -> Listing:
 
 
 def parse_memory(cell: str) -> tuple[float, float] | None:
-    """Return used and total bytes of a cell such as `826/65536 MiB` or `0MiB / 81559MiB`; None for any other."""
+    """Return the used and total bytes in a cell such as `826/65536 MiB` or `0MiB / 81559MiB`; None for other cells."""
     match = _PAIR.fullmatch(cell)
     if match is None or match[4] is None:
         return None
@@ -157,7 +157,7 @@ def parse_memory(cell: str) -> tuple[float, float] | None:
 
 
 def parse_power(cell: str) -> tuple[str | None, str | None]:
-    """Return use and limit of power of a cell such as `P0   70W / 700W` or `61 / 450 W`; None for what is missing."""
+    """Return use and limit of power in a cell such as `P0 70W / 700W` or `61 / 450 W`; None for missing values."""
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 
@@ -171,7 +171,7 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the figures in bytes, watts, degrees, shares and hertz, without those that are not numbers."""
+    """Return the figures in bytes, watts, degrees, shares and hertz, without values that are not numbers."""
     words = {
         "power_watts": (watts, 1),
         "power_limit_watts": (limit_watts, 1),

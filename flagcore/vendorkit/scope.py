@@ -1,4 +1,4 @@
-"""What an entry of a plugin's file applies to: engines, chips and engine releases."""
+"""The scope of an entry in a plugin's file: engines, chips and engine releases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.knob import in_versions
 
 Kind = Literal["train", "serve"]
-"""What an engine does."""
+"""The kind of an engine."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -33,7 +33,7 @@ def _range(text: str) -> str:
 class Scope:
     """The engines, kinds of engines, chips and engine releases of an entry. An empty field means all.
 
-    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` may stand for `engines`.
+    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` is also valid for `engines`.
     """
 
     engines: Annotated[

@@ -18,14 +18,16 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, strip_controls
 
 _TIME = re.compile(r"(?<![\w:])\d\d:\d\d:\d\d(?!\.\d\b)(?![\w:])")
-"""A time of day. An address on the PCI bus (`0:07:00`, `00:07:00.0`) is none."""
+"""A time of day, but not an address on the PCI bus (`0:07:00`, `00:07:00.0`)."""
 MAX_BYTES = 2 * 2**20
-"""A tool that prints more is stopped before it fills the disk."""
+"""Maximum size of a tool's output, so that it cannot fill the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a command printed, undecodable bytes replaced, and its exit status; None if it was killed by the limit."""
+    """The output of a command, with undecodable bytes replaced, and its exit status; None if it exceeded the time
+    limit.
+    """
 
     text: str
     errors: str
@@ -35,8 +37,8 @@ class Output:
 def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Output | None:
     """Run a command without a shell; None if it is missing or cannot be started.
 
-    A command that exceeds the time limit is killed with its children and not waited for: a process that is stuck in a
-    driver cannot be killed.
+    A command that exceeds the time limit is killed with its children. The function does not wait for their end, because
+    a process that is stuck in a driver cannot be killed.
     """
     if shutil.which(argv[0]) is None:
         return None
@@ -69,8 +71,8 @@ def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
 def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: float = 10.0) -> Listing | None:
     """Return the devices that a management tool prints, as `read` parses it; None if the tool is missing.
 
-    `left_out` describes, with the tool's name, what could not be read. The devices of a tool that fails after it listed
-    some count: some tools fail so to warn about one device.
+    `left_out` describes lines that cannot be read, with the name of the tool. Devices that were listed before the tool
+    failed are valid, because some tools fail to warn about one device.
     """
     output = run_tool(*argv, timeout_seconds=timeout_seconds)
     if output is None:
@@ -91,7 +93,7 @@ def visible(devices: tuple[Device, ...], *variables: str) -> tuple[Device, ...]:
     """Return the devices that processes started from here can use.
 
     `variables` are environment variables such as `X_VISIBLE_DEVICES`: indices or prefixes of UUIDs, separated by
-    commas. The first that is set counts. As in the drivers, an unknown name hides all that follow.
+    commas. The first variable that is set is used. As in the drivers, an unknown name hides all following devices.
     """
     setting = next((os.environ[name] for name in variables if name in os.environ), None)
     if setting is None:
@@ -115,6 +117,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line with words that is not a time stamp, at most 120 characters."""
+    """Return up to 120 characters of the first line that has words and is not a time stamp."""
     lines = (" ".join(line.split()) for line in strip_controls(text).splitlines())
     return next((line[:120] for line in lines if re.search(r"\w", line) and not _TIME.search(line)), "")

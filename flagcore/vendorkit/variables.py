@@ -1,8 +1,8 @@
 """Reads `environment.yaml`: the environment variables of a vendor's software.
 
-`variables` is a list of `name`, `meaning`, `source`, and either `value`, which trials get, or `used`, the value that
-the source uses and flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
-it, `condition` describes when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
+`variables` is a list of `name`, `meaning`, `source`, and either `value`, which is set for trials, or `used`, the value
+in the source, which flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
+an entry, and `condition` describes when it applies. Two conditions are checked: `several_nodes: true`, and `unless`, a
 training setting that must not be on. In a value, `{interface}` is the network interface of the default route and
 `{adapters}` the InfiniBand adapters that are up; if this machine has none, the variable is not set.
 """
@@ -74,7 +74,7 @@ def environment(
 
 
 def fill(value: str, root: Path = Path("/")) -> str:
-    """Return `value` with its placeholders replaced; empty if this machine lacks what one stands for."""
+    """Return `value` with its placeholders replaced; empty if this machine has no value for one of them."""
     for placeholder, find in (("{interface}", interface), ("{adapters}", adapters)):
         if placeholder in value:
             found = find(root)
@@ -95,7 +95,7 @@ def interface(root: Path = Path("/")) -> str:
 
 
 def adapters(root: Path = Path("/")) -> str:
-    """Return the InfiniBand adapters with a port that is up, separated by commas, by their numbers."""
+    """Return the InfiniBand adapters with an active port, ordered by number and separated by commas."""
     up = set()
     for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError):

@@ -58,7 +58,7 @@ def v_shaped(p: int, m: int) -> Orders:
     return orders
 
 
-LEAST = (0.0, 0.5, 1.0)
+WEIGHT_RULES = (0.0, 0.5, 1.0)
 """Shares of a W that a device has to be waiting for before it runs one."""
 
 
@@ -82,7 +82,7 @@ def best(choices: Sequence[Orders], pipe: Pipe, limit: float, share: float) -> O
     `choices` are orders of F and B, `limit` and `share` those of `with_weights`. The shortest has the shortest longest
     span of one device: these schedules need no synchronisation of all devices. Raises ValueError if none fits.
     """
-    plans = [with_weights(orders, pipe, limit, share, least) for orders, least in product(choices, LEAST)]
+    plans = [with_weights(orders, pipe, limit, share, least) for orders, least in product(choices, WEIGHT_RULES)]
     fitting = [plan for plan in plans if plan is not None]
     if not fitting:
         raise ValueError(f"no plan fits in the memory of {limit} micro-batches")

@@ -20,7 +20,7 @@ from flagcore.stages.build import canonical
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
-MOST = 80
+MAX_TEXT = 80
 """Maximum length of the input that a message repeats."""
 
 
@@ -86,7 +86,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
         given |= values
     if not given:
-        raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
+        raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
     return given
 
 
@@ -98,8 +98,8 @@ def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterato
         matches = list(begin.finditer(part))
         if part and (not matches or matches[0].start() > 0):
             name = re.split(r"[\s=]", part)[0].casefold()
-            hint = did_you_mean(name[:MOST], by_name, cutoff=0.7)
-            problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MOST])
+            hint = did_you_mean(name[:MAX_TEXT], by_name, cutoff=0.7)
+            problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MAX_TEXT])
             raise UsageError("; ".join(filter(None, [problem, hint, listed])))
         for each, following in zip_longest(matches, matches[1:]):
             value_end = following.start() if following else len(part)
@@ -116,7 +116,7 @@ def _from_json(text: str) -> str:
         knobs = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            _("{text!r} is not a JSON object of knobs: {reason}", text=text[:MOST], reason=error)
+            _("{text!r} is not a JSON object of knobs: {reason}", text=text[:MAX_TEXT], reason=error)
         ) from None
     return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
 

@@ -31,7 +31,7 @@ from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict_columns
 
 GIB = 2**30
-MOST = 300
+MAX_PAST = 300
 """Maximum number of earlier measurements. The time of the model is cubic in this number."""
 MAX_LOG_RATIO = 3.0
 """A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped."""
@@ -63,7 +63,7 @@ def past(
     """
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     installed = engines()
-    for record in islice(records, MOST):
+    for record in islice(records, MAX_PAST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = record["kind"]
             work_data = dict(record[kind])

@@ -38,7 +38,7 @@ SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
 overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
 missing.
 """
-MOST_DIFFERENCES = 12
+MAX_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -218,11 +218,11 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
         tasks.append(place | {"model": _side_data(spec.model), "work": _side_data(spec.work)})
     all_differences = list(differences(tasks[0], tasks[1]))
     remainder = (
-        [_("and {count} more", count=len(all_differences) - MOST_DIFFERENCES)]
-        if len(all_differences) > MOST_DIFFERENCES
+        [_("and {count} more", count=len(all_differences) - MAX_DIFFERENCES)]
+        if len(all_differences) > MAX_DIFFERENCES
         else []
     )
-    return (*all_differences[:MOST_DIFFERENCES], *remainder)
+    return (*all_differences[:MAX_DIFFERENCES], *remainder)
 
 
 def _side_data(record: Any) -> Any:

@@ -27,7 +27,7 @@ from flagcore.spec.convert import read_hosts
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
 """Maximum number of hosts to check at the same time."""
-MOST_COMPARED = 64
+MAX_COMPARED = 64
 """Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
 SECONDS = 120.0
 MAX_CLOCK_SECONDS = 5.0
@@ -167,7 +167,7 @@ def require_hosts(
     launcher.reached.update(report.host for report in usable_reports)
     warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
     warn(host_warnings(usable_reports))
-    if compare and 1 < len(usable_reports) <= MOST_COMPARED:
+    if compare and 1 < len(usable_reports) <= MAX_COMPARED:
         _speeds(launcher, usable_reports)
     return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 

@@ -32,8 +32,10 @@ def split_layers(
     train: Training, layout: Layout, chosen: BoolArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout]:
     """Return the `chosen` candidates with the splits that minimize the time of their slowest stages, regardless of
-    memory. Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks` the blocks
-    of all candidates.
+    memory.
+
+    Candidates for which the even split is as fast keep it. `costs` are the costs in a run, `blocks` the blocks of all
+    candidates.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
@@ -160,6 +162,7 @@ def stage_layers(
     train: Training, layout: Layout, found: _Found, most: FloatArray | None = None
 ) -> tuple[FloatArray, FloatArray]:
     """Return the layers of each stage of each split and the leading dense layers among them, as (splits, stages).
+
     Stages between the first and the last have equal numbers of layers as far as `most` allows. If the layers do not
     divide, the first of these stages have one layer less, because they store the most micro-batches.
     """
@@ -187,7 +190,7 @@ def stage_layers(
 
 
 def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray) -> Splits:
-    """Return splits with these layers per stage. The final norm follows the last layer, or is on the stage of the loss."""
+    """Return splits with these layers per stage. The final norm is on the stage of the last layer or of the loss."""
     model, place = train.model, np.arange(layers.shape[1])
     end = layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end

@@ -25,12 +25,12 @@ MEMORY = re.compile(
 )
 ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
-MOST_MIB = 1 << 30
+MAX_MIB = 1 << 30
 """A line that reports more (1 PiB) is ignored."""
 LONGEST_LINE = 4096
 LARGEST_LOG = 64 << 20
 """Bytes that are read of one log; the rest is ignored."""
-MOST_FILES = 1024
+MAX_FILES = 1024
 LOGS = ("stdout.log", "stderr.log")
 
 
@@ -71,7 +71,7 @@ def log_files(folder: str) -> list[Path]:
     own, found = [Path(folder, name) for name in LOGS], list[Path]()
     with suppress(OSError):
         for file in Path(folder).glob("**/*.log"):
-            if file.name in LOGS and file not in own and len(found) < MOST_FILES:
+            if file.name in LOGS and file not in own and len(found) < MAX_FILES:
                 found.append(file)
     return [*own, *sorted(found)]
 
@@ -107,7 +107,7 @@ def _read_line(line: str, log: MegatronLog) -> None:
             log.steps.setdefault(int(step[1]), _step(line, seconds / 1000))
     elif memory := MEMORY.search(line):
         allocated, reserved = _number(memory[2]), _number(memory[3])
-        if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:
+        if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
             log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
             log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
     elif argument := ARGUMENT.match(line):

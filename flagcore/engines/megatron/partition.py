@@ -1,6 +1,8 @@
-"""Finds the best split of layers over the stages of a pipeline. Layers of one kind are equal, so a split is the number
-of layers of each device, over all its virtual stages. A split is best if no move of one layer to another stage shortens
-the slowest stage. The search starts from an even split and moves one layer at a time.
+"""Finds the best split of layers over the stages of a pipeline.
+
+Layers of one kind are equal, so a split is the number of layers of each device, over all its virtual stages. A split is
+best if no move of one layer to another stage shortens the slowest stage. The search starts from an even split and moves
+one layer at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ MOST_LEADING = 4
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """The placement of the leading dense layers: their number on each of the first stages, and on the last one. A
-    virtual stage before another dense layer has no layer with experts.
+    """The placement of the leading dense layers: their number on each of the first stages, and on the last one.
+
+    A virtual stage before another dense layer has no layer with experts.
     """
 
     dense: tuple[int, ...]
@@ -50,7 +53,9 @@ class Fronts:
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
         """Return the minimum number of layers of these stages: one per virtual stage, except for the last virtual stage
-        of the model. If all devices have leading layers, each may have them on several virtual stages.
+        of the model.
+
+        If all devices have leading layers, each may have them on several virtual stages.
         """
         here = (*self.dense, self.last)
         rounds = np.minimum(min(here), np.maximum(virtual - 1.0, 1.0))
@@ -163,8 +168,10 @@ def search_equal(
     pace: Pace, virtual: FloatArray, total: int, leading: int, count: FloatArray, most: Sequence[FloatArray]
 ) -> Ends:
     """Return the best split with equal numbers of layers on `count` stages between the first and the last, and on all
-    virtual stages of a device. `most` are the maximum numbers of layers of the first stage, of one between, and of the
-    last. The first stage has all leading layers.
+    virtual stages of a device.
+
+    `most` are the maximum numbers of layers of the first stage, of one between, and of the last. The first stage has
+    all leading layers.
     """
     units, limits = total / virtual, [np.floor(each / virtual) for each in most]
     least = np.full_like(units, max(leading, 1.0))
@@ -195,8 +202,9 @@ def search_equal(
 def _crossing(
     low: FloatArray, high: FloatArray, figures: Callable[[FloatArray], tuple[FloatArray, FloatArray]]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the number from `low` to `high` that minimizes the larger of two figures, and this minimum. The first
-    figure increases with the number, and the second decreases.
+    """Return the number from `low` to `high` that minimizes the larger of two figures, and this minimum.
+
+    The first figure increases with the number, and the second decreases.
     """
     start, end = low, high
     while (start < end).any():

@@ -54,8 +54,10 @@ def fit_splits(
 
 
 def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
-    """Return the best splits that fit memory. With multi-token prediction, the final norm is on the last stage but one
-    if the last virtual stage has no layer. These splits are searched separately.
+    """Return the best splits that fit memory.
+
+    With multi-token prediction, the final norm is on the last stage but one if the last virtual stage has no layer.
+    These splits are searched separately.
     """
 
     def search(most: FloatArray, last: FloatArray | float = 0.0) -> _Found:
@@ -76,10 +78,12 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> 
 
 
 def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
-    """Return the `rows` whose stages may have enough memory for all layers. Only the layers after the leading dense
-    ones are checked: some stage has at least their mean number, and the last stage but one has the most free memory of
-    all stages except the last. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer
-    micro-batches in flight. Pipelines with virtual stages and leading layers on every device are always returned.
+    """Return the `rows` whose stages may have enough memory for all layers.
+
+    Only the layers after the leading dense ones are checked: some stage has at least their mean number, and the last
+    stage but one has the most free memory of all stages except the last. A dense layer may move up to `virtual - 1`
+    other layers to virtual stages with fewer micro-batches in flight. Pipelines with virtual stages and leading layers
+    on every device are always returned.
     """
     leading, subset = leading_layers(train), layout[rows]
     total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
@@ -105,8 +109,10 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the maximum number of layers that fits each stage, by the leading dense layers among them, as (candidates,
-    leading layers, stages). Between the first and the last stage, later stages without leading layers need less memory.
-    If the second stage may have as many layers as the last but one, so may all stages between them.
+    leading layers, stages).
+
+    Between the first and the last stage, later stages without leading layers need less memory. If the second stage may
+    have as many layers as the last but one, so may all stages between them.
     """
     possible, end = _possible(train, layout), layout.pipeline[:, None, None] - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
@@ -143,7 +149,7 @@ class _Room:
         return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
 
     def limits(self) -> FloatArray:
-        """Return the maximum number of layers that fits, or a number below the minimum of a stage if that does not fit."""
+        """Return the maximum number of layers that fits; if the minimum of a stage does not fit, a smaller number."""
         total, every = self.train.model.num_layers, np.arange(self.place.size)
         last = self.place == self.layout.pipeline - 1.0
         fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)

@@ -18,7 +18,7 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
 
-_LONGEST = 200_000
+_MAX_LAYERS = 200_000
 _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
 _FIX = "write e.g. Et*4|(t*4|)*14tL: E, then every t, then L, with a | between stages"
 
@@ -32,7 +32,7 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
     """
     letters = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _ONE):
-        if sum(len(match[1]) * int(match[2][:9]) for match in pattern.finditer(letters)) > _LONGEST:
+        if sum(len(match[1]) * int(match[2][:9]) for match in pattern.finditer(letters)) > _MAX_LAYERS:
             raise _wrong(text, "is too long")
         letters = pattern.sub(lambda match: match[1] * int(match[2]), letters)
     plain = letters.replace("|", "")
@@ -64,10 +64,11 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int) -> str:
 
 
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
-    """Return the layers of each virtual stage, in the order of the model, from the layers of each device. `leading` are
-    the leading dense layers of each device. The virtual stages of a device differ by at most one layer, and larger ones
-    come first. On the last device, each virtual stage has the layers of an even split, except for the last one. It has
-    the remaining layers, because it also has the loss.
+    """Return the layers of each virtual stage, in the order of the model, from the layers of each device.
+
+    `leading` are the leading dense layers of each device. The virtual stages of a device differ by at most one layer,
+    and larger ones come first. On the last device, each virtual stage has the layers of an even split, except for the
+    last one. It has the remaining layers, because it also has the loss.
     """
     most, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
@@ -87,7 +88,9 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) ->
 
 def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int) -> bool:
     """Return whether leading layers must be on further virtual stages than the first of each device, because there are
-    too few other layers. Every virtual stage has a layer, except the last one.
+    too few other layers.
+
+    Every virtual stage has a layer, except the last one.
     """
     if virtual == 1 or not all(leading):
         return False
@@ -129,12 +132,13 @@ def _filled(count: int, parts: int, most: int) -> list[int]:
 
 
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
-    """Return the settings with which a published run assigned its layers to `stages` (virtual) stages. They are the
-    first of these that is possible: an even split; embedding and loss count as one layer each; the loss counts as a
-    layer; every stage has the same number of layers, rounded up, and the missing ones are taken from the last stage,
-    then from the first. All are options of Megatron-LM. Published recipes use them in this order: Llama 405B and
-    Qwen3-235B the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are fewer layers
-    than stages between the first and the last.
+    """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
+
+    They are the first of these that is possible: an even split; embedding and loss count as one layer each; the loss
+    counts as a layer; every stage has the same number of layers, rounded up, and the missing ones are taken from the
+    last stage, then from the first. All are options of Megatron-LM. Published recipes use them in this order: Llama
+    405B and Qwen3-235B the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are
+    fewer layers than stages between the first and the last.
     """
     layers = model.num_layers
     if layers % stages == 0:

@@ -18,7 +18,7 @@ from flagcore.engines.serving.trial.job import Instance
 FRONT_PORT = 8000
 """The port of a single server, or of the balancer; the servers behind it have the following ports."""
 MEETING_PORT = 8500
-"""The port at which the hosts of the first instance meet; those of others have the following ports."""
+"""The rendezvous port of the hosts of the first instance; the other instances have the following ports."""
 BALANCER = "flagcore.engines.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 

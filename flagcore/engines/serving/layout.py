@@ -1,4 +1,4 @@
-"""What is searched if a spec has no space, and the configuration that an expert would start: all devices are used."""
+"""The default search space, and the configuration that an expert would start. Both use all devices."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def usual_space(
 
 
 def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
-    """Return the row with the most devices, then with room for the cache, then with the fewest devices an instance.
+    """Return the row that uses the most devices, then one with enough memory for the cache, then the one with the
+    fewest devices per instance.
 
-    Of equal rows, the one with the fewest attention and expert groups, and that splits only by the knob `split_by`.
+    Ties prefer fewer attention and expert groups, and splits by the knob `split_by` only.
     """
     one = np.ones_like(predictions.worst_stage)
     sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}

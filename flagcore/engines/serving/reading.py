@@ -25,10 +25,10 @@ LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequence[int]) -> Measurement:
     """Return the measurement of a trial. `instance_devices` are the numbers of devices of the instances.
 
-    A metric is the median of its repeats. One of several load points counts. For a rate it is the best point that meets
-    the SLO or, if none does, the closest to it. For a latency it is the point that misses the SLO the most or, if none
-    does, the slowest, because the lightest load would always be the best. Memory in use is only known on CPU cores: the
-    resident memory per core of the fullest instance. Raises NoMetrics.
+    A metric is the median of its repeats. With several load points, one point determines the result. For a rate it is
+    the best point that meets the SLO or, if none does, the closest to it. For a latency it is the point that misses the
+    SLO the most or, if none does, the slowest, because the lightest load would always be the best. Memory in use is
+    only known on CPU cores: the resident memory per core of the fullest instance. Raises NoMetrics.
     """
     data, devices = read_metrics(folder), max(1, min(sum(instance_devices), task.cluster.devices))
     on_cores = Hardware.of(task).on_cores

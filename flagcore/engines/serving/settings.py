@@ -22,7 +22,9 @@ HEAD, HEAD_PORT = "{head}", "{head_port}"
 
 
 def address(task: Task) -> str:
-    """Return the address on which servers listen: all of other hosts, so that the client reaches them."""
+    """Return the address on which servers listen. Servers on other hosts listen on all addresses, so that the client
+    can reach them.
+    """
     return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
 
 

@@ -12,7 +12,7 @@ from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.load.highest import LEAST_RATE, highest_load
+from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -60,7 +60,8 @@ class Candidates:
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     """Return the metrics of each candidate by name; NaN if its costs are unknown or the host computes layers.
 
-    Equal candidates are simulated once. One of several load points counts, as in a measurement.
+    Equal candidates are simulated once. With several load points, one point determines the metrics, as in a
+    measurement.
     """
     loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
@@ -106,7 +107,7 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Return the figures at the loads that a search for the highest load that keeps the limits tries."""
+    """Return the figures at each load that the search for the highest load tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def meets_limits(value: float) -> bool:
@@ -115,7 +116,11 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
 
     maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
     highest_load(
-        meets_limits, FIRST_LOAD, least=1.0 if is_concurrency else LEAST_RATE, most=maximum, whole=is_concurrency
+        meets_limits,
+        FIRST_LOAD,
+        minimum=1.0 if is_concurrency else MIN_RATE,
+        maximum=maximum,
+        is_integer=is_concurrency,
     )
     return points
 

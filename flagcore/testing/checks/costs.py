@@ -15,7 +15,7 @@ from flagcore.stages.discover import costs as costs_of
 from flagcore.testing.examples import group_of
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 """Minimum number of bytes; a smaller figure is in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Maximum share of a device's memory for context, libraries and collective buffers."""
@@ -50,7 +50,7 @@ def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
     used, capacity = float(model.device_used_bytes(np.zeros(1))[0]), model.capacity_bytes()
     if memory and capacity is not None and capacity > memory:
         yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {memory:g}"
-    if used != 0 and not LEAST_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
+    if used != 0 and not MIN_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
         yield f"{chip.name}: device_used_bytes(0) = {used:g}"
     if not 0 <= model.workspace_bytes() <= 2**32:
         yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"

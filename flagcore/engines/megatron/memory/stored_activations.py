@@ -124,9 +124,11 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """The activations of a stage at the peak of forward and backward. `dense` and `moe` are the numbers of layers that
-    store all their tensors. `inputs` are the bytes of the inputs of recomputed layers, `stored` the bytes of all
-    micro-batches in flight, and `above` the bytes that the peak adds to them.
+    """The activations of a stage at the peak of forward and backward.
+
+    `dense` and `moe` are the numbers of layers that store all their tensors. `inputs` are the bytes of the inputs of
+    recomputed layers, `stored` the bytes of all micro-batches in flight, and `above` the bytes that the peak adds to
+    them.
     """
 
     dense: FloatArray
@@ -222,11 +224,13 @@ class _Work:
         return np.minimum(found, self._without())
 
     def in_blocks(self) -> FloatArray:
-        """Return the peak with block recompute, including stored bytes. It is at most the peak with a smaller block.
-        The peak is in the last recomputed layer, after the inputs of the layers before it, or in the last layer of the
-        stage, after the output of the recomputed ones. With one micro-batch in flight the former grows by an input per
-        layer, as in Megatron. Both are piecewise linear in the size of the block, so the minimum over smaller blocks is
-        where they are equal, where the kind of layer changes, at 0, or at the block itself.
+        """Return the peak with block recompute, including stored bytes.
+
+        It is at most the peak with a smaller block. The peak is in the last recomputed layer, after the inputs of the
+        layers before it, or in the last layer of the stage, after the output of the recomputed ones. With one
+        micro-batch in flight the former grows by an input per layer, as in Megatron. Both are piecewise linear in the
+        size of the block, so the minimum over smaller blocks is where they are equal, where the kind of layer changes,
+        at 0, or at the block itself.
         """
         repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
         held = self.plain + self.hidden * (self.stage.last == 0)
@@ -267,9 +271,10 @@ def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
 
 
 def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
-    """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes. Backward begins
-    with the last layer, and reaches the leading dense layers when the later layers are freed. An overlapping forward
-    pass has allocated these bytes again by then.
+    """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes.
+
+    Backward begins with the last layer, and reaches the leading dense layers when the later layers are freed. An
+    overlapping forward pass has allocated these bytes again by then.
     """
     crossed, whole = _crossed(train, layout, stage), _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
@@ -304,9 +309,11 @@ def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of tensors between stages that the pipeline's loop still references, during a layer's backward
-    and at the loss. 1F1B: the last sent gradient and, until a new graph replaces the old one, the last stage's previous
-    input. Interleaved: about the same for each virtual stage, with an error of at most two. Counted in megatron-core
-    0.16 (`pipeline_parallel/schedules.py`).
+    and at the loss.
+
+    1F1B: the last sent gradient and, until a new graph replaces the old one, the last stage's previous input.
+    Interleaved: about the same for each virtual stage, with an error of at most two. Counted in megatron-core 0.16
+    (`pipeline_parallel/schedules.py`).
     """
     end = layout.pipeline - 1.0
     steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)

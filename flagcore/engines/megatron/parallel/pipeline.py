@@ -60,9 +60,11 @@ class Stage(Part):
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
     """Return the stages of each candidate that can have the largest peak, in order; short pipelines repeat the last
-    one. These are the first, the second, the last, each stage with other contents than the previous one, and `starts`,
-    the first stages on other devices. Every other stage equals the previous one and stores fewer micro-batches. If
-    options differ by stage, all stages are returned.
+    one.
+
+    These are the first, the second, the last, each stage with other contents than the previous one, and `starts`, the
+    first stages on other devices. Every other stage equals the previous one and stores fewer micro-batches. If options
+    differ by stage, all stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
     wanted = _turns(model, layout, options)
@@ -94,10 +96,11 @@ def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
 
 
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
-    """Return stage `index` of each candidate. Candidates with a number in `Layout.split` have the layers of that split.
-    For the others, layers are split evenly, except for explicit numbers of the first and last stage. Embedding and loss
-    count as one layer each if options require it. If the layers do not divide, all stages but the last have the number
-    rounded up, as in usual layouts.
+    """Return stage `index` of each candidate.
+
+    Candidates with a number in `Layout.split` have the layers of that split. For the others, layers are split evenly,
+    except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if options
+    require it. If the layers do not divide, all stages but the last have the number rounded up, as in usual layouts.
     """
     number = layout.split.astype(np.int64)
     if options.splits is None or not number.any():
@@ -179,9 +182,10 @@ def layers_before_last(model: Model, layout: Layout) -> FloatArray:
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
     """Return the micro-batches in flight, in units of a whole stage, if virtual stages have different numbers of
-    layers. A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first
-    virtual stages have one layer more. On the last device, each virtual stage but the last has the layers of an even
-    split.
+    layers.
+
+    A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first virtual
+    stages have one layer more. On the last device, each virtual stage but the last has the layers of an even split.
     """
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)

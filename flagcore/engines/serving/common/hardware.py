@@ -56,7 +56,8 @@ class Hardware:
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return `count` of the CPU cores that this process may use, from the index `first` on; on other hosts of all.
+        """Return `count` of the CPU cores that this process may use, from the index `first` on; for other hosts, of all
+        cores.
 
         The tuple is empty if devices are not cores. If the process may use fewer cores, the last ones are reused.
         """

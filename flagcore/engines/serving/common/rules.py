@@ -47,7 +47,7 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = F
 
 
 def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
-    """Return the rule that instances fit on hosts of the cluster. The first of `knobs` counts them."""
+    """Return the rule that instances fit on hosts of the cluster. The first of `knobs` is the number of instances."""
 
     def misplaced(c: Columns) -> BoolArray:
         width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)

@@ -1,4 +1,4 @@
-"""The highest load that keeps latency limits, and when a load is certain to break them."""
+"""Finds the highest load within latency limits, and detects loads that are certain to exceed them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from collections.abc import Callable, Mapping
 from flagcore.engines.serving.load.result import Answer
 
 RESOLUTION = 1.05
-"""The search ends once a load that breaks the limits is at most this factor above one that keeps them."""
+"""The search ends once a load above the limits is at most this factor higher than a load within them."""
 GROWTH = 1.25
-"""The first factor between two loads; the exponent doubles until one load keeps the limits and one does not."""
+"""The first factor between two loads. Its exponent doubles until one load is within the limits and one is not."""
 MAX_GROWTH = 4.0
-LEAST_RATE = 0.01
+MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
 
 def highest_load(
-    keeps: Callable[[float], bool], start: float, *, least: float, most: float, whole: bool = False
+    meets_limits: Callable[[float], bool], start: float, *, minimum: float, maximum: float, is_integer: bool = False
 ) -> float | None:
-    """Return the highest load between `least` and `most` that keeps the limits, within RESOLUTION; None if none does.
+    """Return the highest load from `minimum` to `maximum` within the limits, up to RESOLUTION; None if there is none.
 
-    `keeps` is called for one load after the other, first for `start`. `whole`: loads are whole numbers.
+    `meets_limits` is called for one load after the other, first for `start`. With `is_integer`, loads are integers.
     """
-    passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, least), most)
+    passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
     while True:
-        load = min(max(float(round(load)), passed + 1), failed - 1) if whole else load
-        if keeps(load):
+        load = min(max(float(round(load)), passed + 1), failed - 1) if is_integer else load
+        if meets_limits(load):
             passed = load
         else:
             failed = load
         if passed and failed < math.inf:
             load = math.sqrt(passed * failed)
-            ended = failed <= max(passed * RESOLUTION, passed + whole)
+            ended = failed <= max(passed * RESOLUTION, passed + is_integer)
         else:
-            load = min(passed * factor, most) if passed else max(failed / factor, least)
-            factor, ended = min(factor * factor, MAX_GROWTH), passed == most or failed == least
+            load = min(passed * factor, maximum) if passed else max(failed / factor, minimum)
+            factor, ended = min(factor * factor, MAX_GROWTH), passed == maximum or failed == minimum
         if ended:
             return passed or None
 
 
 class LimitCheck:
-    """Counts the answers of a load until a limit is certain to be exceeded, however fast the remaining ones are.
+    """Counts the answers of a load until a limit is certain to be exceeded, even if all remaining answers are fast.
 
     `limits` are seconds by figure, `count` is the number of requests. Limits of ITL are not checked.
     """
@@ -65,7 +65,7 @@ class LimitCheck:
     def _is_exceeded(self, name: str, statistic: str, limit: float) -> bool:
         """Return whether a statistic is too high if all remaining values are 0.
 
-        A percentile lies between the two values around its place; the lower one must exceed the limit.
+        A percentile lies between two values; the lower one must exceed the limit.
         """
         if statistic == "mean":
             return self._sums[name] > limit * self._count

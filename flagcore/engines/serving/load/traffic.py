@@ -77,7 +77,7 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
     return np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
 
 
-LOWEST_SHARE, HIGHEST_SHARE = 0.1, 0.9
+MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
 """Token ids are drawn between these shares of the vocabulary, because special ids, bytes and padding are at its
 ends."""
 
@@ -129,7 +129,7 @@ def _draw_tokens(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:
 
 
 def _token_range(vocab_size: int) -> tuple[int, int]:
-    low, high = int(vocab_size * LOWEST_SHARE), int(vocab_size * HIGHEST_SHARE)
+    low, high = int(vocab_size * MIN_ID_SHARE), int(vocab_size * MAX_ID_SHARE)
     if high - low < 2:
         raise SpecError(key="model.vocab_size", value=vocab_size, problem="is too small to draw prompts from")
     return low, high

@@ -37,7 +37,7 @@ KV_BYTES = {
 """Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
 """SGLang's default of max_prefill_tokens, and its minimum default of max_running_requests."""
-_LEAST_POOL = 4096
+_MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
     (35, 4096, 48, 160),
@@ -47,7 +47,7 @@ _MEMORY_STEPS = (
 )
 """By the GiB of a device: chunked_prefill_size, and the largest decode graph for TP < 4 and TP >= 4
 (`memory_hook.py`)."""
-_LARGEST = (16384, 512, 512)
+_LARGEST_MEMORY_STEP = (16384, 512, 512)
 
 KNOBS = (
     knobs.INSTANCES_KNOB,
@@ -138,7 +138,7 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     gib = Hardware.of(task).memory_bytes / 2**30
     if math.isnan(gib):
         return np.full_like(tensor, 4096), np.full_like(tensor, 160)
-    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST_MEMORY_STEP)
     return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
 
 
@@ -168,7 +168,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
     """Return the tokens of the cache of one instance on CPU cores, where SGLang would use most of the memory."""
     loads = task.spec.serve.loads
     tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(loads)
-    return np.maximum(tokens, _LEAST_POOL)
+    return np.maximum(tokens, _MIN_POOL)
 
 
 def settings(task: Task, columns: Columns) -> Settings:

@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.engines.serving.trial.host FOLDER NUMBER PORTS`.
 
 Starts the servers that FOLDER/serve.json has for host NUMBER, and keeps them running until it is ended. PORTS has a
-free port of each host. What the client has to know is in FOLDER/servers.json (`remote.py`). If a server ends, so does
-this program, with the exit codes and the last line on stderr of the trial program.
+free port of each host. FOLDER/servers.json has the data for the client (`remote.py`). If a server ends, this program
+ends with the exit code and the last line on stderr of the trial program.
 """
 
 from __future__ import annotations

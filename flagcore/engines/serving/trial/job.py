@@ -44,7 +44,7 @@ class Instance:
         return self.filled({PORT: str(port)})
 
     def at_head(self, host: str, port: str) -> Instance:
-        """Return the instance with its first host, and the port at which its hosts meet."""
+        """Return the instance with its first host and the rendezvous port of its hosts."""
         return self.filled({HEAD: host, HEAD_PORT: port})
 
     def filled(self, values: Mapping[str, str]) -> Instance:

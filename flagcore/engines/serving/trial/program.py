@@ -20,7 +20,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
-from flagcore.engines.serving.load.highest import LEAST_RATE, highest_load
+from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
@@ -138,7 +138,7 @@ class _LoadRunner:
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
-        """Return the load points of a search for the highest load that keeps the limits, without stopped ones.
+        """Return the load points of the search for the highest load, without stopped ones.
 
         The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
         load keeps the limits, the only point is the lowest load that was tried.
@@ -168,7 +168,7 @@ class _LoadRunner:
             return tried[value]
 
         highest_load(
-            run, self.job.start, least=1.0 if is_concurrency else LEAST_RATE, most=maximum, whole=is_concurrency
+            run, self.job.start, minimum=1.0 if is_concurrency else MIN_RATE, maximum=maximum, is_integer=is_concurrency
         )
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]

@@ -15,7 +15,7 @@ from flagcore.engines.serving.trial.job import Job, log_name
 from flagcore.engines.serving.trial.servers import Served
 
 REPORT = "servers.json"
-"""Of a host: its `servers` by number when all are healthy, and the `failure` that ended one: its state and text."""
+"""The report of a host: its `servers` by number when all are healthy, and the state and text of a `failure`."""
 POLL_SECONDS = 0.1
 
 

@@ -247,7 +247,7 @@ def check_all_alive(servers: Sequence[Served], when: str) -> None:
 
 
 def log(line: str) -> None:
-    """Report progress: the last line shows where a trial was that had to be ended."""
+    """Report progress. If the trial is killed, the last line shows what it was doing."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -27,7 +27,7 @@ def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
         tried.append(load)
         return load <= true
 
-    found = highest_load(meets_limit, start, least=0.001, most=10_000)
+    found = highest_load(meets_limit, start, minimum=0.001, maximum=10_000)
     assert found is not None
     assert true / RESOLUTION <= found <= true
     assert len(set(tried)) == len(tried) <= 20
@@ -43,7 +43,7 @@ def test_clients_are_whole_numbers(true: int) -> None:
         tried.append(load)
         return load <= true
 
-    found = highest_load(meets_limit, 5.0, least=1, most=128, whole=True)
+    found = highest_load(meets_limit, 5.0, minimum=1, maximum=128, is_integer=True)
     assert found is not None
     assert true / RESOLUTION - 1 < found <= true
     assert len(set(tried)) == len(tried)
@@ -53,7 +53,10 @@ def test_clients_are_whole_numbers(true: int) -> None:
 @pytest.mark.parametrize(("meets_limit", "found"), [(True, 64.0), (False, None)])
 def test_the_range_is_not_left(meets_limit: bool, found: float | None) -> None:
     tried: list[float] = []
-    assert highest_load(lambda load: tried.append(load) or meets_limit, 8.0, least=1, most=64, whole=True) == found
+    assert (
+        highest_load(lambda load: tried.append(load) or meets_limit, 8.0, minimum=1, maximum=64, is_integer=True)
+        == found
+    )
     assert (min(tried), max(tried)) == ((8.0, 64.0) if meets_limit else (1.0, 8.0))
 
 
