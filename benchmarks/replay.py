@@ -223,8 +223,8 @@ HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations"
 
 def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
     sizes, heads = sorted(len(sweep.seconds) for sweep in sweeps), (*HEADS, *HEADS_WHEN_DONE)
-    reported = f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all"
-    print(f"{title}{': ' * bool(title)}{reported}; means over sweeps")
+    summary = f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all"
+    print(f"{title}{': ' * bool(title)}{summary}; means over sweeps")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for name, reported in figures.items():
         trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)

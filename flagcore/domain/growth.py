@@ -101,9 +101,8 @@ def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
 
 
 def _run(trial: Trial, measured: Measurement, of_nodes: int) -> _Run:
-    noise = max(
-        MIN_RUN_NOISE, measured.spread_s / measured.step_time_s / 1.35
-    )  # the quartiles of a normal distribution
+    deviation = measured.spread_s / measured.step_time_s / 1.35  # the quartiles of a normal distribution
+    noise = max(MIN_RUN_NOISE, deviation)
     short = trial.shortened
     nodes, scale = (short.nodes, short.scale) if short else (of_nodes, 1.0)
     return _Run(nodes, measured.scaled_from or measured.step_time_s, scale, noise)

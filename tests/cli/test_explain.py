@@ -264,10 +264,10 @@ def test_a_failed_or_killed_run_is_explained_from_its_journal(
     Path(project.run_dir, "result.json").unlink()
     assert explained(project.run_dir, "1")["state"] == "ran"
     assert "the run has not ended" in explained(project.run_dir, "tp=2, mbs=1")["because"][0]
-    explained = flag("explain", str(project.run_dir))
-    assert explained.code == 0
-    assert re.search(r"^  failed +-2$", explained.out, re.MULTILINE)
-    assert "Stopped:" not in explained.out
+    output = flag("explain", str(project.run_dir))
+    assert output.code == 0
+    assert re.search(r"^  failed +-2$", output.out, re.MULTILINE)
+    assert "Stopped:" not in output.out
 
 
 @pytest.mark.slow

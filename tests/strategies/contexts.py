@@ -75,7 +75,7 @@ def search_context(
 
 def distorted(known: Predictions, seed: int = 0, spread: float = 0.05, times: float = 1.0) -> FloatArray:
     """Return true seconds of all rows: each part of the step off by a factor of its own, and each row by a little."""
-    chance = np.random.default_rng(seed)
-    total = sum(part * np.exp(chance.normal(0.0, 0.15)) for part in known.time_s.values())
-    real: FloatArray = times * np.asarray(total) * np.exp(chance.normal(0.0, spread, len(known.step_time_s)))
+    generator = np.random.default_rng(seed)
+    total = sum(part * np.exp(generator.normal(0.0, 0.15)) for part in known.time_s.values())
+    real: FloatArray = times * np.asarray(total) * np.exp(generator.normal(0.0, spread, len(known.step_time_s)))
     return real

@@ -1,4 +1,4 @@
-"""The order of predictions, and of chance."""
+"""The order of candidates in the strategies `predicted` and `random`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.strategies import chance, predicted
+from flagcore.strategies import predicted, random_search
 from tests.strategies.contexts import SPACE, search_context
 
 
@@ -32,6 +32,6 @@ def test_unknown_times_are_tried_last() -> None:
 
 def test_random_search_draws_open_rows_reproducibly() -> None:
     seen = search_context(open_rows=np.arange(3, len(SPACE), 7))
-    rows = [chance.STRATEGY.next(seen).row for _ in range(2)]
+    rows = [random_search.STRATEGY.next(seen).row for _ in range(2)]
     assert rows[0] == rows[1]
     assert rows[0] in seen.open_rows

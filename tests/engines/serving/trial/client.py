@@ -1,4 +1,4 @@
-"""A client of somebody else: asks once, and leaves a report as `vllm bench serve --save-result` does.
+"""A third-party client: sends one request, and writes a report like `vllm bench serve --save-result`.
 
 client.py URL REPORT [lacks | fails]
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 url, report, behaviour = (*sys.argv[1:3], *sys.argv[3:], "")[:3]
 if behaviour == "fails":
     sys.exit("the client cannot do this")
-request = {
+body = {
     "model": "m",
     "prompt": [300] * 16,
     "max_tokens": 8,
@@ -21,7 +21,7 @@ request = {
     "stream_options": {"include_usage": True},
 }
 request = urllib.request.Request(
-    f"{url}/v1/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+    f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
 )
 with urllib.request.urlopen(request) as answer:
     assert b"[DONE]" in answer.read()
