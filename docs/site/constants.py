@@ -1,39 +1,43 @@
-"""Adds the values of constants to the lists of a page, from the code."""
+"""Describes the constants that a page lists: adds their values and docstrings from the code."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
-from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 
-FILE = re.compile(r"^- `(flagcore/[\w/]+)\.py`$")
-NAME = re.compile(r"^    - `([A-Z_]+)`: ")
+LINE = re.compile(r"^- `(flagcore/[\w/]+)\.py`: ((?:`[A-Z_0-9]+`(?:,\s+|$))+)", re.MULTILINE)
+NAME = re.compile(r"`([A-Z_0-9]+)`")
 
 
 def fill(text: str) -> str:
-    """Return the text with the value of each listed constant behind its name."""
-    return "".join(_line(line, file) for line, file in _lines(text))
+    """Return the text with a nested list of values and docstrings in place of each line of constants."""
+    return LINE.sub(lambda match: _described(match[1], NAME.findall(match[2])), text)
 
 
 def listed(text: str) -> list[tuple[str, str]]:
     """Return the module and the name of each constant that a page lists."""
-    return [(file, found[1]) for line, file in _lines(text) if file and (found := NAME.match(line))]
+    return [(match[1].replace("/", "."), name) for match in LINE.finditer(text) for name in NAME.findall(match[2])]
 
 
-def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the module whose constants it may name; outside of such a list, the module is empty."""
-    module = ""
-    for line in text.splitlines(keepends=True):
-        if found := FILE.match(line.rstrip()):
-            module = found[1].replace("/", ".")
-        elif not line.startswith("    "):
-            module = ""
-        yield line, module
+def _described(path: str, names: list[str]) -> str:
+    module = importlib.import_module(path.replace("/", "."))
+    lines = (f"    - `{name} = {getattr(module, name)}`: {_docstrings(str(module.__file__))[name]}\n" for name in names)
+    return f"- `{path}.py`\n{''.join(lines)}".rstrip("\n")
 
 
-def _line(line: str, module: str) -> str:
-    match = NAME.match(line) if module else None
-    if match is None:
-        return line
-    value = getattr(importlib.import_module(module), match[1])
-    return f"    - `{match[1]} = {value}`: {line[match.end() :]}"
+@lru_cache
+def _docstrings(file: str) -> dict[str, str]:
+    """Return the docstring of each constant of a file. Consecutive constants share the next docstring."""
+    found, names = dict[str, str](), list[str]()
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+        else:
+            text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+            found |= dict.fromkeys(names, " ".join(str(text).split()))
+            names = []
+    return found

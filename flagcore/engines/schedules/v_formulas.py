@@ -24,6 +24,7 @@ V_MIN = (
     ((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0),
     ((1.0, -1.2), (1.2, -1.2), (-0.2, 0.0), 6.0),
 )
+"""The same for V-Min, also from the published orders."""
 
 
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:

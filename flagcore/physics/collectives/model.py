@@ -18,7 +18,7 @@ SMOOTHING = 1.25
 """Fitted to 324 published times of four collectives on five kinds of GPU. Their mean error is 16%; with 0 it is 26%."""
 
 TREE_STEPS = 6.0
-"""The number of steps of a tree within a node for each doubling of the ranks. A ring has 2 (n-1) steps."""
+"""The number of steps of a tree within a node per doubling of the ranks (NCCL 2.30 `tuning.cc`). A ring has 2 (n-1)."""
 
 PEER_SECONDS = 1e-6
 """The time that each further remote peer adds to an all-to-all: the network overhead of a message in NCCL 2.30."""

@@ -26,7 +26,7 @@ GROUP_TENSORS = 2.2
 keys of all heads. Fitted to 33 shapes on one accelerator."""
 
 HOST_LATENCY = 10e-6
-"""The latency of a copy over the host link, in seconds."""
+"""The latency of a copy over the host link in seconds, an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 
 16 (transformer-engine 2.9, `get_weight_workspace`; a chip whose fp8 products support both directions stores one)."""
 
 BUCKET_MULTIPLE = 128
-"""Megatron pads gradient buffers to a common multiple of this and of the ranks that share them."""
+"""Megatron pads gradient buffers to a common multiple of this and of the ranks that share them (0.16)."""
 
 
 @dataclass(frozen=True, slots=True)

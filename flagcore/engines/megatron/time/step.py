@@ -45,7 +45,7 @@ MIN_SECONDS = 1e-9
 """Minimum seconds of a stage, which avoids a division by zero for stages without layers."""
 
 LAUNCH_SHARE = {"": 1.0, "layer": 0.4, "iteration": 0.0}
-"""Share of kernels that the host launches one by one, by the part of a step that one CUDA graph launches."""
+"""Share of kernels that the host launches one by one, by the part of a step that one graph launches; an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def linear(
 
 
 TILE_ROWS = 8.0
-"""Minimum number of rows of an expert in a grouped product."""
+"""Minimum number of rows of an expert in a grouped product, an estimate."""
 
 
 def distinct_experts(count: float, chosen: float, tokens: FloatArray) -> FloatArray:
