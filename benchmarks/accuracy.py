@@ -79,7 +79,6 @@ def main() -> None:
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
         unpredicted=_jobs_without_prediction((*train, *ranks), (*answers, *rank_answers)),
-        worst_runs={source: bad for source, rows in (*steps.items(), *of_memory.items()) if (bad := _worst_run(rows))},
         pictures={source: f"accuracy/{name}" for source, name in charts.items() if name},
         fitted_curves=fitted,
     )
@@ -167,14 +166,6 @@ def _summary(source: str, rows: Sequence[Row], groups: Mapping[object, Sequence[
         inside=sum(inside) / len(inside) if inside else None,
         ranking=ranking(groups),
     )
-
-
-def _worst_run(rows: Iterable[Row]) -> page.LargeError | None:
-    """Return the first run with the largest error, None without predictions."""
-    bad = [
-        page.LargeError(job=row.job, predicted=row.predicted, measured=row.measured) for row in rows if row.predicted
-    ]
-    return min(bad, key=lambda each: (-abs(each.predicted / each.measured - 1.0), each.job["id"]), default=None)
 
 
 def _verdicts(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Verdict]:

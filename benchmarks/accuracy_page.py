@@ -11,25 +11,12 @@ from scores import Errors, Ranking
 
 MAX_SHOWN = 3
 """Jobs with wrong verdicts that are listed per source."""
-SHORT = {
-    "data_parallel_size": "DP",
-    "tensor_model_parallel_size": "TP",
-    "pipeline_model_parallel_size": "PP",
-    "virtual_pipeline_model_parallel_size": "VPP",
-    "context_parallel_size": "CP",
-    "expert_model_parallel_size": "EP",
-    "expert_tensor_parallel_size": "ETP",
-    "micro_batch_size": "MBS",
-    "recompute_granularity": "recompute",
-    "pipeline_schedule": "schedule",
-}
-
 HEAD = """# Accuracy
 
 Predictions compared with measured training runs, by source. `make accuracy` generates this page from job records with a
 `measured` part. Each record is predicted by `flag estimate --jobs`; none is omitted.
 
-- **error** of a run: predicted / measured - 1. **MAPE** is the mean of the absolute errors; median, p90 and worst refer
+- **error** of a run: predicted / measured - 1. **MAPE** is the mean of the absolute errors; median and worst refer
   to the same errors. **Bias** is the geometric mean of predicted / measured, minus one.
 - **inside**: share of measurements within the predicted 80% interval. 70 to 90% is correct.
 - **tau**: Kendall's tau-b over jobs that differ only in the candidate (groups of three or more), mean of the groups.
@@ -55,15 +42,6 @@ NOTHING = Summary(source="", runs=0, errors=None, inside=None, ranking=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeError:
-    """A run with a large error."""
-
-    job: Mapping[str, Any]
-    predicted: float
-    measured: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The number of a source's jobs with a memory verdict, and the wrong verdicts."""
 
@@ -79,7 +57,6 @@ def text(
     ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
     unpredicted: Sequence[tuple[str, str, str]],
-    worst_runs: Mapping[str, LargeError],
     pictures: Mapping[str, str],
     fitted_curves: Mapping[str, Any],
 ) -> str:
@@ -94,7 +71,6 @@ def text(
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _unpredicted_section(unpredicted)),
-        _section("Largest error of each source", _worst_section(worst_runs)),
     ]
     return "\n".join(section for section in sections if section)
 
@@ -118,13 +94,13 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _steps(steps: Sequence[Summary]) -> list[str]:
-    head = ["source", "runs", "answered", "MAPE", "median", "p90", "worst", "bias", "inside", "groups", "tau", "regret"]
+    head = ["source", "runs", "answered", "MAPE", "median", "worst", "bias", "inside", "groups", "tau", "regret"]
     rows = [[*_errors(each), _percent(each.inside), *_ranking(each.ranking)] for each in steps]
     timed = [each for each in steps if not each.source.endswith("flops)")]
     found, ranked = [each.errors for each in timed if each.errors], [each.ranking for each in timed if each.ranking]
     mean = ["**mean over sources that print a time**", str(sum(each.runs for each in timed))]
     mean += [str(sum(each.answered for each in found)), _percent(_mean([each.mape for each in found]))]
-    mean += [_percent(_mean([each.median for each in found])), "", "", "", ""]
+    mean += [_percent(_mean([each.median for each in found])), "", "", ""]
     mean += [str(sum(each.groups for each in ranked)), _two_digits(_mean([each.tau for each in ranked]))]
     mean.append(_percent(_mean([each.regret for each in ranked])))
     return [*_table(head, [*rows, mean]), *([CONVERTED] if len(timed) < len(steps) else [])]
@@ -138,7 +114,7 @@ without recomputation, as in `flag estimate`. *From hardware flops*: the count o
 
 
 def _plain(summaries: Sequence[Summary]) -> list[str]:
-    head = ["source", "runs", "answered", "MAPE", "median", "p90", "worst", "bias"]
+    head = ["source", "runs", "answered", "MAPE", "median", "worst", "bias"]
     return _table(head, [_errors(each) for each in summaries])
 
 
@@ -158,8 +134,8 @@ def _ranks(ranks: Mapping[str, Mapping[str, Summary]]) -> list[str]:
 def _errors(each: Summary) -> list[str]:
     found = each.errors
     if found is None:
-        return [each.source, str(each.runs), "0", "", "", "", "", ""]
-    figures = (found.mape, found.median, found.p90, found.worst)
+        return [each.source, str(each.runs), "0", "", "", "", ""]
+    figures = (found.mape, found.median, found.worst)
     return [each.source, str(each.runs), str(found.answered), *map(_percent, figures), f"{found.bias:+.1%}"]
 
 
@@ -202,28 +178,6 @@ def _unpredicted_section(unpredicted: Sequence[tuple[str, str, str]]) -> list[st
     if not unpredicted:
         return ["Every job has a prediction.\n"]
     return _table(["job", "source", "reason"], [list(each) for each in unpredicted])
-
-
-def _worst_section(worst_runs: Mapping[str, LargeError]) -> list[str]:
-    rows = [
-        [
-            source,
-            bad.job["id"],
-            f"{bad.job['model'].get('name', '')}, {bad.job['cluster']['devices']} x {bad.job['cluster']['chip']}",
-            _candidate(bad.job["candidate"]),
-            f"{bad.predicted:.4g}",
-            f"{bad.measured:.4g}",
-            f"{bad.predicted / bad.measured - 1:+.1%}",
-        ]
-        for source, bad in worst_runs.items()
-    ]
-    return _table(["source", "job", "model", "candidate", "predicted", "measured", "error"], rows)
-
-
-def _candidate(values: Mapping[str, Any]) -> str:
-    """Return the short names and values of knobs that are not 1."""
-    shown = ((name, SHORT[name], value) for name, value in values.items() if name in SHORT)
-    return ", ".join(f"{short} {value}" for _, short, value in shown if value not in (None, 1))
 
 
 def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prints docs/portability.md with current tables: one spec on six chips, and each winner on the others.
+"""Prints docs/portability.md with a current table: one spec on six chips.
 
 Needs no hardware. `python examples/portability.py --write` updates the page.
 """
@@ -58,29 +58,10 @@ def of_winners(found: dict[str, api.Estimate]) -> list[str]:
     return table(*rows)
 
 
-def of_others(found: dict[str, api.Estimate]) -> list[str]:
-    """Return the step time of each winner on each chip, with the rule that removes it there."""
-    rows = [["fastest on", *(f"on {chip}" for chip in CHIPS)]]
-    for chip, estimate in found.items():
-        row = [chip]
-        for other in CHIPS:
-            account = api.explain_candidate(SPEC, f"{short_name(estimate)}, dist-opt", chip=other)
-            step = account.predicted["step_time_s"]["value"] if account.predicted else None
-            row.append(f"{step:.1f} s" if step else "-")
-            if account.state == "removed":
-                row[-1] += f", `{account.because[0].partition(':')[0]}`"
-        rows.append(row)
-    return table(*rows)
-
-
 def page(text: str) -> str:
-    """Return `text` with new tables between the marks."""
-    found, done = winners(), ""
-    for lines in (of_winners(found), of_others(found)):
-        before, _, rest = text.partition(MARKS[0])
-        text = rest.partition(MARKS[1])[2]
-        done += "\n".join([f"{before}{MARKS[0]}", *lines, MARKS[1]])
-    return done + text
+    """Return `text` with a new table between the marks."""
+    before, _, rest = text.partition(MARKS[0])
+    return "\n".join([f"{before}{MARKS[0]}", *of_winners(winners()), MARKS[1]]) + rest.partition(MARKS[1])[2]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,8 @@ import yaml
 from click.testing import CliRunner
 
 from flagcore.cli.main import flag
-from flagcore.cli.progress import line
-from flagcore.contracts import Event
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.domain.trial import TrialState
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.convert import read_hosts
@@ -62,17 +57,6 @@ def result_of_a_run(block: Block) -> None:
     assert baseline["configuration"] in answer
 
 
-def what_was_learned(block: Block) -> None:
-    """The errors of the table follow from its seconds, and the medians from the errors."""
-    rows = [list(row.values()) for row in _columns(block.text)]
-    medians = re.findall(r"([\d.]+)%", block.text.splitlines()[0])
-    for column, median in zip((4, 5), medians, strict=True):
-        for row in rows:
-            assert _share(row[column]) == pytest.approx(float(row[3]) / float(row[column - 3]) - 1, abs=0.001)
-        factors = sorted(max(1 + _share(row[column]), 1 / (1 + _share(row[column]))) - 1 for row in rows)
-        assert factors[len(rows) // 2] == pytest.approx(float(median) / 100, abs=0.001)
-
-
 def counts(block: Block) -> None:
     """The counts of the tutorial's run, as the report prints them."""
     assert COUNTS.balanced
@@ -97,29 +81,6 @@ COUNTS = Counts(
     failed=0,
     untried=89,
 )
-
-
-def progress(block: Block) -> None:
-    """Two lines of a trial, as the command line prints these events."""
-    measured = Measurement(step_times_s=(0.612,), step_time_s=0.612, spread_s=0.0, tokens_per_second_per_device=1.0)
-    trial = Trial(
-        number=1,
-        candidate=Candidate((("tensor_model_parallel_size", 2), ("micro_batch_size", 16))),
-        role=Role.SEARCH,
-        state=TrialState.MEASURED,
-        measurement=measured,
-        predicted={"step_time_s": {"value": 0.545}},
-    )
-    starts = Event(
-        kind="trial_started",
-        trial=trial,
-        trials_finished=2,
-        trials_planned=16,
-        seconds_left=126.0,
-        best=trial,
-        knobs=BY_NAME,
-    )
-    assert [line(starts), line(replace(starts, kind="trial_finished"))] == block.text.splitlines()
 
 
 def folders(block: Block) -> None:
@@ -160,11 +121,9 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
-    ("docs/tutorial.md", "Median prediction error"): what_was_learned,
     ("docs/tutorial.md", "combinations"): counts,
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,
-    ("docs/cli.md", "trial 1 (search) starts"): progress,
     ("docs/spec.md", "node-a slots=8"): hostfile,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,

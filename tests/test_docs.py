@@ -85,7 +85,7 @@ def test_python_page_has_every_field_of_a_result_and_every_argument_of_a_functio
         public |= {key for key, value in vars(found).items() if isinstance(value, property)}
         public -= INTERNAL.get(name, {"knobs", "labels"})
         section = PYTHON.split(f"\n### {name}\n")[1].split("\n##")[0]
-        rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        rows = re.findall(r"^- (`.*?`): ", section, re.MULTILINE)
         assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == public
     elif inspect.isfunction(found):
         (listed,) = re.findall(rf"^\| `{name}\((.*?)\)` \|", PYTHON, re.MULTILINE)

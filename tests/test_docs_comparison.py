@@ -20,7 +20,7 @@ def row(page: str, section: str, name: str) -> list[str]:
 
 def test_trials_to_the_best_are_those_of_the_replay() -> None:
     names = (FLAGCORE, FLAGCORE + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
-    flagcore_row, first, flagscale_row, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[1] for name in names)
+    flagcore_row, first, flagscale_row, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[0] for name in names)
     assert f"| flagcore | {flagcore_row}, and {first} on the first run on a chip |" in PAGE
     assert f"| FlagScale, defaults | {flagscale_row} |" in PAGE
     assert f"| FlagScale, priority performance | {priority} |" in PAGE
@@ -32,10 +32,10 @@ def test_effects_of_less_memory_match_the_replay() -> None:
         row("replay.md", "Less memory", name) for name in (PRIORITY, FLAGCORE, FLAGCORE + FIRST)
     )
     assert (
-        f"it needs {flagscale_row[1]} trials and misses the best in {_lost(flagscale_row):.0f}% of the sweeps" in PAGE
+        f"it needs {flagscale_row[0]} trials and misses the best in {_lost(flagscale_row):.0f}% of the sweeps" in PAGE
     )
     assert _lost(flagcore_row) == 0
-    assert f"against {flagcore_row[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
+    assert f"against {flagcore_row[0]} and none, or {first[0]} and {_lost(first):.1f}% on a first run" in PAGE
 
 
 def test_errors_of_training_and_serving_are_those_of_their_pages() -> None:
