@@ -1,4 +1,4 @@
-"""Ablations of the search: each one lacks a part, to measure its value."""
+"""Ablations of the search: variants without one part, to measure the value of that part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.space import BoolArray, Columns
 
 PROBES = 3
-"""As many candidates are probed before the first run, where every candidate of every sweep was."""
+"""Number of candidates probed before the first run, if all candidates of all sweeps were probed."""
 
 
 def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:

@@ -33,7 +33,7 @@ RANK_FIGURES = {
     "compute_time_s": ("compute time", "fwd_bwd_s"),
     "optimizer_time_s": ("optimizer time", "optimizer_s"),
 }
-"""A rank's predicted figure -> what the page calls it, and the key of the measured one."""
+"""A rank's predicted figure -> its name on the page, and the key of the measured figure."""
 
 
 @dataclass(frozen=True, kw_only=True)

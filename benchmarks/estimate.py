@@ -23,7 +23,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 ROUNDS = 3
-"""Number of rounds; the fastest one counts, because other load on the machine only slows rounds down."""
+"""Number of rounds; the fastest one is used, because other load only slows rounds down."""
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 PEER = "llm-analysis==0.2.2"
 CHIPS = ("H200", "cpu")
@@ -67,8 +67,8 @@ def main() -> None:
     """Print one JSON object with the results of all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="run one part, in this process")
-    parser.add_argument("--tiny", action="store_true", help="small spaces, to see whether it runs")
-    parser.add_argument("--build", type=Path, default=Path("build"), help="where llm-analysis is installed")
+    parser.add_argument("--tiny", action="store_true", help="small spaces, to test whether it runs")
+    parser.add_argument("--build", type=Path, default=Path("build"), help="path of the environment of llm-analysis")
     options = parser.parse_args()
     if options.part:
         print(json.dumps(PARTS[options.part](options.tiny) | {"peak_mib": _peak_mib()}))

@@ -40,8 +40,8 @@ EVENT = {
 def main() -> None:
     """Print one line per repeat, and finally one JSON object with the results and the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="be the server; prints its port")
-    parser.add_argument("--rate", type=float, default=GOAL, help="tokens a second that the server paces itself to")
+    parser.add_argument("--serve", action="store_true", help="run the server and print its port")
+    parser.add_argument("--rate", type=float, default=GOAL, help="rate of the server in tokens per second")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
@@ -82,8 +82,8 @@ def bench(options: argparse.Namespace, rate: float) -> dict[str, float]:
             by_wall.append(figures["output_tokens_per_s"])
             by_cpu.append(options.requests * options.tokens / figures["client_cpu_s"])
             print(
-                f"{by_wall[-1]:,.0f} tokens/s; {by_cpu[-1]:,.0f} a second of the client's CPU, of which it had "
-                f"{figures['client_cpu_share']:.2f} cores; others had {figures['others_cores']:.2f}",
+                f"{by_wall[-1]:,.0f} tokens/s; {by_cpu[-1]:,.0f} per CPU second of the client, which used "
+                f"{figures['client_cpu_share']:.2f} cores; other processes used {figures['others_cores']:.2f}",
                 file=sys.stderr,
             )
     finally:
@@ -98,7 +98,7 @@ def bench(options: argparse.Namespace, rate: float) -> dict[str, float]:
 
 
 async def serve(rate: float) -> None:
-    """Answer every request with as many events as it asks for tokens, `rate` of them a second over all connections."""
+    """Answer every request with one event per token, `rate` events per second over all connections."""
     server = await asyncio.get_running_loop().create_server(_Answering, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     due = time.perf_counter()

@@ -48,7 +48,7 @@ class Watch:
         self.marks: list[tuple[str, float, float, Any]] = []
         self.true: dict[Any, float] = {}
         self.idle_bytes = 0
-        """Resident before the first trial."""
+        """Resident memory before the first trial."""
 
     def __call__(self, event: Event) -> None:
         self.marks.append((event.kind, time.monotonic(), time.process_time(), event.trial))
@@ -64,15 +64,15 @@ def main() -> None:
     """Print one JSON object with the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=64)
-    parser.add_argument("--channels", type=int, help="start so many real processes instead")
+    parser.add_argument("--channels", type=int, help="start this many real processes instead")
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--start", type=float, default=0.5, help="seconds in which an agent or a program starts")
-    parser.add_argument("--play", type=float, default=10.0, help="seconds that the steps of a trial take here")
+    parser.add_argument("--start", type=float, default=0.5, help="start time of an agent or a program in seconds")
+    parser.add_argument("--play", type=float, default=10.0, help="simulated duration of a trial's steps in seconds")
     parser.add_argument(
-        "--hours", type=float, default=0.5, help="what a trial stands for, for how often a host is lost"
+        "--hours", type=float, default=0.5, help="duration that a trial represents, for the rate of lost hosts"
     )
-    parser.add_argument("--slow", type=float, default=0.5, help="share of trials that meet a slow host or link")
+    parser.add_argument("--slow", type=float, default=0.5, help="share of trials with a slow host or link")
     parser.add_argument("--silence", type=float, default=connection.SILENCE_SECONDS)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

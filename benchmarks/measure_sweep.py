@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("spec", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quiet", type=float, default=0.25, help="share of the processors that others may take")
+    parser.add_argument(
+        "--quiet", type=float, default=0.25, help="maximum share of the processors that other processes may use"
+    )
     parser.add_argument("--again", action="store_true", help="only what the file has already")
     options = parser.parse_args()
     data = spec_as_data(options.spec)

@@ -42,7 +42,7 @@ MAX_ROWS = 5
 SPACES = ("measured", "candidates", "combinations")
 """Reference spaces of `untried`: measured candidates, legal and distinct candidates, and all combinations."""
 DEFAULT = ("learned", "predicted", "grid")
-"""flagcore's strategies to compare, as far as they are installed; the last line has the result of the first one."""
+"""flagcore's strategies to compare, if installed; the last line has the result of the first one."""
 OTHER_SEARCHES = {
     "flagscale": flagscale(),
     "flagscale_priority_performance": flagscale("performance"),
@@ -81,7 +81,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--ablations", action="store_true", help="compare the search with variants that lack one part")
     kinds.add_argument("--wrong", action="store_true", help="distort the predictions of each sweep")
-    kinds.add_argument("--at-once", type=int, nargs="+", help="compare searches that run so many trials at once")
+    kinds.add_argument("--at-once", type=int, nargs="+", help="compare searches that run this many trials at once")
     kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -93,7 +93,7 @@ def main() -> None:
         with loaded_plugins(()) as loaded:
             sweeps = read_sweeps(records, loaded)
         if not sweeps:
-            sys.exit("no sweep: no eight measured records that differ in their candidate alone")
+            sys.exit("no sweep: a sweep needs eight measured records that differ only in the candidate")
         if options.fitting is not None:
             sweeps = [on_smaller_devices(sweep, options.fitting) for sweep in sweeps]
         if options.at_once:
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; a line that is no record is reported on stderr."""
+    """Yield the records of a file; lines that are not records are reported on stderr."""
     for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
         try:
             record = json.loads(line) if line.strip() else {}

@@ -58,7 +58,7 @@ def errors(pairs: Iterable[Pair]) -> Errors | None:
 def ranking(groups: Mapping[object, Sequence[Pair]]) -> Ranking | None:
     """Return the ranking quality of groups with at least three candidates and different measurements.
 
-    Candidates without a prediction rank last. For ties of the best prediction, the mean regret counts.
+    Candidates without a prediction rank last. If several candidates have the best prediction, the mean regret is used.
     """
     taus, regrets = [], []
     for pairs in groups.values():

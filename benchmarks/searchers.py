@@ -203,7 +203,7 @@ def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurem
 
 
 def _replay_trial(sweep: Sweep, row: int, number: int, role: Role, best_trial: Trial | None) -> Trial:
-    """Return the trial of a measured row, stopped early as a real one would be."""
+    """Return the trial of a measured row, stopped early like a real trial."""
     problem, step = sweep.problem, float(sweep.seconds[row])
     task = problem.platform.task
     trial = Trial(

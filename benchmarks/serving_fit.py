@@ -36,12 +36,12 @@ from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record
 
 SOFT = 0.1
-"""Relative error from which a point counts less."""
+"""Relative error above which a point has less weight."""
 
 STEP = 0.02
 WEIGHTS = {"tpot": 1.0, "ttft": {"vllm": 0.15, "sglang": 0.0}}
 PRIOR_WEIGHT = 2.5
-"""Weight of the priors: the error of a point that equals a deviation of a parameter by its spread."""
+"""Weight of the priors: the error of a point that weighs as much as a deviation of a parameter by its spread."""
 
 CHIP = {
     "memory_share": (0.8, 0.08),
@@ -244,23 +244,23 @@ class Fit:
 
     def slopes(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the errors and their derivatives by parameter."""
-        errors_now = self.ratios(vector, self.points, np.zeros((2, self.size)))
+        start_errors = self.ratios(vector, self.points, np.zeros((2, self.size)))
         slopes = np.zeros((len(self.names), 2, self.size))
         for number, name in enumerate(self.names):
             owner = name.partition(".")[0]
             moved = vector.copy()
             moved[number] += STEP
             mine = [each for each in self.points if owner in (each.engine, each.family)]
-            slopes[number] = (self.ratios(moved, mine, errors_now) - errors_now) / STEP
-        return errors_now, slopes
+            slopes[number] = (self.ratios(moved, mine, start_errors) - start_errors) / STEP
+        return start_errors, slopes
 
-    def step(self, vector: np.ndarray, errors_now: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def step(self, vector: np.ndarray, start_errors: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the parameters after one step on some rows."""
-        weighed = errors_now * self.weights
+        weighed = start_errors * self.weights
         trust = self.weights**2 * rows / np.sqrt(1.0 + (weighed / SOFT) ** 2) / SOFT**2
         flat = slopes.reshape(len(vector), -1)
         normal = (flat * trust.reshape(-1)) @ flat.T + np.diag((PRIOR_WEIGHT / self.spread) ** 2)
-        right = (flat * trust.reshape(-1)) @ errors_now.reshape(-1) + (PRIOR_WEIGHT / self.spread) ** 2 * vector
+        right = (flat * trust.reshape(-1)) @ start_errors.reshape(-1) + (PRIOR_WEIGHT / self.spread) ** 2 * vector
         solution = vector - np.linalg.solve(normal, right)
         return vector + np.clip(solution - vector, -0.5, 0.5)
 
@@ -288,21 +288,21 @@ def main() -> None:
     fit = Fit(read(options.records))
     vector = np.zeros(len(fit.names))
     for _ in range(options.rounds):
-        errors_now, slopes = fit.slopes(vector)
-        vector = fit.step(vector, errors_now, slopes, fit.used)
-        print(f"TPOT median {np.median(np.abs(np.expm1(errors_now[0][fit.used > 0]))):.3f}", flush=True)
-    errors_now, slopes = fit.slopes(vector)
+        start_errors, slopes = fit.slopes(vector)
+        vector = fit.step(vector, start_errors, slopes, fit.used)
+        print(f"TPOT median {np.median(np.abs(np.expm1(start_errors[0][fit.used > 0]))):.3f}", flush=True)
+    start_errors, slopes = fit.slopes(vector)
     print(json.dumps({name: float(f"{value:.3g}") for name, value in fit.values(vector).items()}, indent=1))
     left_out, lines = np.zeros(fit.size), []
     for name in sorted(set(fit.names_of)):
         own_rows = fit.names_of == name
-        moved = fit.step(vector, errors_now, slopes, fit.used * ~own_rows)
-        left_out[own_rows] = (errors_now[0] + np.tensordot(moved - vector, slopes[:, 0], 1))[own_rows]
+        moved = fit.step(vector, start_errors, slopes, fit.used * ~own_rows)
+        left_out[own_rows] = (start_errors[0] + np.tensordot(moved - vector, slopes[:, 0], 1))[own_rows]
         if options.write:
             for each in (each for each in fit.points if each.name == name):
                 lines += simulated(each, fit.values(moved))
         off = np.abs(np.expm1(left_out[own_rows]))
-        with_rows = np.median(np.abs(np.expm1(errors_now[0][own_rows])))
+        with_rows = np.median(np.abs(np.expm1(start_errors[0][own_rows])))
         report = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
         print(f"{name:40s} {own_rows.sum():4d} rows  {report}  with it: {with_rows:.3f}")
     print(f"all rows, left out: median {np.median(np.abs(np.expm1(left_out))):.3f}")

@@ -1,4 +1,4 @@
-"""Prints docs/portability.md with a current table: one spec on six chips.
+"""Prints docs/portability.md with a current table of one spec on six chips.
 
 Needs no hardware. `python examples/portability.py --write` updates the page.
 """
@@ -18,7 +18,7 @@ CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
 
 
 def winners() -> dict[str, api.Estimate]:
-    """Return the estimate on each chip with its fastest candidate only."""
+    """Return the estimate for each chip with the fastest candidate only."""
     return {chip: api.estimate(SPEC, chip=chip, top=1) for chip in CHIPS}
 
 

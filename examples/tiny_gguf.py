@@ -1,6 +1,6 @@
-"""Make a small GGUF model of a real architecture (Qwen3) with random weights, for examples/serve-cpu.yaml.
+"""Writes a small GGUF model of a real architecture (Qwen3) with random weights, for examples/serve-cpu.yaml.
 
-python examples/tiny_gguf.py tiny.gguf        (about a second; needs numpy and gguf, downloads nothing)
+python examples/tiny_gguf.py tiny.gguf        (takes a second; needs numpy and gguf, downloads nothing)
 
 The output is random, but the server computes as much as for a trained model of this shape.
 """

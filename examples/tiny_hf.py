@@ -1,6 +1,6 @@
-"""Make a small Hugging Face model directory without weights (Qwen3), for examples/serve-vllm-cpu.yaml.
+"""Writes a small Hugging Face model directory without weights (Qwen3), for examples/serve-vllm-cpu.yaml.
 
-python examples/tiny_hf.py DIRECTORY        (needs nothing, downloads nothing)
+python examples/tiny_hf.py DIRECTORY        (no requirements, no downloads)
 
 The engine uses random weights (`--load-format dummy`). The output is random, but the engine computes as much as for a
 trained model of this shape.

@@ -187,7 +187,7 @@ class _Search:
     def _decide_parallelism(self) -> None:
         """Allow parallel trials on all groups of devices, unless trials disturb each other.
 
-        To measure the interference, the first candidate that was measured alone runs again beside other trials.
+        To measure the interference, the first candidate that was measured alone runs again while other trials run.
         """
         trial_alone, interference = measured_alone(self.state.trials), self.interference
         is_measuring = any(trial.role is Role.INTERFERENCE for trial in self.pool.trials)

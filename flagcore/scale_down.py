@@ -1,7 +1,7 @@
 """scale_down: run trials on fewer nodes, with fewer data-parallel replicas, and scale their steps by the predictions.
 
-A trial keeps everything but the number of replicas, and the batch of each. What it hides is the exchange between more
-replicas, and that each has a smaller share of the optimizer.
+Only the number of replicas changes. A trial on fewer nodes does not show the exchange between more replicas and the
+smaller share of the optimizer on each.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ class Smaller:
         return Rule(
             name="trial_nodes",
             knobs=tuple(dict.fromkeys([replicas, *(knob for rule in rules for knob in rule.knobs)])),
-            message=f"with 1/{times} of {replicas} it must be legal on the {self.nodes} nodes of trials",
+            message=f"with 1/{times} of {replicas}, the candidate must be legal on the {self.nodes} nodes of trials",
             broken=broken,
         )
 
     def shortened(self, columns: Columns, costs: Costs, whole: Prediction) -> Shortened | None:
-        """Return how steps of one row scale to `whole`; None on all nodes. Raises SpecError if neither is predicted."""
+        """Return the scale from steps of one row to `whole`; None on all nodes.
+
+        Raises SpecError if a step has no prediction.
+        """
         if self._times == 1:
             return None
         small = predict_columns(self.task, self.workload, self.columns(columns), costs)

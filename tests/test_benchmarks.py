@@ -24,7 +24,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_last_line_of_bench_estimate_is_its_figures_even_where_the_peer_cannot_be_installed() -> None:
+def test_the_last_line_of_bench_estimate_has_the_figures_even_without_the_peer() -> None:
     figures: dict[str, Any] = json.loads(run("estimate.py", "--tiny", "--build", "/dev/null").splitlines()[-1])
     for part in ("dense", "moe"):
         assert figures[f"{part}_candidates_per_second"] > 0
@@ -56,7 +56,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
 
 
 @pytest.mark.slow
-def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
+def test_the_accuracy_page_includes_invalid_records(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()
     unrelated = {"chip": "unknown chip", "devices": 4, "devices_per_node": 4}
@@ -80,8 +80,6 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     assert "| Made up, dense | 1 |" in page
     assert "| strange | Made up | no installed plugin lists the chip" in page
     assert "| Made up | 3 | 10.0% | 25.0% | 0.90 to 1.10 |" in page
-    (worst,) = [line for line in page.splitlines() if line.startswith("| Made up | ") and " | tiny, 4 x cpu | " in line]
-    assert worst.split(" | ")[1] in ("one", "two", "three")
     assert [file.name for file in docs.glob("accuracy/*")] == ["made-up.svg"]
     first_build = page, (docs / "accuracy" / "made-up.svg").read_text()
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
@@ -104,7 +102,7 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
         assert start_arguments["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 
 
-def test_errors_are_relative_to_what_was_measured() -> None:
+def test_errors_are_relative_to_the_measurement() -> None:
     found = errors([(1.0, 2.0), (3.0, 2.0), (None, 5.0), (2.0, 2.0)])
     assert found is not None
     assert (found.answered, found.median, found.p90, found.worst) == (3, 0.5, 0.5, 0.5)

@@ -18,7 +18,7 @@ def row(page: str, section: str, name: str) -> list[str]:
     return cells.split(" | ")
 
 
-def test_trials_to_the_best_are_those_of_the_replay() -> None:
+def test_trials_to_the_best_match_the_replay() -> None:
     names = (FLAGCORE, FLAGCORE + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
     flagcore_row, first, flagscale_row, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[0] for name in names)
     assert f"| flagcore | {flagcore_row}, and {first} on the first run on a chip |" in PAGE
@@ -38,7 +38,7 @@ def test_effects_of_less_memory_match_the_replay() -> None:
     assert f"against {flagcore_row[0]} and none, or {first[0]} and {_lost(first):.1f}% on a first run" in PAGE
 
 
-def test_errors_of_training_and_serving_are_those_of_their_pages() -> None:
+def test_errors_of_training_and_serving_match_their_pages() -> None:
     calculon = row("accuracy.md", "Step time", KORTHIKANTI)
     simumax = row("accuracy.md", "Step time", SIMUMAX)
     assert f"| 8 runs of Korthikanti et al. 2022, by which Calculon is validated | {calculon[2]} |" in PAGE

@@ -56,7 +56,7 @@ def test_limits_that_nothing_keeps_end_the_estimate() -> None:
     assert "tpot_s.p99" in str(error.value)
 
 
-def test_the_defaults_of_the_engine_are_shown_beside_the_baseline() -> None:
+def test_the_defaults_of_the_engine_are_shown_next_to_the_baseline() -> None:
     data = spec({}, {})
     del data["auto_tuner"]
     found = api.estimate(data)

@@ -208,7 +208,7 @@ def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
     assert bench.launcher.probed == []
 
 
-def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench: Bench) -> None:
+def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench: Bench) -> None:
     with pytest.raises(NoDevice):
         bench.tune("run")
     plan = bench.tune("probe", max_trials=100).plan

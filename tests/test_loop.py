@@ -320,7 +320,7 @@ def test_no_more_trials_than_allowed(bench: Bench, most: int) -> None:
     assert "max_trials" in plan.stopped_because
 
 
-def test_the_time_limit_of_a_trial_is_its_own_or_the_rest_of_the_runs(bench: Bench) -> None:
+def test_the_time_limit_of_a_trial_is_at_most_the_remaining_time_of_the_run(bench: Bench) -> None:
     bench.tune(max_time_per_task=50.0, max_trials=2)
     assert set(bench.launcher.limits) == {50.0}
     bench.launcher = Instant(plain)

@@ -263,7 +263,7 @@ def test_a_trial_waits_for_its_devices(bench: Bench) -> None:
     assert plan.trials[0].state is TrialState.MEASURED
 
 
-def test_out_of_memory_beside_others_proves_nothing_and_is_tried_again(bench: Bench) -> None:
+def test_out_of_memory_next_to_other_processes_is_tried_again(bench: Bench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
 
     def ends(number: int) -> Exit | None:
@@ -281,7 +281,7 @@ def test_out_of_memory_beside_others_proves_nothing_and_is_tried_again(bench: Be
     assert again[failed[0].candidate].state is TrialState.MEASURED
 
 
-def test_out_of_memory_alone_still_removes_others(bench: Bench) -> None:
+def test_out_of_memory_without_other_processes_removes_candidates(bench: Bench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
     bench.player.ends = lambda number: out if number == 2 else None
     plan = bench.tune(repeats=0, max_trials=4)

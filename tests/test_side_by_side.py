@@ -186,7 +186,7 @@ def test_without_repeats_the_best_runs_alone_once(bench: Bench) -> None:
     assert len(plan.repeats) == 1
 
 
-def test_trials_that_disturb_each_other_run_one_at_a_time_and_again(bench: Bench) -> None:
+def test_trials_that_disturb_each_other_run_again_one_at_a_time(bench: Bench) -> None:
     bench.node = Node(slower=1.5, together=4)
     plan = bench.tune().plan
     assert plan.interference is not None
@@ -260,7 +260,7 @@ def test_an_interrupted_run_ends_all_trials_and_resumes_to_the_same_result(bench
     assert sound(plan)
 
 
-def test_a_failed_launch_ends_the_others_and_keeps_what_was_measured(bench: Bench) -> None:
+def test_a_failed_launch_ends_the_others_and_keeps_the_measurements(bench: Bench) -> None:
     bench.node.fails = lambda number: LaunchError("no free TCP port") if number == 5 else None
     ending = bench.tune()
     assert isinstance(ending.error, LaunchError)

@@ -309,7 +309,7 @@ def test_new_moves_an_earlier_run_aside_and_deletes_nothing(tmp_path: Path) -> N
     assert len(names) == 3
 
 
-def test_new_leaves_a_folder_that_is_no_run_where_it_is(tmp_path: Path) -> None:
+def test_new_does_not_move_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     directory = RunDirectory(tmp_path)
     directory.open(new=True)
@@ -324,7 +324,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             RunDirectory(path).open()
 
 
-def test_a_full_disk_is_reported_with_what_was_saved(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_saved_files(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"No space left .* finished trials are saved"):
         _write_to_full_disk(tmp_path)
 

@@ -1,8 +1,8 @@
-"""Prints the files of long tests that guard what changed, for `.ci/run`.
+"""Prints the files with long tests for the changed files, for `.ci/run`.
 
-What changed is what differs from the merge base with `main`, or, on `main`, from the commit before; the variable
-BASE names another commit. A source `flagcore/a/b.py` is guarded by the nearest folder of `tests/a/`; FURTHER adds what
-this rule does not find.
+Changes are relative to the merge base with `main`, or, on `main`, to the previous commit; the variable BASE names
+another commit. The tests of a source `flagcore/a/b.py` are in the nearest folder of `tests/a/`; FURTHER lists the
+exceptions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FURTHER = {
     "hatch_build.py": ("tests/test_packaging.py",),
     "pyproject.toml": ("tests/test_packaging.py",),
 }
-"""Prefix of a changed path: where its tests are, too. A page is shown and run by the tests at the top of `tests`."""
+"""Prefix of a changed path, and further places of its tests. Tests of pages are at the top of `tests`."""
 
 
 def main() -> None:
-    """Print the files, blanks between them."""
+    """Print the files, separated by blanks."""
     places = {place for path in changed(base()) for place in guards(path)}
     print(*sorted(file for file in long_files() if any(lies_in(file, place) for place in places)))
 
 
 def base() -> str:
-    """Return the commit that the changes are counted from: empty where there is none, as in a shallow clone."""
+    """Return the commit to compare with; empty if there is none, as in a shallow clone."""
     head = _git("rev-parse", "HEAD")
     for name in filter(None, (os.environ.get("BASE"), "origin/main", "main")):
         found = _git("merge-base", "HEAD", name)
@@ -54,12 +54,12 @@ def base() -> str:
 
 
 def changed(commit: str) -> list[str]:
-    """Return the paths that differ from a commit; all that there are if it is empty."""
+    """Return the paths that differ from a commit; all paths if it is empty."""
     return _git("diff", "--name-only", commit, "HEAD").splitlines() if commit else _git("ls-files").splitlines()
 
 
 def guards(path: str) -> set[str]:
-    """Return the files and folders of tests that guard a source, a page or a test."""
+    """Return the files and folders of the tests for a source, a page or a test."""
     places = {place for prefix, further in FURTHER.items() if lies_in(path, prefix) for place in further}
     if path.startswith(("tests/", "plugins/")):
         places.add(path if Path(path).name.startswith("test_") else str(Path(path).parent))
@@ -73,21 +73,21 @@ def guards(path: str) -> set[str]:
 
 
 def lies_in(path: str, place: str) -> bool:
-    """Return whether a path is a place or lies in it; at the top of `tests` are only the files there."""
+    """Return whether a path is a place or inside it; the top of `tests` contains files only."""
     if place == "tests":
         return Path(path).parent == Path(place)
     return path == place or path.startswith(f"{place}/")
 
 
 def long_files() -> Iterable[str]:
-    """Yield the files that have long tests."""
+    """Yield the files with long tests."""
     for file in _git("ls-files", "tests", "plugins").splitlines():
         if Path(file).name.startswith("test_") and MARK in (ROOT / file).read_text(encoding="utf-8"):
             yield file
 
 
 def _git(*arguments: str) -> str:
-    """Return what git prints; nothing where it fails."""
+    """Return the output of git; empty if it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

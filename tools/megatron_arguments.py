@@ -1,9 +1,9 @@
 """Writes the table of Megatron-LM's arguments by release: `flagcore/engines/megatron/command/releases.json`.
 
-`python tools/megatron_arguments.py --repository REPO --flagscale WHEEL core_v0.10.0 ... HEAD`, run by a Python that has
-what Megatron-LM imports (torch, numpy, einops, packaging). REPO is a clone of NVIDIA/Megatron-LM, the last words are
-its tags or commits in ascending order; WHEEL is the folder `flag_scale` of an installed FlagScale, whose Megatron-LM
-has arguments of its own. Each tree builds its own argparse parser in a process of its own, and the parser is read.
+`python tools/megatron_arguments.py --repository REPO --flagscale WHEEL core_v0.10.0 ... HEAD`, run by a Python with the
+imports of Megatron-LM (torch, numpy, einops, packaging). REPO is a clone of NVIDIA/Megatron-LM, the last words are its
+tags or commits in ascending order; WHEEL is the folder `flag_scale` of an installed FlagScale, whose Megatron-LM has
+additional arguments. Each tree builds its argparse parser in a separate process, and the parser is read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TABLE = Path(__file__).resolve().parent.parent / "flagcore" / "engines" / "megat
 FORK = "flagscale"
 PARTS = ("megatron",)
 TYPES = {int: "int", float: "float", bool: "bool"}
-"""What Python makes of a value; of other types it stays text, or is checked by `choices`."""
+"""Python's type of a value; values of other types stay text, or are checked by `choices`."""
 
 STAND_INS = ("triton", "triton.language")
-"""What trees import without a processor's need, and which some machines cannot install."""
+"""Modules that trees import but parsing does not need, and that some machines cannot install."""
 
 Row = dict[str, Any]
 Arguments = dict[str, Row]
@@ -40,11 +40,11 @@ Arguments = dict[str, Row]
 
 
 class _Built(Exception):
-    """Megatron-LM asked its parser to parse: it is complete."""
+    """Raised when Megatron-LM calls its parser, which is then complete."""
 
 
 def main() -> None:
-    """Write the table that the command line describes."""
+    """Write the table for the command line's trees."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repository", type=Path)
     parser.add_argument("--flagscale", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def git(repository: Path, *words: str) -> bytes:
-    """Return what git prints."""
+    """Return the output of git."""
     return subprocess.run(["git", "-C", str(repository), *words], check=True, capture_output=True).stdout
 
 
@@ -83,7 +83,7 @@ def extract(repository: Path, commit: str, folder: Path) -> None:
 
 
 def version(tree: Path) -> str:
-    """Return a tree's release, by `megatron/core/package_info.py`."""
+    """Return a tree's release from `megatron/core/package_info.py`."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", text, re.MULTILINE))
     return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found['PRE_RELEASE']}"
@@ -96,12 +96,12 @@ def wheel_version(folder: Path) -> str:
 
 
 def base(fork: str, releases: Iterable[str]) -> str:
-    """Return the release that a fork's version starts with."""
+    """Return the release at the start of a fork's version."""
     return next(release for release in releases if fork.startswith(release))
 
 
 def in_a_process(tree: Path, *further: Path) -> Arguments:
-    """Return the arguments of a tree, read in a process of its own."""
+    """Return the arguments of a tree, read in a separate process."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tree, *further))), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__, "--read", str(tree)]
     printed = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
@@ -110,7 +110,7 @@ def in_a_process(tree: Path, *further: Path) -> Arguments:
 
 
 def read_tree(tree: Path) -> Arguments:
-    """Return the arguments of the tree that this process imports, those for modelopt marked."""
+    """Return the arguments of the tree that this process imports, with those for modelopt marked."""
     importlib.import_module("torch._inductor.runtime.triton_heuristics")  # asks for triton: before it has a stand-in
     if not hasattr(typing, "override"):  # trees from 0.18 on are written for Python 3.12
         typing.override = lambda method: method  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def _row(action: argparse.Action) -> Row:
 
 
 def _shortened(flags: list[str], dest: str, row: Row, default: object) -> Row:
-    """Return a row without what its flag says already: the destination, one value, a switch that stores true."""
+    """Return a row without values that follow from its flag: the destination, one value, a switch that stores true."""
     first = next((flag for flag in flags if flag.startswith("--")), flags[0])
     if dest != first.lstrip("-").replace("-", "_"):
         row["dest"] = dest
@@ -195,7 +195,7 @@ def _shortened(flags: list[str], dest: str, row: Row, default: object) -> Row:
 
 
 def _plain(value: object) -> Any:
-    """Return a value as JSON has it: an enumeration's member by its name, other objects as None."""
+    """Return a value for JSON: a member of an enumeration by its name, other objects as None."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ def _plain(value: object) -> Any:
 
 
 def table(releases: Mapping[str, Arguments], fork: Arguments, fork_base: str) -> list[Row]:
-    """Return all different rows, with the releases that have them as a PEP 440 specifier where not all do."""
+    """Return all different rows, with their releases as a PEP 440 specifier unless all releases have the row."""
     names = list(releases)
     variants: dict[str, Row] = {}
     having: dict[str, set[str]] = {}
@@ -230,7 +230,7 @@ def table(releases: Mapping[str, Arguments], fork: Arguments, fork_base: str) ->
 
 
 def _runs(names: list[str], having: Iterable[str]) -> Iterable[list[str]]:
-    """Yield the releases that have a row, those that follow each other together."""
+    """Yield the groups of consecutive releases that have a row."""
     run: list[str] = []
     for name in names:
         if name in having:
@@ -250,7 +250,7 @@ def _specifier(names: list[str], run: list[str]) -> str:
 
 
 def render(sources: Mapping[str, str], fork_base: str, rows: list[Row]) -> str:
-    """Return the table as JSON, one argument a line."""
+    """Return the table as JSON, one argument per line."""
     lines = ",\n".join(json.dumps(row) for row in rows)
     head = f'"sources": {json.dumps(sources, indent=1)},\n"base": {json.dumps({FORK: fork_base})}'
     return f'{{{head},\n"arguments": [\n{lines}\n]}}\n'

@@ -1,8 +1,8 @@
-"""Plants one fault at a time in a copy of the sources, and reports which of them the nearest tests notice.
+"""Inserts one fault at a time into a copy of the sources, and reports whether the nearest tests fail.
 
-`python tools/mutations.py [NAME ...]` plants all faults of `mutations.yaml`, or those named. Each is a text that
-stands once in a file, what replaces it, and the tests that should fail then. Exits 1 if a fault goes unnoticed, if its
-tests fail without it, or if its text or one of its tests is no longer there.
+`python tools/mutations.py [NAME ...]` inserts all faults of `mutations.yaml`, or the named ones. Each fault has a text
+that occurs once in a file, its replacement, and the tests that should fail. Exits with 1 if no test fails, if the tests
+fail without the fault, or if its text or one of its tests no longer exists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """A fault: `old`, which stands once in `file`, becomes `new`; one of `tests` should fail."""
+    """A fault: `old`, which occurs once in `file`, becomes `new`; one of `tests` should fail."""
 
     name: str
     file: str
@@ -37,7 +37,7 @@ class Mutation:
     tests: list[str]
 
     def is_current(self) -> bool:
-        """Return whether the text that the fault replaces stands once in its file, and its tests exist."""
+        """Return whether the fault's text occurs once in its file, and its tests exist."""
         path = ROOT / self.file
         if not path.is_file() or path.read_text(encoding="utf-8").count(self.old) != 1:
             return False
@@ -45,16 +45,16 @@ class Mutation:
 
 
 def main() -> None:
-    """Plant the faults and print a line on each."""
+    """Insert the faults and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a fault of the table (default: all)")
-    parser.add_argument("--check", action="store_true", help="only check that texts and tests of the table are there")
+    parser.add_argument("--check", action="store_true", help="only check that the texts and tests of the table exist")
     arguments = parser.parse_args()
     table = [Mutation(**row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
     chosen = [each for each in table if not arguments.names or each.name in arguments.names]
     stale = [each for each in chosen if not each.is_current()]
     for each in stale:
-        print(f"stale      {each.name}: its text does not stand once in {each.file}, or a test of it is gone")
+        print(f"stale      {each.name}: its text does not occur once in {each.file}, or a test is missing")
     unnoticed = [] if arguments.check else list(survivors(each for each in chosen if each not in stale))
     print(f"{len(chosen)} faults, {len(unnoticed)} unnoticed, {len(stale)} stale")
     sys.exit(1 if unnoticed or stale else 0)
@@ -68,7 +68,7 @@ def test_exists(test: str) -> bool:
 
 
 def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:
-    """Yield the faults that no test notices, and those whose tests fail, or cannot run, without the fault."""
+    """Yield the faults with which no test fails, and the faults whose tests fail, or cannot run, without them."""
     green: dict[tuple[str, ...], bool] = {}
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place)
@@ -89,7 +89,7 @@ def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy the files that git knows."""
+    """Copy the files tracked by git."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
@@ -98,7 +98,7 @@ def copy_sources(folder: Path) -> None:
 
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
-    """Run tests of a copy against the copy's own sources. Returns pytest's exit code and what it printed."""
+    """Run tests of a copy against the copy's sources. Returns pytest's exit code and output."""
     paths = [folder, *sorted((folder / "plugins").iterdir())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]

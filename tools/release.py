@@ -1,7 +1,7 @@
-"""Builds the distributions of a release in a folder, and tries them out in an empty environment.
+"""Builds the distributions of a release in a folder, and tests them in an empty environment.
 
-`python tools/release.py dist`. The core's wheel is built from its sdist: only so does it ask for the plugins by version
-(see hatch_build.py). Our own packages are installed from the folder, never from an index.
+`python tools/release.py dist`. The core's wheel is built from its sdist, so that it requires the plugins by version
+(see hatch_build.py). These packages are installed from the folder, never from an index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "train-cpu.yaml"
 
 
 def main() -> None:
-    """Build into the folder that the command line names, then try it out."""
+    """Build into the folder of the command line, then test the result."""
     folder = Path(sys.argv[1]).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     for source in (ROOT, *(ROOT / "plugins" / name for name in PLUGINS)):

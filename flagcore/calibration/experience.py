@@ -31,7 +31,7 @@ class Experience:
 
     @classmethod
     def of_user(cls) -> Experience:
-        """Return the measured trials of the user, in a folder beside that of the calibrations."""
+        """Return the measured trials of the user, in a folder next to the calibrations."""
         return cls(Calibrations.of_user().folder.parent / "experience")
 
     def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:

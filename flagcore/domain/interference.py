@@ -15,9 +15,9 @@ MAX_SLOWDOWN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-    """A comparison of two trials of one candidate: one ran alone, the other beside other trials.
+    """A comparison of two trials of one candidate: one ran alone, the other while other trials ran.
 
-    `slowdown` is the relative increase of the step time beside other trials; None if that trial failed. `noise` is the
+    `slowdown` is the relative increase of the step time by other trials; None if that trial failed. `noise` is the
     relative noise of the trial that ran alone. `trials` are the numbers of both trials.
     """
 
@@ -34,11 +34,17 @@ class Interference:
     def text(self) -> Message:
         """The outcome in one line."""
         if self.slowdown is None:
-            return Message("trials run one at a time: beside others, trial {number} failed", number=self.trials[0])
+            return Message(
+                "trials run one at a time: trial {number} failed while other trials ran", number=self.trials[0]
+            )
         if self.is_negligible:
-            text = N_("trials run side by side: beside others, a step takes {slowdown:+.1%} (noise {noise:.1%})")
+            text = N_(
+                "trials run side by side: other trials change the step time by {slowdown:+.1%} (noise {noise:.1%})"
+            )
         else:
-            text = N_("trials run one at a time: beside others, a step takes {slowdown:+.1%} (noise {noise:.1%})")
+            text = N_(
+                "trials run one at a time: other trials change the step time by {slowdown:+.1%} (noise {noise:.1%})"
+            )
         return Message(text, slowdown=self.slowdown, noise=self.noise)
 
 

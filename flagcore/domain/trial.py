@@ -40,7 +40,7 @@ class TrialState(Enum):
 class Role(Enum):
     """The purpose of a trial: the baseline, a candidate of the search, or a repeat at the end.
 
-    An INTERFERENCE trial runs a measured candidate again, beside other trials. An IMPORTED trial was run by another
+    An INTERFERENCE trial runs a measured candidate again while other trials run. An IMPORTED trial was run by another
     tool. Neither counts as a result of its candidate.
     """
 
@@ -159,7 +159,7 @@ class Trial:
 
     An `inconclusive` trial was disturbed by other programs, or lost a host, `lost_host`, so its candidate may be tried
     again. A `warm` trial was forked from a process that had imported its modules. `group` is the number of its group of
-    devices if it ran beside other trials, None if it ran alone.
+    devices if it ran next to other trials, None if it ran alone.
     """
 
     number: int

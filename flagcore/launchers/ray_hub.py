@@ -80,7 +80,7 @@ class Cluster:
             return {"problem": (lines or [type(error).__name__])[0]}
 
     def hold(self, count: int, names: Sequence[str]) -> list[str]:
-        """Reserve whole nodes, so that no other task runs beside a trial. Raises ValueError if there are too few."""
+        """Reserve whole nodes, so that no other task runs on them. Raises ValueError if there are too few."""
         if self.group is not None:
             remove_placement_group(self.group)
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
@@ -89,7 +89,7 @@ class Cluster:
         if not self.group.wait(WAIT_SECONDS):
             remove_placement_group(self.group)
             self.group = None
-            raise ValueError(f"{count} whole hosts of the Ray cluster are not free: others use them")
+            raise ValueError(f"{count} whole hosts of the Ray cluster are not free: other jobs use them")
         self.places = {address: bundle for bundle, address in self._addresses().items()}
         return list(names) or sorted(self.places)
 

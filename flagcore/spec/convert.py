@@ -337,8 +337,8 @@ UNEQUAL = "differs from the first host in slots or type, but all nodes must be e
 def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
     """Return the hosts and the number of devices of each (None where no line has `slots`).
 
-    `slots` and the label `type` are the same on all lines or on none, because the nodes of a cluster are equal.
-    `file` is the spec that names it. Raises SpecError with the line's number.
+    All lines or no line must have `slots` and the label `type`, with the same values, because the nodes of a cluster
+    are equal. `file` is the spec that names it. Raises SpecError with the line's number.
     """
     hosts: dict[str, dict[str, str]] = {}
     for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):

@@ -52,7 +52,7 @@ class Transcript:
     tool: str = ""
     lists: tuple[Listed, ...] = ()
     left_out: int = 0
-    """How many warnings about left-out devices it causes."""
+    """Number of warnings about devices that are left out."""
 
     @property
     def devices(self) -> int:

@@ -32,7 +32,7 @@ def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
 
 
 @pytest.mark.parametrize("cluster", ["auto", {"nodes": 2}])
-def test_several_nodes_are_those_of_the_allocation(cluster: Any) -> None:
+def test_several_nodes_are_taken_from_the_allocation(cluster: Any) -> None:
     result = spec(cluster)
     assert (result.launcher, result.cluster.hosts, result.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
 

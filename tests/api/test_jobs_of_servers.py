@@ -157,7 +157,7 @@ def test_instances_without_requests_answer_none(load: dict[str, object]) -> None
     assert eight["requests_per_s"] * eight["e2e_s"]["mean"] <= 2.0 * 1.001
 
 
-def test_an_open_loop_over_many_instances_answers_at_most_the_arrivals() -> None:
+def test_an_open_loop_over_many_instances_never_answers_more_than_the_arrivals() -> None:
     serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
     (reported,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
     assert reported["requests_per_s"] <= 64 / 63

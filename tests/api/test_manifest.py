@@ -155,7 +155,7 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
         ({"argv": ["train", "--token=hf_0123456789abcdefghijABCDEFGHIJ0123"]}, UsageError),
     ],
 )
-def test_what_cannot_be_a_job_is_refused(
+def test_invalid_jobs_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any], error: type[FlagError]
 ) -> None:
     with pytest.raises(error):
@@ -171,7 +171,7 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
         api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
 
 
-def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_the_check_finds_all_problems(tmp_path: Path) -> None:
     manifest, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
     manifest["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
     assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], manifest))) == 2

@@ -51,7 +51,7 @@ def verdict(old: dict[str, Any], seconds: float | None, new: dict[str, Any]) -> 
     return tuner.history[1].pruned_by
 
 
-def test_the_rules_are_the_31_sets_of_five_axes_single_ones_with_results_first() -> None:
+def test_the_rules_are_the_31_subsets_of_five_axes() -> None:
     sets = {frozenset(chosen) for size in range(1, 6) for chosen in combinations(AXES, size)}
     assert {frozenset(rule.axes) for rule in RULES} == sets
     assert len(RULES) == 31
@@ -148,7 +148,7 @@ def test_two_inconsistent_rules_are_reproduced() -> None:
     assert verdict(old, None, strategy(micro_batch_size=2)) is None
 
 
-def test_memory_model_goes_from_the_largest_down_and_skips_what_is_too_large_or_too_small() -> None:
+def test_memory_model_orders_by_size_and_skips_candidates_outside_its_bounds() -> None:
     some = [strategy(data_parallel_size=dp) for dp in (1, 2, 3, 4, 5)]
     tuner = FlagScale(some, memory=[10.0, 50.0, 90.0, 110.0, 30.0], device_bytes=100.0)
     trials_run = []
@@ -162,7 +162,7 @@ def test_memory_model_goes_from_the_largest_down_and_skips_what_is_too_large_or_
     assert by_size[1] == ("memory_utilization", False)
 
 
-def test_a_candidate_with_recompute_is_compared_with_one_without_that_ran_out_of_memory() -> None:
+def test_recompute_is_allowed_if_the_candidate_without_it_ran_out_of_memory() -> None:
     uniform = {"use_recompute": True, "recompute_method": "uniform", "recompute_granularity": "full"}
     known = History()
     known.add(Entry(strategy(), out_of_memory=True))

@@ -107,7 +107,7 @@ def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(plain: t
     assert lost["regret_when_done"] == 1.0
 
 
-def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of_all_combinations(
+def test_never_tried_is_a_share_of_measured_candidates_legal_candidates_and_combinations(
     plain: tuple[dict[str, Any], str], tmp_path: Path
 ) -> None:
     figures, _ = plain
@@ -153,7 +153,7 @@ def test_parts_of_the_sweeps_are_replayed_by_themselves(tmp_path: Path) -> None:
     assert "70% of the rows, draw 1: 1 sweeps of 13 to 13 candidates" in text
 
 
-def test_probes_run_before_the_first_trial_and_count_against_the_time(tmp_path: Path) -> None:
+def test_probes_run_before_the_first_trial_and_cost_time(tmp_path: Path) -> None:
     records = sweep(best=(1, 4, 2))
     for each in records:
         each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}

@@ -122,9 +122,7 @@ def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: Loa
     assert part.problem.space.find(part.problem.baseline) is not None
 
 
-def test_records_of_another_batch_are_another_sweep_and_the_baseline_is_one_of_the_measured(
-    sweeps: Any, loaded: LoadedPlugins
-) -> None:
+def test_each_batch_is_a_sweep_and_the_baseline_is_a_measured_candidate(sweeps: Any, loaded: LoadedPlugins) -> None:
     other = records(train={"seq_length": 128, "global_batch_size": 64, "precision": "bf16"})
     found = sweeps.read_sweeps([*records(), *other], loaded)
     assert [len(sweep.problem.space) for sweep in found] == [12, 12]

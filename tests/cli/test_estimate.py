@@ -64,7 +64,7 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ran.out.splitlines()]
 
 
-def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, project: Project) -> None:
+def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project: Project) -> None:
     listing = json.loads(flag("estimate", project.spec(), "--json").out)
     assert [each["number"] for each in listing] == list(range(1, len(listing) + 1))
     assert {each["limit"] for each in listing} <= LIMITS
@@ -84,7 +84,7 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, projec
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
 
 
-def test_a_plan_says_on_stdout_what_it_assumes(flag: Flag, tmp_path: Path) -> None:
+def test_a_plan_prints_its_assumptions_to_stdout(flag: Flag, tmp_path: Path) -> None:
     model = {
         "num_layers": 4,
         "hidden_size": 1024,
@@ -156,7 +156,7 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     assert [each["status"] for each in combined] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
-def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Path) -> None:
+def test_a_rank_has_the_weights_of_its_pipeline_stage(flag: Flag, tmp_path: Path) -> None:
     uneven = {**JOB, "candidate": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}}
     file = jobs(tmp_path, {**uneven, "rank": 3}, {**uneven, "rank": 4})
     first, last = (answer["rank"] for answer in answers(flag("estimate", "--jobs", file)))
@@ -174,7 +174,7 @@ def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Pat
     }
 
 
-def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
+def test_settings_and_notes_of_a_record_change_the_prediction(flag: Flag, tmp_path: Path) -> None:
     plain_record = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
     noted_job = {**plain_record, "train": {**JOB["train"], "notes": "no overlap"}}
     layout = {

@@ -98,9 +98,7 @@ def test_a_layout_may_be_typed_before_or_after_equals_signs_and_blanks(
     assert stages["num_layers_per_virtual_pipeline_stage"] == 1
 
 
-def test_the_only_value_of_a_knob_is_not_given_to_a_candidate_where_it_does_nothing(
-    explained: Callable[..., Any], project: Project
-) -> None:
+def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Callable[..., Any], project: Project) -> None:
     space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
     spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})
     selective = explained(spec, "tp=2, mbs=4, recompute selective")
@@ -371,7 +369,7 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     assert "trial 1: 0.6667 s/step, median of 2 runs" in beside_two
 
 
-def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
+def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 3, 5]])
     trials_of_run = [

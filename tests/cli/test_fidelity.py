@@ -73,7 +73,7 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag
     assert json.loads(rerun.out)[0]["candidate"] == result["best"]["candidate"]
 
 
-def test_the_example_of_1024_devices_is_not_probed_where_there_is_none(flag: Flag, project: Project) -> None:
+def test_the_example_of_1024_devices_is_not_probed_without_a_device(flag: Flag, project: Project) -> None:
     completed = flag("tune", EXAMPLE, "--fidelity", "probe", "--run-dir", str(project.run_dir))
     assert completed.code == 4
     assert completed.err.count("\n") == 1

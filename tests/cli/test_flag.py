@@ -55,7 +55,7 @@ def test_planning_does_not_import_torch(project: Project) -> None:
 @pytest.mark.parametrize(
     "command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"]
 )
-def test_every_command_reports_what_it_does(flag: Flag, command: str) -> None:
+def test_every_command_has_a_help_text(flag: Flag, command: str) -> None:
     completed = flag(command, "--help")
     assert completed.code == 0
     assert completed.out.startswith(f"Usage: flag {command}")

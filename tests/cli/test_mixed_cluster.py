@@ -42,7 +42,7 @@ def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag,
     assert all(each["mfu"] > 0 for each in result)
 
 
-def test_the_capacity_reported_is_that_of_the_stage_with_the_least_free_memory(
+def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(
     flag: Flag, spec: Callable[..., str]
 ) -> None:
     def memory(*groups: dict[str, Any]) -> dict[str, Any]:

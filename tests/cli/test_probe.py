@@ -56,7 +56,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
 
 
 @needs_megatron
-def test_table_has_a_line_a_rank_and_reports_what_was_scaled_up(flag: Flag, project: Project) -> None:
+def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, project: Project) -> None:
     completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
     assert completed.code == 0, completed.err
     heading, _, line = completed.out.splitlines()
@@ -122,7 +122,7 @@ def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Fla
     assert best["memory"]["fits"] is True
 
 
-def test_servers_are_not_probed_and_the_answer_reports_what_to_do(flag: Flag) -> None:
+def test_probing_servers_is_rejected_with_an_alternative(flag: Flag) -> None:
     completed = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
     assert completed.code == 2
     assert "serve.engine" in completed.err

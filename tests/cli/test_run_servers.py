@@ -90,7 +90,7 @@ def test_a_server_that_ends_ends_the_command_with_its_status(run: tuple[Path, in
     assert started(folder).wait(30) == 7
 
 
-def test_a_port_that_is_taken_is_reported_and_its_owner_is_not_taken_for_the_server(run: tuple[Path, int]) -> None:
+def test_a_port_in_use_is_reported_and_its_owner_is_not_mistaken_for_the_server(run: tuple[Path, int]) -> None:
     folder, port = run
     with socket.create_server(("127.0.0.1", port)):
         process = started(folder)

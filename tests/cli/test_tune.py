@@ -197,7 +197,7 @@ def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_repor
 
 
 @pytest.mark.parametrize("where", [None, "elsewhere"])
-def test_a_command_runs_in_the_folder_of_the_spec_or_in_the_one_it_names(
+def test_a_command_runs_in_the_folder_of_the_spec_or_in_its_own_directory(
     where: str | None, flag: Flag, project: Project
 ) -> None:
     folder = project.folder / (where or ".")
@@ -294,7 +294,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)]
 )
-def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> None:
+def test_an_interrupt_keeps_the_measurements(number: int, project: Project) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
     spec = project.spec(sleeps=0.15)
@@ -324,7 +324,7 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two trials at once need t
 
 
 @two_cores
-def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Project) -> None:
+def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
     assert completed.code == 0, completed.err
     result = json.loads(completed.out)
@@ -339,7 +339,7 @@ def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Projec
 
 
 @two_cores
-def test_an_interrupt_ends_all_trials_that_run(project: Project) -> None:
+def test_an_interrupt_ends_all_running_trials(project: Project) -> None:
     spec = project.spec(sleeps=1.0, **TWO_AT_ONCE)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)

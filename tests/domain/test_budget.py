@@ -88,7 +88,7 @@ def test_a_hang_leaves_time_for_the_others() -> None:
     assert stop_reason(CONTROL, known, 80.0) is None
 
 
-def test_when_nothing_works_it_ends_early() -> None:
+def test_it_ends_early_if_all_trials_fail() -> None:
     assert stop_reason(replace(CONTROL, max_trials=99), search_state(*(trial(n, None) for n in range(5))), 0.0) == (
         "the first 5 trials all failed"
     )
@@ -122,7 +122,7 @@ def scaled(trial: Trial, seconds: float) -> Trial:
     return replace(trial, measurement=replace(measured, scaled_from=seconds, low_s=0.99 * step, high_s=1.01 * step))
 
 
-def test_the_estimate_of_what_is_left_counts_trials_and_repeats() -> None:
+def test_the_remaining_time_includes_trials_and_repeats() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0))
     assert seconds_left(CONTROL, search_state(), 50, 0.0) is None
     assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0

@@ -61,7 +61,7 @@ def test_growth_as_predicted_narrows_the_interval_and_keeps_the_value() -> None:
     assert after[2] - after[0] < 0.8 * (before[2] - before[0])
 
 
-def test_growth_of_twice_the_prediction_lengthens_the_steps_of_all_candidates() -> None:
+def test_twice_the_predicted_growth_lengthens_the_steps_of_all_candidates() -> None:
     trials = (run(8, 1.0, 1.3), run(16, 1.2, 1.3 / 1.1), run(8, 1.0, 1.3, knob=2))
     first, second, other = (step_of(trial)[1] for trial in calibrated(trials))
     assert first == other > 1.4

@@ -1,4 +1,4 @@
-"""The same candidate alone and beside others."""
+"""The same candidate alone and while other trials run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_slowdown_must_be_within_the_noise_and_small(speed: float, spread: flo
     assert found.is_negligible is quiet
 
 
-def test_a_failed_run_beside_others_counts_as_interference() -> None:
+def test_a_run_that_fails_while_others_run_counts_as_interference() -> None:
     failed = replace(parallel_trial(1, 100.0), state=TrialState.OUT_OF_MEMORY, measurement=None)
     found = interference([SINGLE, failed])
     assert found is not None
@@ -52,7 +52,7 @@ def test_it_is_unknown_without_both_runs() -> None:
         assert interference(known) is None
 
 
-def test_disturbed_trials_are_ignored_and_quiet_ones_count() -> None:
+def test_disturbed_trials_are_ignored() -> None:
     disturbed = [SINGLE, parallel_trial(1, 50.0), parallel_trial(2, 150.0, Role.SEARCH, "a")]
     known = learn(disturbed)
     assert known.best == SINGLE

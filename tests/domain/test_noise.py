@@ -114,7 +114,7 @@ def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: 
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
 
 
-def test_the_best_is_the_one_with_the_best_median_of_its_runs() -> None:
+def test_the_best_has_the_best_median_of_its_runs() -> None:
     _, search_state = again(first(base=50.0, lucky=101.0, b=100.0), CONTROL, base=[50.0], lucky=[94.0, 95.0], b=[100.0])
     assert search_state.best is not None
     assert names((search_state.best,)) == ["b"]
@@ -195,7 +195,7 @@ def test_a_baseline_that_is_the_best_is_run_again_only_with_a_rival() -> None:
     assert order[:2] == ["base", "a"]
 
 
-def test_an_interrupted_repeat_is_run_again_and_a_failed_one_is_not() -> None:
+def test_an_interrupted_repeat_runs_again_but_a_failed_repeat_does_not() -> None:
     known = first(base=50.0, a=100.0)
     interrupted = replace(trial(2, "base", 1.0, Role.REPEAT), state=TrialState.INTERRUPTED, measurement=None)
     repeat = next_repeat(CONTROL, learn([*known, interrupted]))
@@ -220,7 +220,7 @@ def test_repeats_end_even_on_a_noisy_machine(seed: int) -> None:
         assert len(trials) <= 12 + 4 * (1 + EXTRA_ROUNDS)
 
 
-def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
+def test_repeats_find_the_best_more_often_than_first_runs() -> None:
     def found(repeats: int, seed: int) -> bool:
         chance = np.random.default_rng(seed)
         true = {"base": 50.0, "a": 100.0, "b": 97.0, "c": 97.0, "d": 95.0}
@@ -252,7 +252,7 @@ def warm(trials: list[Trial]) -> list[Trial]:
     return [replace(trial, warm=True) for trial in trials]
 
 
-def test_one_repeat_starts_cold_and_it_is_not_the_baselines() -> None:
+def test_one_repeat_other_than_the_baseline_starts_cold() -> None:
     trials = warm(first(base=50.0, a=100.0, b=99.5))
     assert cold_repeat(learn(trials)) == trials[1].candidate
     trials += warm([trial(3, "base", 50.0, Role.REPEAT)])

@@ -201,7 +201,7 @@ def test_a_step_takes_at_least_the_messages_of_one_round_trip() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_stage_takes_the_plain_sum(schedule: str) -> None:
+def test_one_stage_takes_the_sum_of_its_passes(schedule: str) -> None:
     times = columns(0, 1)
     assert makespan(schedule, times, np.full(400, 5.0), np.ones(400)) == pytest.approx(5.0 * times.busy[0])
 

@@ -90,7 +90,7 @@ def test_a_saved_message_that_is_not_of_its_text_is_ignored(record: object) -> N
     assert from_record("max_trials = 3 reached", record) == "max_trials = 3 reached"
 
 
-def test_the_compiled_catalogue_is_that_of_the_source() -> None:
+def test_the_compiled_catalogue_matches_the_source() -> None:
     assert FILE.with_suffix(".mo").read_bytes() == compiled(translations()), "run `make messages`"
 
 

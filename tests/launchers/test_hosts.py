@@ -269,7 +269,7 @@ def test_a_spare_replaces_a_host_that_was_lost() -> None:
     assert host_launcher.choose_hosts(HOSTS, 3) == HOSTS
 
 
-def test_a_resumed_run_prefers_other_hosts_and_ends_what_is_left(tmp_path: Path, mark: str) -> None:
+def test_a_resumed_run_prefers_other_hosts_and_ends_remaining_processes(tmp_path: Path, mark: str) -> None:
     running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b")))
     resumed = launcher()
     resumed.resume(["a", "a"], [str(tmp_path / "none"), str(tmp_path / "trial")])

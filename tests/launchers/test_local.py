@@ -171,7 +171,7 @@ def test_memory_over_the_limit_is_ended_as_memory(tmp_path: Path) -> None:
     assert 200 << 20 < exit_record.peak_memory_bytes < 600 << 20
 
 
-def test_memory_that_forks_share_is_counted_once_and_what_they_write_is_added(tmp_path: Path) -> None:
+def test_memory_shared_by_forks_is_counted_once_and_their_own_memory_is_added(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 kept = bytearray(b"x") * (20 << 20)
@@ -283,7 +283,7 @@ def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, ma
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == -9
 
 
-def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked) -> None:
+def test_a_terminated_guard_ends_its_trial(tmp_path: Path, marked: Marked) -> None:
     trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
     parent = guard.read_ids(trial.pid)
     assert parent is not None
@@ -375,7 +375,7 @@ def test_each_trial_has_its_own_port_unless_one_is_set(tmp_path: Path, monkeypat
         ({"folder": "/etc/passwd"}, ("/etc/passwd", "cannot write")),
     ],
 )
-def test_an_error_at_the_start_is_one_line_that_names_the_value(
+def test_an_error_at_the_start_is_one_line_with_the_value(
     tmp_path: Path, change: dict[str, object], words: tuple[str, ...]
 ) -> None:
     launch = Launch(**{"argv": ("/bin/true",), "folder": str(tmp_path), **change})

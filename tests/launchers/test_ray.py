@@ -102,7 +102,7 @@ def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_pat
     second_hub.close()
 
 
-def test_named_hosts_are_held_and_unknown_ones_refused(cluster: dict[str, Any]) -> None:
+def test_named_hosts_are_reserved_and_unknown_hosts_rejected(cluster: dict[str, Any]) -> None:
     assert hold(NODES[1:3]) == NODES[1:3]
     with pytest.raises(NoDevice, match=r"10\.0\.0\.1"):
         hold(("10.0.0.1",))

@@ -144,7 +144,7 @@ def test_a_warm_trial_has_the_environment_of_a_cold_one(warm: Warm) -> None:
     assert seen[0]["descriptors"] == ["0", "1", "2", "3"]  # 3: the listing
 
 
-def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: Warm) -> None:
+def test_one_template_forks_all_trials_and_sleeps_between_them(warm: Warm) -> None:
     first = warm.template()
     assert warm.template() == first
     assert warm.alive() == {first}
@@ -292,7 +292,7 @@ def test_a_trial_that_cannot_start_is_one_error(warm: Warm) -> None:
 
 
 @pytest.mark.long
-def test_the_peak_is_that_of_the_trial_with_the_pages_that_it_shares(warm: Warm) -> None:
+def test_the_peak_comes_from_the_trial_with_the_pages_that_it_shares(warm: Warm) -> None:
     held, own = 200 << 20, 100 << 20
     warm.program(f'global held; held = b"x" * {held}')
     code = f"""

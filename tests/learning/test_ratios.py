@@ -67,7 +67,7 @@ def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
     assert (posterior.deviation > scales.chip).all()  # type: ignore[attr-defined]
 
 
-def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
+def test_errors_correlate_less_between_tasks_than_within_a_task() -> None:
     first = Points.of(ALL, np.zeros(len(SPACE)))
     second = Points.of(ALL, np.ones(len(SPACE)))
     within, between = covariance(TIME, first, first), covariance(TIME, first, second)

@@ -42,8 +42,8 @@ def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
     half, limit = schedule == "v-half", (p + 2) // 2 if schedule == "v-half" else (p + 4) // 3
     tables = v_tables(p, m, half=half)
     drawn = [orders_of_tables(each) for each in (tables, compacted(tables, m))]
-    bare = [[[step for step in order if step[0][0] != "W"] for order in each] for each in drawn]
-    return shortest([*drawn, best(bare, even, limit, share)], even)
+    without_weights = [[[step for step in order if step[0][0] != "W"] for order in each] for each in drawn]
+    return shortest([*drawn, best(without_weights, even, limit, share)], even)
 
 
 def v_shaped(p: int, m: int) -> Orders:

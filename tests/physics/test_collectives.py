@@ -152,10 +152,10 @@ def test_contention_is_higher_over_pcie_and_highest_through_the_host() -> None:
     assert bus[1][2] / bus[1][0] == pytest.approx(1.6 / 18.7, rel=0.1)
 
 
-def test_a_collective_slows_compute_as_its_levels_do() -> None:
+def test_a_collective_slows_compute_by_the_share_of_its_levels() -> None:
     levels = topology_of(group(nodes=8))
-    taken = Collectives(topology=levels).compute_share(np.array([1, 8, 8, 64]), np.array([1, 1, 8, 1]))
-    assert taken.tolist() == [0.0, 0.15, 0.02, 0.15]
+    share = Collectives(topology=levels).compute_share(np.array([1, 8, 8, 64]), np.array([1, 1, 8, 1]))
+    assert share.tolist() == [0.0, 0.15, 0.02, 0.15]
     beside = Collectives(topology=topology_of(group(replace(LINK, copy_engine=True))))
     assert beside.compute_share(np.array([8]), np.array([1])).tolist() == [0.0]
     on_the_processor = Collectives(topology=topology_of(group(replace(LINK, topology="shared-memory"))))
@@ -183,7 +183,7 @@ def test_measured_times_are_predicted(ranks: int) -> None:
     assert found == pytest.approx(GATHER[ranks], rel=1e-9)
 
 
-def test_times_grow_with_payload_and_ranks_also_between_and_beyond_what_was_measured() -> None:
+def test_times_grow_with_payload_and_ranks_between_and_beyond_measurements() -> None:
     sizes = np.geomspace(1.0, 1e12, 500)
     before = np.zeros(500)
     for ranks in range(2, 9):

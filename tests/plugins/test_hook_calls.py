@@ -302,7 +302,7 @@ class KnowsBf16:
         return float("nan")
 
 
-def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
+def test_the_roofline_replaces_missing_entries_of_a_kernel_table() -> None:
     peak = Fact(value=1e12, source=SOURCE)
     chip = replace(CHIP, memory_bandwidth_bytes_per_second=peak, dense_flops_per_second={"bf16": peak, "fp32": peak})
     costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: KnowsBf16())}).kernel_costs(chip, "megatron")

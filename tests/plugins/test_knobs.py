@@ -225,7 +225,7 @@ def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     assert "acme_fused_needs_tensor_model_parallel_size" in rules
 
 
-def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() -> None:
+def test_a_knob_of_experts_is_illegal_for_dense_models() -> None:
     task = small.task(space={"acme_fused": (False, True)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, experts_only=True),))
     (rule,) = [
@@ -338,7 +338,7 @@ SERVES = """
 
 
 @pytest.mark.slow
-def test_an_engine_that_serves_has_plugins_knobs_too(install: Install, tmp_path: Path) -> None:
+def test_serving_engines_have_knobs_of_plugins(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": SERVES})
     spec = {
         "model": SPEC["model"],

@@ -81,9 +81,7 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
         ("x = 1", ["implements no hook"]),
     ],
 )
-def test_plugin_with_wrong_hooks_gets_a_report_of_what_to_change(
-    install: Install, source: str, words: list[str]
-) -> None:
+def test_wrong_hooks_of_a_plugin_are_reported_with_the_fix(install: Install, source: str, words: list[str]) -> None:
     found = load_with_good(install, f"from flagcore.hooks import hookimpl\n{source}\n")
     assert found.stage == "check"
     assert all(word in found.reason for word in words), found.reason

@@ -103,7 +103,7 @@ def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) 
     ("name", "distribution", "version"),
     [("trt", "tensorrt-llm", "1.0"), ("trt", "", None), ("tensorrtllm", "", "1.0"), ("trt", "not-installed", None)],
 )
-def test_release_is_that_of_the_named_distribution(
+def test_release_comes_from_the_named_distribution(
     install: Install, name: str, distribution: str, version: str | None
 ) -> None:
     install("tensorrt-llm", {})

@@ -71,7 +71,7 @@ def test_percentiles_of_few_requests_are_reported_as_such() -> None:
 BASELINE = trial(0, 100.0, role=Role.BASELINE)
 
 
-def test_the_best_is_reported_with_what_the_limits_cost() -> None:
+def test_the_best_is_reported_with_the_cost_of_the_limits() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
     assert "160 output tok/s" in text
     assert "+60.0% output tok/s (baseline: " in text
@@ -79,7 +79,7 @@ def test_the_best_is_reported_with_what_the_limits_cost() -> None:
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 
-def test_limits_that_cost_nothing_are_reported_as_such() -> None:
+def test_limits_without_cost_are_reported() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0)))
     assert "Without the limits: no trial was better" in text
     assert "latency limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))

@@ -50,7 +50,7 @@ def test_a_dense_model_with_tied_tables_and_biases(tmp_path: Path) -> None:
     assert "num_moe_experts" not in found
 
 
-def test_heads_that_differ_by_layer_count_as_the_most(tmp_path: Path) -> None:
+def test_heads_that_differ_by_layer_count_as_the_maximum(tmp_path: Path) -> None:
     found = shape(header(tmp_path, "deci", DENSE | {"attention.head_count_kv": [2, 4, 2, 2]}, ("output.weight",)))
     assert found["num_query_groups"] == 4
 

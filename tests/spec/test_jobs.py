@@ -176,7 +176,7 @@ def test_source_keys_may_be_at_any_usual_place_of_a_record() -> None:
 @pytest.mark.parametrize(
     ("cluster", "devices"), [({"nodes": 3}, 12), ({"devices": 2}, 2), ({"devices": 2, "nodes": 1}, 2)]
 )
-def test_nodes_may_be_given_where_they_agree(cluster: dict[str, int], devices: int) -> None:
+def test_nodes_may_be_set_if_they_match_the_allocation(cluster: dict[str, int], devices: int) -> None:
     assert read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4, **cluster}), ENGINES).devices == devices
 
 

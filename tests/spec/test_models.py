@@ -110,7 +110,7 @@ def test_file_and_directory_give_the_same_model(at: At) -> None:
     assert read_model("Some-Model/config.json", base) == read_model(str(base / "Some-Model"), Path("/"))
 
 
-def test_defaults_are_those_of_the_family(at: At) -> None:
+def test_defaults_come_from_the_family(at: At) -> None:
     model = read_model("Some-Model", at(config("qwen3", 4, 1024, 2048, 32, 1000)))
     assert (model.kv_channels, model.num_query_groups) == (128, 32)
     assert (model.qk_layernorm, model.add_qkv_bias) == (True, False)

@@ -88,7 +88,7 @@ def test_auto_is_a_value_of_every_knob(knob: str, tmp_path: Path) -> None:
     parse_example(f"auto_tuner.space.{knob}", "auto", BASE, tmp_path)
 
 
-def test_every_key_but_knobs_has_an_example() -> None:
+def test_every_key_except_knobs_has_an_example() -> None:
     for kind, keys in (("train", KEYS), ("serve", SERVE_KEYS)):
         paths = {".".join(map(str, path)) for path in keys if path[:-1] != ("auto_tuner", "space")}
         named = {path.replace("LATENCY", name) for path in EXAMPLES[kind] for name in LATENCIES}

@@ -54,7 +54,7 @@ def test_space_takes_a_value_a_list_or_auto_without_duplicates(read: Read) -> No
 
 
 @pytest.mark.parametrize("off", ["0", "null", "[0, null]"])
-def test_no_virtual_stages_is_one_value_however_it_is_written(read: Read, off: str) -> None:
+def test_all_forms_of_no_virtual_stages_are_one_value(read: Read, off: str) -> None:
     space = read(f"auto_tuner: {{space: {{num_layers_per_virtual_pipeline_stage: {off}}}}}").space
     assert space["num_layers_per_virtual_pipeline_stage"] == (None,)
 

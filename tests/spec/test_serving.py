@@ -58,7 +58,7 @@ def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None
         assert refused.value.key == key
 
 
-def test_limits_are_named_as_figures_are() -> None:
+def test_limits_have_the_names_of_figures() -> None:
     assert serve(slo={"ttft_s": {"p99": 1.0, "mean": 0.5}}).slo == {"ttft_s.mean": 0.5, "ttft_s.p99": 1.0}
 
 
@@ -129,7 +129,7 @@ def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("load", [{}, {"concurrency": 4, "request_rate": 2.0}])
-def test_a_record_without_one_kind_of_load_is_refused(load: dict[str, Any]) -> None:
+def test_a_record_needs_exactly_one_kind_of_load(load: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"serve\.concurrency and serve\.request_rate"):
         read_job({**RECORD, "serve": {**RECORD["serve"], **load}}, ENGINES)
 

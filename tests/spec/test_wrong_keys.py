@@ -134,7 +134,7 @@ def test_a_choice_accepts_only_its_words(read_error: ReadError) -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", "[1, 2]", ""])
-def test_baseline_takes_one_value_a_knob(read_error: ReadError, value: str) -> None:
+def test_baseline_has_one_value_per_knob(read_error: ReadError, value: str) -> None:
     error = read_error(f"auto_tuner: {{baseline: {{tensor_model_parallel_size: {value}}}}}")
     assert error.key == "auto_tuner.baseline.tensor_model_parallel_size"
 

@@ -137,9 +137,9 @@ def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
     require_devices(discover(spec(devices_per_node=8), plugins), plugins.devices())
 
 
-@pytest.mark.parametrize("no", [Support.IMPOSSIBLE, Support.NOT_YET])
-def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(no: Support) -> None:
-    support = EngineSupport(support=no, reason="its collectives lack send")
+@pytest.mark.parametrize("unsupported", [Support.IMPOSSIBLE, Support.NOT_YET])
+def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(unsupported: Support) -> None:
+    support = EngineSupport(support=unsupported, reason="its collectives lack send")
     with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: .*lack send"):
         discover(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
 
@@ -212,10 +212,10 @@ def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
 
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
-    no = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
-    support = EngineSupport(support=Support.YES, refused=(no,))
+    refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
+    support = EngineSupport(support=Support.YES, refused=(refused,))
     platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=support)))
-    assert platform.support.refused == (no,)
+    assert platform.support.refused == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
         discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
@@ -261,7 +261,7 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
         assert figures[0].step_time_s is not None
 
 
-def test_the_users_own_variables_win_and_each_conflict_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     @hookimpl
     def flagcore_environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
         nodes = {"NODES": str(task.cluster.groups[0].nodes)}
@@ -297,7 +297,7 @@ def test_a_plugin_can_refuse_a_whole_task() -> None:
         discover(spec(chip="test-chip", nodes=2), plugins)
 
 
-def test_a_plugin_can_set_what_a_task_leaves_open() -> None:
+def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     stored = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
     set_ = PreferredSetting(setting="settings.attention_softmax_in_fp32", value=True, reason="sums are in bf16")
     must = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")

@@ -43,7 +43,7 @@ def test_devices_that_this_shell_hides_are_not_used(monkeypatch: pytest.MonkeyPa
     assert selected(divide(platform(), EIGHT[4:])[0]) == ["7,6", "5,4"]
 
 
-def test_trials_on_cpu_have_cores_of_their_own() -> None:
+def test_trials_on_cpu_have_separate_cores() -> None:
     several = tuple(sorted(os.sched_getaffinity(0)))
     cores = tuple(replace(each, index=place) for place, each in enumerate(EIGHT[:1] * len(several)))
     groups, _ = divide(platform(1, shared_devices=True, visible_devices=None), cores)

@@ -29,7 +29,7 @@ def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -
     assert learn((trial(0, 100.0), SLOW_RATIO, again, twice)).best == SLOW_RATIO
 
 
-def test_an_imported_run_does_not_count_beside_runs_of_flagcore() -> None:
+def test_an_imported_run_is_ignored_if_flagcore_has_run_the_candidate() -> None:
     imported = replace(trial(1, 200.0), source="history.csv")
     assert learn((imported,)).speed_of(imported.candidate) == speed(imported)
     again = replace(trial(2, 100.0, role=Role.REPEAT), candidate=imported.candidate)

@@ -83,7 +83,7 @@ def test_ranks_of_a_probe_add_up() -> None:
     assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
 
 
-def test_the_start_limit_of_a_server_is_that_of_its_engine() -> None:
+def test_the_start_limit_of_a_server_comes_from_its_engine() -> None:
     task = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
     assert time_limit(task, small.ENGINES["vllm"], planned(), ()).seconds == 1200.0
 

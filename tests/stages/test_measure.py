@@ -255,7 +255,7 @@ class Reader:
         return answer
 
 
-def test_devices_are_read_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((0.0, 0.0, 0.5, 1.1, 1.1, 1.6))
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: next(clock))
     reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
@@ -298,7 +298,7 @@ SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backe
         (([], []), None, None),
     ],
 )
-def test_unreported_memory_of_a_trial_is_that_of_the_fullest_device(
+def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
     used: tuple[list[float], list[float]],
     support: EngineSupport | None,
     known: float | None,
@@ -354,7 +354,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
     assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the other devices (1 GHz)",)
 
 
-def test_telemetry_is_that_of_the_devices_of_the_trial(tmp_path: Path) -> None:
+def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
     readers = tuple(Reads(power_watts=watts) for watts in (100, 200, 300, 400))
     task = replace(TASK, spec=replace(TASK.spec, envs={"ACME_VISIBLE_DEVICES": "3,2"}))
     support = EngineSupport(support=Support.YES, visible_devices="ACME_VISIBLE_DEVICES")

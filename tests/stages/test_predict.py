@@ -41,7 +41,7 @@ LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"
 
 
 @pytest.mark.parametrize("part", LIMITS)
-def test_the_largest_part_besides_compute_limits_if_it_counts(part: str) -> None:
+def test_the_largest_part_besides_compute_is_the_bottleneck_if_large_enough(part: str) -> None:
     others = {name: 0.01 for name in LIMITS if name != part}
     assert limit(prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
     assert limit(prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
@@ -84,7 +84,7 @@ def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
     assert mfu(small.CHIP, bare) is None
 
 
-def test_a_record_has_memory_in_gib_and_rates_whose_bounds_are_those_of_the_time_swapped() -> None:
+def test_a_record_has_memory_in_gib_and_rates_with_the_inverse_bounds_of_the_time() -> None:
     task = small.task()
     tokens = task.spec.train.global_batch_size * task.spec.train.seq_length / task.cluster.devices
     figures = dataclasses.replace(

@@ -28,7 +28,7 @@ def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> No
     assert short.scale == pytest.approx(532.0 / 84.0)
 
 
-def test_the_interval_is_that_of_a_fixed_part_twice_or_half_as_large() -> None:
+def test_the_interval_covers_half_and_twice_the_fixed_part() -> None:
     short = scale_steps(64, 512, 84.0, 532.0)
     assert short.low == pytest.approx((20 * FIXED_FACTOR + 512) / (20 * FIXED_FACTOR + 64))
     assert short.high == pytest.approx((20 / FIXED_FACTOR + 512) / (20 / FIXED_FACTOR + 64))
@@ -70,7 +70,7 @@ def test_the_pipeline_is_filled_and_the_batch_is_legal(
     assert WORKLOAD.shorter_batch(LONG, candidate, share) == batch
 
 
-def test_the_model_scales_what_grows_with_the_batch_only() -> None:
+def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
     task = small.task(global_batch_size=512, devices=4)
     columns = WORKLOAD.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
 
@@ -81,7 +81,7 @@ def test_the_model_scales_what_grows_with_the_batch_only() -> None:
     assert 8.0 < short.low <= short.scale <= short.high < 32.0
 
 
-def test_a_measurement_of_shortened_steps_becomes_one_of_whole_steps() -> None:
+def test_a_measurement_of_shortened_steps_is_scaled_to_whole_steps() -> None:
     measured = Measurement(
         step_times_s=(2.0, 4.0), step_time_s=3.0, spread_s=1.0, tokens_per_second_per_device=100.0, device_used_bytes=7
     )

@@ -70,7 +70,7 @@ def test_memory_in_use_is_named_with_device_gib_and_process() -> None:
     assert "20.5" in busy([Says(20.5), Says(0.0)])
 
 
-def test_a_budget_that_leaves_room_beside_others_is_free() -> None:
+def test_a_device_is_free_if_the_budget_fits_next_to_other_processes() -> None:
     small_budget = small.task(devices=2, memory_bytes=40 * GIB)
     assert busy([Reads(30.0), Reads(0.0)], task=small_budget) == ""
     assert "device 0" in busy([Reads(50.0), Reads(0.0)], task=small_budget)

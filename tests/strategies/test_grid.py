@@ -38,7 +38,7 @@ def run_grid(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> None:
+def test_it_runs_the_same_strategies_as_flagscale_in_the_same_order(share: float) -> None:
     fits = KNOWN.device_used_bytes <= np.quantile(KNOWN.device_used_bytes, share)
     tuner = FlagScale([SPACE.candidate(row).as_dict() for row in range(len(SPACE))])
     expected = []

@@ -55,7 +55,7 @@ def test_it_ends_near_the_best_after_few_trials(seed: int) -> None:
     assert best_of(trials) <= 1.02 * real.min()
 
 
-def test_a_model_three_times_off_still_ends_near_the_best() -> None:
+def test_a_model_off_by_a_factor_of_three_ends_near_the_best() -> None:
     known = predictions()
     real = distorted(known, 1, spread=0.01, times=3.0)
     trials = search(known, real)
@@ -91,7 +91,7 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     assert best_of(trials) <= 1.03 * real[fits].min()
 
 
-def test_it_reports_how_likely_a_gain_is_left_when_it_ends() -> None:
+def test_it_reports_the_probability_of_a_further_gain_when_it_ends() -> None:
     known = predictions()
     trials = search(known, known.step_time_s)
     reported = STRATEGY.next(search_context(known, trials))
@@ -200,7 +200,7 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
 
 
-def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
+def test_before_the_first_run_probes_determine_the_fastest_candidate() -> None:
     known = predictions()
     first = STRATEGY.next(search_context(known)).row
     assert first is not None
@@ -244,7 +244,7 @@ def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int
 @pytest.mark.parametrize(
     ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
 )
-def test_a_value_that_always_fails_is_detected_after_at_most_three_failures(knob: str, value: int) -> None:
+def test_a_value_that_always_fails_is_detected_after_three_failures(knob: str, value: int) -> None:
     known = predictions()
     real = distorted(known, 5, spread=0.01)
     fails = SPACE.columns()[knob] == value
@@ -289,7 +289,7 @@ def test_the_reason_has_no_nan_if_nothing_fits() -> None:
     assert "nan" not in STRATEGY.next(search_context(known, trials)).because
 
 
-def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
+def test_no_trial_starts_that_takes_longer_than_the_remaining_time() -> None:
     known = predictions()
     first = int(np.argmax(known.step_time_s))
     seen = search_context(known, [trial_of(first, float(known.step_time_s[first]), 0)])

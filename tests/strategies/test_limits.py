@@ -58,7 +58,7 @@ def test_a_latency_above_its_prediction_moves_the_search_to_candidates_with_lowe
     assert known().figures["ttft_s.p99"][later] < known().figures["ttft_s.p99"][first]
 
 
-def test_the_search_ends_when_nothing_is_likely_to_keep_the_limits() -> None:
+def test_the_search_ends_if_no_candidate_is_likely_to_meet_the_limits() -> None:
     rows = np.linspace(0, len(SPACE) - 1, 8).astype(int)
     choice = STRATEGY.next(under_limits([measured(int(row), n, times=20.0) for n, row in enumerate(rows)]))
     assert choice.row is None

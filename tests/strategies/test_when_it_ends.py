@@ -53,7 +53,7 @@ def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) ->
         pytest.param(0.2, True, marks=pytest.mark.long),
     ],
 )
-def test_little_gain_is_left_when_the_search_ends(rough: float, misled: bool) -> None:
+def test_the_possible_gain_is_small_when_the_search_ends(rough: float, misled: bool) -> None:
     lost = 0
     for seed in range(8):
         rows = rows_of(seed)

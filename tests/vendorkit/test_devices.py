@@ -15,7 +15,7 @@ def test_a_line_without_its_last_bar_has_no_cells() -> None:
     assert cells("| 0  A1 | o") == cells("|") == cells("+---+") == cells("") == []
 
 
-def test_all_devices_share_one_run_of_the_tool_a_second() -> None:
+def test_all_devices_share_one_run_of_the_tool_per_second() -> None:
     calls = []
 
     def read() -> dict[int, Row]:

@@ -36,7 +36,7 @@ def test_a_numa_node_that_is_not_reported_is_left_out() -> None:
     assert matrix.numa == {1: 1}
 
 
-def test_one_device_alone_is_a_matrix_with_no_links() -> None:
+def test_a_single_device_has_a_matrix_without_links() -> None:
     matrix = read_matrix("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n")
     assert matrix is not None
     assert (matrix.devices, dict(matrix.links), matrix.numa) == ((0,), {}, {0: 0})

@@ -96,7 +96,7 @@ def test_an_exclusive_device_with_a_process_is_blocked(tool: str, printed: str) 
     assert ["compute mode" in (each["use"] or "") for each in devices] == [False, True, False, False]
 
 
-def test_links_are_those_of_the_matrix() -> None:
+def test_links_match_the_matrix() -> None:
     script = f'[ "$1" = topo ] && {{ {fakes.prints(PAIRS)}\nexit 0; }}\n{fakes.prints(METAX)}'
     assert [each["links"] for each in found({"mx-smi": script})] == [
         "MX: 1; NODE: 2-3",

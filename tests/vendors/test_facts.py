@@ -39,7 +39,7 @@ def test_peaks_are_dense_and_ordered_by_precision(chip: Chip) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_only_what_was_measured_by_this_project_reports_measured(chip: Chip) -> None:
+def test_only_own_measurements_are_marked_as_measured(chip: Chip) -> None:
     if any(fact.source.kind == "measured" for fact in facts(chip)):
         assert chip.name == "H200"
 
@@ -80,6 +80,6 @@ def test_unpublished_peaks_are_empty(name: str) -> None:
         ("MR-V100", "bf16", 96.1e12),
     ],
 )
-def test_no_peak_is_below_what_was_reached(name: str, precision: str, reached: float) -> None:
+def test_no_peak_is_below_a_measured_rate(name: str, precision: str, reached: float) -> None:
     peak = BY_NAME[name].dense_flops_per_second[precision].value
     assert 0.85 * peak < reached < 1.002 * peak

@@ -201,7 +201,7 @@ RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
 FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
-"""File beside `launch.json`, readable by its owner only: the secrets of best.sh that this shell does not have."""
+"""File next to `launch.json`, readable by its owner only: the secrets of best.sh that this shell does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.time.pace import Pace
 
 EQUAL = 1.0 + 1e-9
-"""Times whose ratio is at least this are equal."""
+"""Two times are equal if their ratio is at least this."""
 
 MOST_LEADING = 4
 """Maximum number of leading dense layers for which all placements on the first stages are tried."""

@@ -67,8 +67,8 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of V-Min (arXiv 2405.15362). With a third of the memory, full utilization needs F = B = W.
 
-    p / 3 micro-batches take at least the forwards or the backwards of all devices; two devices have memory for slightly
-    more. Deviation: 4.5 / 8 / 11.5%.
+    p / 3 micro-batches take at least the time of the forward or backward passes of all devices; two devices have memory
+    for slightly more. Deviation: 4.5 / 8 / 11.5%.
     """
     forward, backward, weight, latency = _with_sends(times)
     p = len(forward)

@@ -25,7 +25,7 @@ def check_experiment(source: Source) -> None:
         source.left["experiment"].pop("auto_tuner", None)
     action = source.take("action")
     if action is not None:
-        text = "is what flagcore does" if action == "auto_tune" else f"{action} is read as auto_tune"
+        text = "is flagcore's default" if action == "auto_tune" else f"{action} is treated as auto_tune"
         source.note("action", text)
 
 
@@ -50,7 +50,7 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
         source.note(key, f"is missing: {default}, FlagScale's default", "cluster")
     name, visible = _visible_devices(source)
     if 0 < visible <= devices:
-        text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
+        text = f"{visible} of {devices} are visible because of experiment.envs.{name}, so FlagScale uses these only"
         source.note(key, text, "cluster")
         devices, has_devices = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
@@ -61,11 +61,13 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
         path, names, slots = hosts
         nodes, first_host = len(names), names[0] if len(names) > 1 else first_host
     if hosts and slots and has_devices and devices < slots:
-        text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
+        text = f"dropped: it has {slots} slots per host, but nproc_per_node and the visible devices allow {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
     elif hosts:
         keys = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
-        text = "hosts and slots are those of the file; several are reached by ssh; set cluster.chip for its device type"
+        text = (
+            "hosts and slots come from the file, and trials start by ssh; set cluster.chip to the type of its devices"
+        )
         source.note(keys, text, "cluster")
         section |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
         return section, nodes, slots or devices, first_host
@@ -104,10 +106,10 @@ def control(source: Source, kind: str) -> dict[str, Any]:
     """Return the section `auto_tuner.control` of a spec of `kind` train or serve."""
     section_key = f"{_TUNER}.control"
     section: dict[str, Any] = {}
-    text = f"is not set: instead of FlagScale's {TIME_LIMITS[kind]} s the limit of a trial follows its prediction"
+    text = f"is not set: the limit of a trial follows its prediction; FlagScale's default is {TIME_LIMITS[kind]} s"
     if (limit := source.take(f"{section_key}.max_time_per_task")) is not None:
         section["max_time_per_task"] = limit
-        text = "holds for all trials; FlagScale gives the first one twice the time"
+        text = "applies to all trials; FlagScale doubles it for the first trial"
     source.note(f"{section_key}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
     if (max_time := source.take(f"{section_key}.max_time")) is not None:
         section["max_time"] = max_time
@@ -116,9 +118,11 @@ def control(source: Source, kind: str) -> dict[str, Any]:
         source.report(f"{section_key}.run_best", "must be true or false", value=run_best)
     section["run_best"] = bool(run_best)
     if run_best is None:
-        text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
+        text = "FlagScale runs the best at the end by default; in flagcore, set this to true, or use `flag run`"
         source.note(f"{section_key}.run_best", text, "auto_tuner.control.run_best")
-    text = "FlagScale tries all that is not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
+    text = (
+        "FlagScale tries every candidate that is not pruned; flagcore tries at most auto_tuner.control.max_trials (20)"
+    )
     source.note(f"{section_key}", text, "auto_tuner.control")
     return section
 
@@ -131,7 +135,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
         source.report(key, "must be a whole number from 1", value=value, fix=f"use {default}")
         return default
     if first != str(value):
-        source.note(key, f"of {value} the first number counts, as for FlagScale", "cluster")
+        source.note(key, f"the first number of {value} is used, as in FlagScale", "cluster")
     return int(first)
 
 
@@ -147,15 +151,15 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[st
             hosts_key = key if error.key.startswith("cluster.") else error.key
             raise spec_error(hosts_key, error.problem, value=error.value, fix=error.fix, file=error.file) from None
         text = (
-            f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
+            f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node are used; "
             "cluster.groups has nodes of several chips"
         )
     if not text and not hosts:
         text = (
-            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
+            f"dropped: {path} is not in {os.getcwd()}, so nnodes and nproc_per_node are used; FlagScale uses one node"
         )
     elif not text and nodes not in (None, len(hosts)):
-        text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
+        text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node are used"
     if text:
         source.note(key, text, "cluster")
         return None

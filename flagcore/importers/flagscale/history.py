@@ -112,7 +112,7 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
 
 def _refusal(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
     if len(values) != len(heading):
-        return f"it has {len(values)} cells, the heading {len(heading)}; quote lists"
+        return f"it has {len(values)} cells, but the heading has {len(heading)}; quote lists"
     if _value(cells.get("pruned", "")) is True:
         return "FlagScale pruned it and copied the result of another row"
     for name in FIGURES:

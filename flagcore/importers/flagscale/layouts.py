@@ -79,7 +79,7 @@ def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
     del serve["hostfile"]
     for key, value in (("nnodes", len(slots)), ("nproc_per_node", min(slots))):
         source.put(f"{_RUNNER}.{key}", value)
-    text = f"dropped: {len(slots)} hosts of {min(slots)} slots, if the runner does not give them"
+    text = f"dropped: {len(slots)} hosts of {min(slots)} slots; used if the runner does not define them"
     source.note("serve.hostfile", text, "cluster")
 
 

@@ -139,7 +139,7 @@ def _model(source: Source, item: dict[str, Any], engines: list[str]) -> str:
     if not paths or not isinstance(paths[0], str):
         raise source.error("serve[0].engine_args.model", "is missing", fix="give the path of the weights")
     path, key = Path(paths[0]).expanduser().resolve(), "serve[0].engine_args.model"
-    source.note(key, "the shape is read there; so are the weights unless serve.weights is given", "model")
+    source.note(key, "the shape is read from it, and so are the weights unless serve.weights is set", "model")
     if engines == ["llamacpp"]:
         path = next(iter(sorted(path.rglob("*.gguf"))), path) if path.is_dir() else path
     elif "llamacpp" in engines:
@@ -188,7 +188,7 @@ def _space_of(source: Source, engine: str, section: object) -> dict[str, Any]:
         return {}
     knobs = _knobs(source, engine, section, tree_key)
     if autos := [key for key, value in knobs.items() if value == "auto"]:
-        text = "auto is a few values that flagcore chooses; candidates may use fewer devices than the cluster has"
+        text = "auto tries a few values chosen by flagcore; candidates may use fewer devices than the cluster has"
         source.note(f"{tree_key} ({', '.join(autos)})", text, "auto_tuner.space")
     return knobs
 

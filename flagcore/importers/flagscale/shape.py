@@ -61,11 +61,11 @@ def _attention(flags: Flags) -> dict[str, Any]:
     elif is_grouped:
         section["num_query_groups"] = groups or 1
     if groups is not None and (is_latent or not is_grouped):
-        flags.note("num_query_groups", "not used: without group_query_attention every head has its own keys", "model")
+        flags.note("num_query_groups", "not used: without group_query_attention, every head has its own keys", "model")
     has_biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
     text = "linear layers have no biases except those of add_qkv_bias"
     if has_biases:
-        text = "is not set: linear layers have biases, of which only those of queries, keys and values are modelled"
+        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
     flags.note("disable_bias_linear", text, "model")
     if (flags.get("add_qkv_bias") or has_biases) and not is_latent:
         section["add_qkv_bias"] = True

@@ -74,7 +74,7 @@ def _check_supported(source: Source, flags: Flags) -> None:
         problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
         raise source.error(key, problem, value=backend, fix=fix)
     if flags.get("enable_hetero"):
-        problem = "gives stages different sizes, which candidates of flagcore do not have"
+        problem = "gives stages different sizes, which flagcore's candidates do not support"
         fix = "set it to false to plan and tune equal sizes; see cluster.groups for nodes of several chips"
         raise source.error(flags.key("enable_hetero"), problem, value=True, fix=fix)
 
@@ -101,7 +101,9 @@ def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
             flags.note(name, text, "auto_tuner.baseline")
-    flags.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
+    flags.note(
+        "micro_batch_size", "used in the baseline, with the parallel sizes of train.system", "auto_tuner.baseline"
+    )
     return baseline
 
 
@@ -148,7 +150,7 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
         tree_key = f"{_TUNER}.space.{key}"
         if key == "recompute_num_layers" and isinstance(value, list) and 0 in value:
             value = [each for each in value if each != 0]
-            text = "0 is dropped: use_recompute is what switches it off"
+            text = "0 is dropped: use_recompute switches recomputation off"
             source.note(tree_key, text, f"auto_tuner.space.{key}")
         if key in knob_names and value not in (None, []):
             space[key] = value
@@ -161,14 +163,14 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
             source.note(tree_key, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
     virtual = space.get(_SIZES[4])
     if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
-        text = "FlagScale tries only pipelines of more than two stages; flagcore also shorter ones, without it"
+        text = "FlagScale tries only pipelines of more than two stages; flagcore also tries shorter ones without them"
         source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
     missing = [key for key in knob_names if key not in space]
     if missing:
         text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     if any(value == "auto" for value in space.values()) or missing:
-        text = "auto is every legal value; FlagScale's also has illegal ones"
+        text = "auto means every legal value; FlagScale's auto includes illegal values"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     return space
 
@@ -178,7 +180,7 @@ def _objective(source: Source) -> str:
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
     key = "auto_tuner.objective"
     if name is not None:
-        text = f"{name!r} is not used: each step is timed, and the median counts"
+        text = f"{name!r} is not used: flagcore times each step and uses the median"
         source.note(f"{_PERFORMANCE}.name", text, key)
     if order is not None:
         source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", key)
@@ -201,7 +203,9 @@ def _set_memory(source: Source, machines: dict[str, Any]) -> None:
         source.report(f"{section_key}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
         machines["memory_per_device"] = int(size * high_share) * _MIB
-        text = f"{size} MB x {high_share}: the limit of a trial; FlagScale's lower bound {low_share} is not used"
+        text = (
+            f"{size} MB x {high_share}: is the memory limit of a trial; FlagScale's lower bound {low_share} is not used"
+        )
         source.note(f"{section_key}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
     elif share is not None:
         source.note(

@@ -153,7 +153,7 @@ def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
 PIECES = 36
 """Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
 SLOW_SECONDS = 1.0
-"""For a slower detection, fewer variants are tried."""
+"""If detection takes longer, fewer variants are tried."""
 
 
 @check()

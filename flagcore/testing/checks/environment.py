@@ -80,19 +80,19 @@ def variables_are_documented(plugin: Subject) -> Problems:
             yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
 
 
-@check("correct the name, if it is misspelt; a variable of the same name elsewhere is spelt so")
+@check("correct the name if it is misspelled; another file spells this variable differently")
 def variables_are_spelt_as_elsewhere(plugin: Subject) -> Problems:
     own_names = {each.name for each in plugin.variables}
     for name in sorted(own_names - {*KNOWN}):
         similar = [known for known in sorted({*KNOWN, *own_names}) if known != name and _is_misspelt(name, known)]
         if similar:
-            yield f"environment.yaml: {name} is unknown, and nearly {similar[0]}"
+            yield f"environment.yaml: {name} is unknown; similar: {similar[0]}"
 
 
 def _is_misspelt(name: str, known: str) -> bool:
-    """Return whether two names that begin alike differ by one letter that is no digit, or by two in other order.
+    """Return whether two names with the same first word differ by one letter, or by two swapped letters.
 
-    The names of the vendors' collective libraries (NCCL, CNCL) differ so on purpose.
+    Names of the vendors' collective libraries (NCCL, CNCL) may differ.
     """
     name, known = (re.sub(r"(?<=_)[A-Z]+CL(?=_)", "CCL", each) for each in (name, known))
     if len(name) < 8 or name == known or name.partition("_")[0] != known.partition("_")[0]:

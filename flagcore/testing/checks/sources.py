@@ -13,7 +13,7 @@ BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a
 GIGABITS = re.compile(r"(?<![\d.])(?<!lanes of )(\d+(?:\.\d+)?) ?(?:Gb/s|Gbps|Gbit/s)")
 PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
 MEMORY_RATIOS = (0.98, 1.25)
-"""Memory of a chip over that in a transcript, which is smaller with error correction."""
+"""Memory of a chip over the memory in a transcript, which error correction reduces."""
 
 
 @check(

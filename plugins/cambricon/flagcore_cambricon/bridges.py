@@ -16,22 +16,24 @@ from flagcore.physics.collectives.topology import (
 from flagcore.vendorkit.matrix import group_size
 
 GROUP = 8
-"""Devices that bridges join: four cards of two (vendor's page). yao-matrix/mblog intra-node-connectivity.md shows the
-same of two kinds of servers in `cnmon topo -m`: MLU0 to MLU7 and MLU8 to MLU15, each group behind a PCIe switch of its
-own."""
+"""Number of devices joined by bridges: four cards with two devices each (vendor's page). yao-matrix/mblog
+intra-node-connectivity.md shows the same for two kinds of servers in `cnmon topo -m`: MLU0 to MLU7 and MLU8 to MLU15,
+each group behind a separate PCIe switch."""
 
 UPLINK_BYTES_PER_SECOND = 32e9
-"""Estimated: the way between the groups is one PCIe 4.0 x16 uplink of each switch, which its eight devices share. What
-collectives reach of it is unpublished."""
+"""Estimated: groups are connected by one PCIe 4.0 x16 uplink per switch, shared by its eight devices. The share that
+collectives reach is unpublished."""
 
 LATENCY_SECONDS = 10e-6
-"""Estimated, as the core takes it for PCIe."""
+"""Estimated: the core's value for PCIe."""
 
 
 def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
-    """Return bridge group, node and, for several nodes, network; None for a node of one group, or without a rate.
+    """Return the levels bridge group, node and, for several nodes, network; None for a node with one group, or without
+    a rate.
 
-    `topo` is `cnmon topo -m` of such a node: which devices MLU-Link (MLK) joins there; without it, groups of eight.
+    `topo` is the output of `cnmon topo -m`, which shows the devices joined by MLU-Link (MLK); without it, groups have
+    eight devices.
     """
     node, joined = group.devices_per_node, group_size(group, topo, "MLK", GROUP)
     if node <= joined:

@@ -1,6 +1,7 @@
-"""Finds Cambricon MLUs. With torch_mlu's gpu_migration, torch.cuda answers for MLUs, too: only torch.mlu is used here.
+"""Finds Cambricon MLUs.
 
-A MLU370-X8 card lists two devices.
+With torch_mlu's gpu_migration, torch.cuda also lists MLUs; therefore only torch.mlu is used. An MLU370-X8 card has two
+devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads what cnmon prints: its table and `cnmon info`, as versions 1 to 5 do."""
+"""Reads the output of cnmon: the table and `cnmon info` of versions 1 to 5."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w.-]+)(?:\s+\S+)?")
 def read(text: str) -> Listing:
     """Return the devices of cnmon's table (card, virtual function, name and firmware, then memory) or of `cnmon info`.
 
-    A device whose memory is not a number, or that is a virtual function of another, is left out. Version 4 has no
-    PCI address, and the driver in each line. `cnmon info` may be text or JSON.
+    Devices without a number for memory, and virtual functions of other devices, are left out. Version 4 prints no PCI
+    address, and repeats the driver in each line. `cnmon info` may be text or JSON.
     """
     text = strip_controls(text)
     if text.lstrip().startswith("{"):
@@ -43,7 +43,7 @@ def read(text: str) -> Listing:
 
 
 def _blocks(text: str) -> Iterator[Row | str]:
-    """Yield the devices of `cnmon info`: a block a card, in which sections are indented."""
+    """Yield the devices of `cnmon info`, which has a block per card with indented sections."""
     for index, block in re.findall(r"^Card (\d+)[ \t]*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
         (name,) = search(r"Product Name\s*:\s*(MLU[\w.-]+)", block)
         used, total = (
@@ -67,7 +67,7 @@ def _blocks(text: str) -> Iterator[Row | str]:
                 ),
             )
         else:
-            yield f"card {index} has no product name of an MLU, or no memory"
+            yield f"card {index} has no MLU product name or no memory"
 
 
 def _objects(text: str) -> Iterator[Row | str]:
@@ -80,7 +80,7 @@ def _objects(text: str) -> Iterator[Row | str]:
         try:
             yield _object(card)
         except (ValueError, KeyError, TypeError):
-            yield f"a card is not understood: {json.dumps(card)[:80]}"
+            yield f"a card cannot be read: {json.dumps(card)[:80]}"
 
 
 def _object(card: Mapping[str, Any]) -> Row:

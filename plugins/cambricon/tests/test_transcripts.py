@@ -1,4 +1,4 @@
-"""What cnmon printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
+"""Output of cnmon on real machines (tests/smi), complete, truncated and garbled, in addition to the kit's checks."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_another_tool_of_this_name_is_ignored() -> None:
     assert smi.read(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")).rows == ()
 
 
-def test_the_details_of_a_card_are_read_where_there_is_no_table() -> None:
+def test_without_a_table_the_details_of_a_card_are_read() -> None:
     # the shape that a public scheduler's unit test of CNMON v4.20.18 has
     details = """\
 ================CNMON v4.20.18================

@@ -1,4 +1,4 @@
-"""Other layouts and faults of cnmon, made from transcripts, from public notes of version 6 and from other readers."""
+"""Other layouts and errors of cnmon, derived from transcripts, public notes on version 6, and other parsers."""
 
 from flagcore_cambricon import smi
 
@@ -22,7 +22,7 @@ Mon Sep 22 10:11:12 2026
 """
 
 
-def test_the_table_of_version_6_is_read_with_what_it_reports() -> None:
+def test_the_table_of_version_6_is_read_completely() -> None:
     listing = smi.read(TABLE)
     assert [(row.device.chip, row.device.memory_bytes) for row in listing.rows] == [
         ("MLU590-M9", 98304 << 20),

@@ -1,1 +1,1 @@
-"""The plain CPU of the machine as a flagcore plugin: the reference plugin and the embedded default."""
+"""The machine's CPU as a flagcore plugin: the reference plugin and the built-in default."""

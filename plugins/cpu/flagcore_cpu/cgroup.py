@@ -1,4 +1,4 @@
-"""What a container allows this process: processor time and memory, from control groups of version 1 and 2."""
+"""The processor time and memory that a container allows this process, from control groups of version 1 and 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path("/")
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Return how many cores' worth of time this process may use, or None if nothing limits it."""
+    """Return the number of cores whose time this process may use, None without a limit."""
     limits = []
     for folder in _folders("cpu", root):
         quota = _words(folder / "cpu.max") or [
@@ -22,7 +22,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def memory_bytes(root: Path = ROOT) -> int | None:
-    """Return how many bytes this process and its siblings may use, or None if nothing limits them."""
+    """Return the bytes that this process and its siblings may use, None without a limit."""
     limits = []
     for folder in _folders("memory", root):
         words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -32,7 +32,7 @@ def memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the groups of this process, innermost first: each may set its own limit."""
+    """Yield the groups of this process, innermost first; each may have a limit."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):

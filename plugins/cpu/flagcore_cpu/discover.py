@@ -1,4 +1,4 @@
-"""Devices of a CPU: one a core that this process may use, with an equal share of the memory."""
+"""Devices of a CPU: one per usable core, with an equal share of the memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from flagcore_cpu import cgroup
 
 SHARE_OF_TOTAL = 0.75
 SHARE_OF_AVAILABLE = 0.9
-"""What trials may take together, so that memory remains for the system and flagcore. The smaller value applies."""
+"""Memory that all trials together may use; the rest is for the system and flagcore. The smaller value applies."""
 
 
 def cores() -> int:
-    """Return how many cores this process may use: its affinity, cut by a container's quota, at least one."""
+    """Return the number of cores that this process may use: its affinity, limited by a container's quota, at least
+    one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.quota_cores()
     return max(1, min(allowed, int(quota) if quota is not None else allowed))
 
 
 def memory_bytes_per_device() -> int:
-    """Return the memory of one device: a safe share of what the machine or the container has, over the cores."""
+    """Return the memory of one device: a safe share of the memory of the machine or container, divided by the cores."""
     memory = psutil.virtual_memory()
     total = min(memory.total, cgroup.memory_bytes() or memory.total)
     return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // cores()
 
 
 def devices() -> tuple[Device, ...]:
-    """Return one device a usable core."""
+    """Return one device per usable core."""
     memory = memory_bytes_per_device()
     return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(cores()))

@@ -1,4 +1,4 @@
-"""The plugin for plain processors."""
+"""The plugin for CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flagcore_cpu.memory import memory_of
 
 
 class CpuPlugin(VendorPlugin):
-    """Answers for the processor of this machine."""
+    """Describes the processor of this machine."""
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
@@ -39,11 +39,11 @@ class MachineReading:
     """`flagcore.contracts.Telemetry` of the machine."""
 
     def sample(self) -> Mapping[str, float]:
-        """Return memory in use (bytes, machine-wide) and the load average of the last minute."""
+        """Return the memory in use on the machine in bytes, and the load average of the last minute."""
         return {"memory_used_bytes": psutil.virtual_memory().used, "load_average": os.getloadavg()[0]}
 
     def use(self) -> DeviceUse:
-        """Return how much memory new processes can have."""
+        """Return the memory available to new processes."""
         return DeviceUse(free_bytes=psutil.virtual_memory().available)
 
 

@@ -9,15 +9,15 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore_cpu.discover import cores, memory_bytes_per_device
 
 BOOST = 1.4
-"""Boost clock over the nominal one that a virtual machine reports, as of an AMD EPYC 9004 (2.6 and 3.7 GHz)."""
+"""Boost clock over the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (2.6 and 3.7 GHz)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the operating system reports of a processor.
+    """A processor as reported by the operating system.
 
-    `double_pumped`: it runs an AVX-512 instruction in two halves (AMD Zen 4); `threads_per_core` is above
-    1 where siblings share a core.
+    `double_pumped`: AVX-512 instructions run in two halves (AMD Zen 4). `threads_per_core` is above 1 if siblings share
+    a core.
     """
 
     model: str
@@ -29,7 +29,7 @@ class Processor:
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> Processor | None:
-        """Return the first processor of /proc/cpuinfo, or None where that does not say enough."""
+        """Return the first processor of /proc/cpuinfo, None if information is missing."""
         try:
             blocks = (root / "proc/cpuinfo").read_text().strip().split("\n\n")
         except OSError:
@@ -45,7 +45,7 @@ class Processor:
         return cls(first.get("model name", "cpu"), flags, *clock, zen4, len(entries) / len(places))
 
     def fp32_flops_per_cycle(self) -> int:
-        """Return 2 x lanes x multiply-add units: 16 lanes for AVX-512 (8 where it is double-pumped), 8 for AVX2."""
+        """Return 2 x lanes x multiply-add units: 16 lanes for AVX-512 (8 if it is double-pumped), 8 for AVX2."""
         if "avx512f" in self.flags and not self.double_pumped:
             return 64
         if {"avx2", "fma"} <= self.flags:
@@ -53,7 +53,7 @@ class Processor:
         return 16 if self.flags & {"avx", "asimd"} else 8
 
     def bf16_flops_per_cycle(self) -> float:
-        """Return the native rate, or half of fp32 where bf16 is emulated by conversion.
+        """Return the native rate, or half of fp32 if bf16 is emulated by conversion.
 
         One AMX tile product is 16 x 16 x 32 multiply-adds in 16 cycles; a dot-product instruction doubles fp32.
         """
@@ -66,7 +66,7 @@ class Processor:
 
 def this_machine(chip: Chip, processor: Processor | None) -> Chip:
     """Return `chip` with the memory and the peak rates of the machine that flagcore runs on."""
-    how = "share of the machine's or the container's memory, over its usable cores"
+    how = "share of the memory of the machine or container, divided by its usable cores"
     memory = Fact(value=memory_bytes_per_device(), source=Source(kind="measured", detail=how))
     chip = replace(chip, devices_per_node=cores(), memory_bytes=memory)
     if processor is None:

@@ -1,4 +1,4 @@
-"""Memory of a rank on a CPU: there is no caching allocator, so what is reserved is what is allocated."""
+"""Memory of a rank on a CPU. Without a caching allocator, reserved memory equals allocated memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ Measured (ru_maxrss of one process, the constant of a fit over 10 layouts, AMD E
 
 
 SERVER_BYTES = {"llamacpp": 40 * 2**20}
-"""The same of engines that do without torch: peaks of resident memory of the xllamacpp wheel's server less the buffers
-in its log, 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 where buffers were not
-filled)."""
+"""The same for engines without torch: peak resident memory of the xllamacpp wheel's server minus the buffers in its
+log, 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 with partly filled buffers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class CpuMemory:
         return self.capacity
 
     def workspace_bytes(self) -> float:
-        """Return nothing: what the library takes is among what a rank has before its first tensor."""
+        """Return 0: the library's workspace is part of the memory of a rank before its first tensor."""
         return 0.0
 
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
@@ -46,7 +45,7 @@ class CpuMemory:
 
 
 def memory_of(group: NodeGroup, engine: str) -> CpuMemory:
-    """Return the share of the machine's memory that one device of `group` has."""
+    """Return the memory model of one device of `group`: its share of the machine's memory."""
     total = group.chip.memory_bytes
     # less than a core's share if more ranks than cores share the machine
     share = total.value * min(1.0, group.chip.devices_per_node / group.devices_per_node) if total else None

@@ -128,7 +128,7 @@ def test_more_ranks_than_cores_share_the_memory() -> None:
     assert one == pytest.approx(4 * four)  # type: ignore[operator]
 
 
-def test_megatron_runs_on_gloo_with_one_thread_a_rank() -> None:
+def test_megatron_runs_on_gloo_with_one_thread_per_rank() -> None:
     chip = known_chip()
     support = plugin.flagcore_engine_support(chip, "megatron", None, "train")
     environment = plugin.flagcore_environment(chip, "megatron", None, None, "train")

@@ -1,6 +1,7 @@
-"""Finds Iluvatar GPUs. CoreX's torch uses the device name cuda: its version, an attribute or the devices' names decide.
+"""Finds Iluvatar GPUs. CoreX's torch uses the device name cuda, so its version, an attribute or the devices' names
+identify it.
 
-A card with two chips (BI-V150, MR-V100 DUO) lists two devices.
+A card with two chips (BI-V150, MR-V100 DUO) has two devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank takes on an Iluvatar GPU beyond its tensors."""
+"""Memory of a rank on an Iluvatar GPU in addition to its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
 
 SLACK = 0.02
-"""Estimated: CoreX's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+"""Estimated: CoreX's torch has torch's caching allocator, which adds 0.05% to 3% on other chips."""
 
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:

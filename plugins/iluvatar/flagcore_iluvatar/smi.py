@@ -1,4 +1,5 @@
-"""Reads what ixsmi prints. The columns of its table are found by the bars: their widths differ between versions."""
+"""Reads the output of ixsmi. Columns of its table are found by the bars, because their widths differ between
+versions."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from flagcore.vendorkit.rows import (
 TITLE = "IX-ML:"
 
 _OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
-"""Some releases leave out the vendor, or write BI150 for BI-V150."""
+"""Some releases omit the vendor, or write BI150 instead of BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
 _DEAD_WATTS = "65535"
-"""Power that a device reports after it hung: a counter of 16 bits, all set. Such a device is also at 0 C and 25 MHz."""
+"""Power that a hung device reports: all 16 bits of a counter. Such a device also reports 0 C and 25 MHz."""
 
 
 def read(text: str) -> Listing:
     """Return the devices of ixsmi's table, of a CSV query with a header, of `-q`, or of `-L`, whichever `text` is.
 
-    A card with two chips lists two devices, of which the second has the power.
+    A card with two chips has two devices; only the second one reports power.
     """
     text = strip_controls(text)
     if TITLE in text:
@@ -72,7 +73,7 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
         return None
     watts, limit = parse_power(parts[0])
     if watts == _DEAD_WATTS:
-        return f"GPU {index} ({name}) is not to be used: it hangs and reports {watts} W"
+        return f"GPU {index} ({name}) is not usable: it hangs and reports {watts} W"
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
         bus=bus,

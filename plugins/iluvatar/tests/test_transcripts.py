@@ -1,4 +1,4 @@
-"""What ixsmi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
+"""Output of ixsmi on real machines (tests/smi), complete, truncated and garbled, in addition to the kit's checks."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_an_idle_clock_is_reported() -> None:
     assert smi.read(text("ixsmi-3.txt")).rows[0].reading["clock_hertz"] == 0.5e9
 
 
-def test_nvidias_table_is_not_taken_for_its_own() -> None:
+def test_the_table_of_nvidia_is_rejected() -> None:
     table = text("ixsmi-4.txt").replace("IX-ML:", "NVIDIA-SMI")
     assert smi.read(table).rows == ()
 

@@ -1,4 +1,4 @@
-"""Other layouts and faults of ixsmi, made from the transcripts of real machines."""
+"""Other layouts and errors of ixsmi, derived from transcripts of real machines."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Finds MetaX GPUs. MetaX's torch uses the device name cuda: its version or the devices' names decide."""
+"""Finds MetaX GPUs. MetaX's torch uses the device name cuda, so its version or the devices' names identify it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEVICE_FILE = "dev/mxcd"
 PCI_VENDOR = 0x9999
 """From an lspci of a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
 TOOLS = ("mx-smi", "ht-smi")
-"""The management tool; machines that are sold under another name have the second one."""
+"""The management tool; rebranded machines have the second one."""
 
 
 def topology(option: str = "-m") -> str:
-    """Return the matrix of links that the management tool prints: of devices (-m), or of adapters, too (-n)."""
+    """Return the matrix of links that the management tool prints for devices (-m), or also for adapters (-n)."""
     return next((text for tool in TOOLS if (text := tool_output(tool, "topo", option))), "")
 
 
@@ -41,7 +41,7 @@ def _uuids() -> Mapping[int, str]:
 
 
 class MetaxDetector(DeviceDetector):
-    """Asks whichever of the two tools is there."""
+    """Runs the one of the two tools that is installed."""
 
     def matrix(self) -> str:
         return topology("-n")

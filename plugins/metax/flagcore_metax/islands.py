@@ -7,37 +7,34 @@ from flagcore.physics.collectives.topology import NETWORK_COMPUTE_SHARE, NETWORK
 from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4
-"""The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. Where no such
-node is at hand, it is four, as on every node whose matrix was published.
+"""The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. If this
+machine is not such a node, it is four, as in every published matrix.
 """
 
 BUS_BYTES_PER_SECOND = 65.1e9
 LATENCY_SECONDS = 10e-6
-"""All-reduce over all eight devices, bus bandwidth at 1 GiB and what its start-up of 14.6 us leaves for two devices:
-MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. No source has one
-island's rate: it is at least this.
+"""All-reduce over all eight devices: bus bandwidth at 1 GiB, and the rest of its start-up of 14.6 us for two devices.
+MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. The rate of one island is
+unpublished; it is at least this.
 """
 
 BETWEEN_NODES_SECONDS = 34e-6
-"""What two nodes add to the start-up of an all-reduce: 48.7 less 14.6 us (same source, 5.3)."""
+"""Additional start-up of an all-reduce over two nodes: 48.7 minus 14.6 us (same source, 5.3)."""
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4.
-
-    ht-smi names the link HT.
+    """Return the number of devices of a C500 node that a bridge joins, from `topo` (the output of `mx-smi topo -m`), or
+    4. ht-smi calls the link HT.
     """
     return group_size(group, topo, "MX|HT", ISLAND)
 
 
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
-    """Return island, node and, for several nodes, network; None where its rate is not known.
+    """Return the levels island, node and, for several nodes, network; None if its rate is unknown.
 
-    `adapters` is the share of this machine's adapters per device, which overrides published values of other machines,
-    but not the user's value.
-
-    The rates within a node are what a collective reached, so they count in full; the way between the islands is
-    shared by the devices of an island.
+    `adapters` is the share of this machine's adapters per device. It overrides published values of other machines, but
+    not the user's value. Rates within a node were reached by a collective, so they have no further efficiency. The
+    devices of an island share the link to the other island.
     """
     node, bus, latency = group.devices_per_node, BUS_BYTES_PER_SECOND, LATENCY_SECONDS
     inner = min(island, node)

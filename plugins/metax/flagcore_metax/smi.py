@@ -1,4 +1,4 @@
-"""Reads what mx-smi prints. The same tool is ht-smi on machines that are sold under another name."""
+"""Reads the output of mx-smi, which is named ht-smi on rebranded machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flagcore.vendorkit.rows import (
 )
 
 TITLES = ("MetaX System Management Interface", "Mars System Management Interface")
-"""Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for."""
+"""Moffett's tool is also named mx-smi, so the title is required."""
 
 _NAME = re.compile(r"(\d+)\s+(\S.*?)(?:\s+(?:On|Off|N/?A))?")
 _OURS = re.compile(r"(MetaX |MX[CNX]\d|Mars )")
@@ -30,15 +30,15 @@ _LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?)(?: \(UU
 
 
 def is_metax(text: str) -> bool:
-    """Return whether mx-smi or its rebranded twin printed `text`."""
+    """Return whether `text` is the output of mx-smi or ht-smi."""
     return any(title in text for title in TITLES)
 
 
 def read(text: str) -> Listing:
     """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which has no memory.
 
-    Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A dead
-    device, which has no memory or is not available, is left out, and so is a line that was cut short.
+    Up to 2.2.4 a line starts with the GPU's number; since 2.2.9 with the board's number, followed by the GPU's. Devices
+    without memory, unavailable devices and truncated lines are left out.
     """
     text = strip_controls(text)
     if not is_metax(text):
@@ -57,7 +57,7 @@ def _listed(text: str) -> Iterator[Row | str]:
     for line in _LISTED.finditer(text):
         index, name, bus, state, uuid = int(line[1]), line[2], line[3], line[4], line[5]
         if state != "Available":
-            yield f"GPU {index} ({name}) is not to be used: {state}"
+            yield f"GPU {index} ({name}) is not usable: {state}"
         elif not uuid:
             yield f"GPU {index} ({name}) has no UUID: the line was cut"
         elif _OURS.match(name):
@@ -79,7 +79,7 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
     line = " | ".join(parts)
     (state,) = search(r"(Not Available\S*)", line)
     if state:
-        return f"GPU {index} ({name}) is not to be used: {state}"
+        return f"GPU {index} ({name}) is not usable: {state}"
     memory = next((amounts for part in parts if (amounts := parse_memory(part))), None)
     if memory is None:
         return None

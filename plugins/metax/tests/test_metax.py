@@ -56,7 +56,7 @@ def test_each_layout_of_the_table_is_read(table: str, names: list[str], driver: 
     assert {device.memory_bytes for device in devices} == {64 * 2**30}
 
 
-def test_devices_come_from_the_tool_on_the_path_and_visibility_counts(
+def test_devices_come_from_the_tool_on_the_path_and_must_be_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "table").write_text(BOARD_FIRST)
@@ -93,7 +93,7 @@ GPU3    NODE    NODE    MX      X
 """
 
 
-def test_islands_are_those_of_the_machine_that_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_islands_come_from_this_machine_if_its_tool_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "matrix").write_text(PAIRS)
     (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/matrix\n")
     (tmp_path / "mx-smi").chmod(0o755)
@@ -114,7 +114,7 @@ def test_without_islands_in_the_matrix_the_published_ones_are_used(matrix: str) 
     assert island_size(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4), matrix) == 4
 
 
-def test_network_adapters_are_those_of_the_user_then_the_machine_then_published(tmp_path: Path) -> None:
+def test_network_adapters_come_from_the_user_then_the_machine_then_published(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "smi/mx-smi-3.txt").read_text("utf-8")
     matrix = read_matrix(text)
     assert matrix is not None
@@ -133,7 +133,7 @@ def test_network_adapters_are_those_of_the_user_then_the_machine_then_published(
     assert shares == [25e9, 5e10]
 
 
-def test_missing_peer_memory_is_reported_once_and_only_where_there_are_devices(
+def test_missing_peer_memory_is_reported_once_and_only_with_devices(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not peer_memory_problem(tmp_path / "another machine")
@@ -174,7 +174,7 @@ def test_published_all_reduce_times_are_predicted(
     assert found == pytest.approx(measured, rel=within)
 
 
-def test_the_network_of_the_spec_overrides_that_of_a_c500() -> None:
+def test_the_network_of_the_spec_overrides_the_one_of_a_c500() -> None:
     levels = [
         plugin.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
         for rate in (None, 5e10)
@@ -183,7 +183,7 @@ def test_the_network_of_the_spec_overrides_that_of_a_c500() -> None:
     assert levels[0][:-1] == levels[1][:-1]
 
 
-def test_a_pair_across_the_islands_of_a_c500_is_slower_than_one_inside() -> None:
+def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> None:
     costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
     )

@@ -1,4 +1,4 @@
-"""What mx-smi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
+"""Output of mx-smi on real machines (tests/smi), complete, truncated and garbled, in addition to the kit's checks."""
 
 import json
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
     assert set(near) == {ISLAND}
 
 
-def test_the_shipped_all_reduce_is_that_of_the_log() -> None:
+def test_the_shipped_all_reduce_matches_the_log() -> None:
     package = Path(smi.__file__).parent
     (curve,) = yaml.safe_load((package / "costs/c500/collectives.yaml").read_text())["curves"]
     logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]

@@ -1,4 +1,4 @@
-"""Other layouts and faults of mx-smi, made from the transcripts of real machines."""
+"""Other layouts and errors of mx-smi, derived from transcripts of real machines."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_an_unreported_power_cap_is_none(cap: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["MetaX C550-PL", "MetaX C500 VF", "MXC600-A", "MetaX X1 Ultra..."])
-def test_new_names_are_kept_as_they_are(name: str) -> None:
+def test_new_names_are_unchanged(name: str) -> None:
     assert smi.read(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |")).rows[0].device.chip == name
 
 
@@ -63,7 +63,7 @@ def test_memory_in_other_units_is_read_in_them() -> None:
     assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
 
 
-def test_a_list_leaves_out_what_is_not_available() -> None:
+def test_a_list_leaves_out_unavailable_engines() -> None:
     listing = smi.read(
         "mx-smi  version: 2.3.1\n"
         "GPU#0    MetaX C500      0000:2b:00.0   Available (UUID: GPU-abc-123)\n"

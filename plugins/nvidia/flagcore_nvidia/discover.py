@@ -1,5 +1,6 @@
-"""Finds NVIDIA GPUs. Other vendors' torch uses the device name cuda, and their drivers may ship an nvidia-smi: PCI
-ids and names decide."""
+"""Finds NVIDIA GPUs. Other vendors' torch also uses the device name cuda, and their drivers may contain an nvidia-smi,
+so PCI IDs and names identify the devices.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from flagcore_nvidia import smi
 
 
 def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
-    """Return the devices with `fields`; those of the table if nvidia-smi does not know one of them."""
+    """Return the devices with `fields`, or the devices of the table if nvidia-smi does not support one of the
+    fields."""
     query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     found = query_tool(lambda text: smi.read(text, fields), *query, timeout_seconds=timeout_seconds) or Listing()
     if found.rows or not found.left_out:

@@ -1,4 +1,4 @@
-"""Reads what nvidia-smi prints: CSV queries with a header or the fields that were asked for, the table, -q, -L."""
+"""Reads the output of nvidia-smi: CSV queries with a header or known fields, the table, -q, -L."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ USE_FIELDS = ("index", "uuid", "compute_mode", "mig.mode.current", "mig.mode.pen
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
-"""The last four digits of pci.device_id. Other vendors' drivers bring an nvidia-smi that answers for their devices."""
-INSTANCES = "is cut into instances (MIG): its memory is not one process's"
+"""The last four digits of pci.device_id. Drivers of other vendors contain an nvidia-smi that lists their devices."""
+INSTANCES = "is divided into instances (MIG), so a process cannot use all its memory"
 
 _NVIDIA = re.compile(
     r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|Titan|GRID|RTX|GTX|Jetson|Orin|Thor)\b|(A|H|L|T|V|P|GB|GH|B)\d{1,3}S?\b"
@@ -44,8 +44,8 @@ _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
     """Return the devices of a CSV query for `fields`, of the table, of `-q`, or of `-L`, whichever `text` is.
 
-    Left out are devices without a name, those that are cut into instances, and those of another vendor (by the PCI id
-    or, without one, by the name).
+    Devices without a name, devices divided into instances, and devices of other vendors (by PCI ID or name) are left
+    out.
     """
     text = strip_controls(text)
     (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
@@ -117,14 +117,14 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
 
 
 def is_nvidia(name: str) -> bool:
-    """Return whether `name` is one that NVIDIA's driver gives."""
+    """Return whether `name` has the form of NVIDIA's driver."""
     return _NVIDIA.match(name) is not None
 
 
 def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
-    """Return who uses each GPU, from CSV queries for USE_FIELDS and PROCESS_FIELDS.
+    """Return the use of each GPU, from CSV queries for USE_FIELDS and PROCESS_FIELDS.
 
-    In a container the processes of others may be missing.
+    In a container, processes of other containers may be missing.
     """
     holders: dict[str, list[str]] = {}
     for line in strip_controls(processes).splitlines():
@@ -145,6 +145,6 @@ def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
 
 
 def _pending(device: Mapping[str, str]) -> str:
-    """Return what changes with the next reset of a GPU; empty if nothing does."""
+    """Return the pending changes of a GPU that its next reset applies; empty without changes."""
     now, later = (device.get(f"mig.mode.{when}", "") for when in ("current", "pending"))
-    return f"MIG becomes {later} with the next reset" if now != later and later in ("Enabled", "Disabled") else ""
+    return f"the next reset sets MIG to {later}" if now != later and later in ("Enabled", "Disabled") else ""

@@ -29,7 +29,7 @@ def test_a_reading_has_the_fields_of_the_query() -> None:
     assert row.reading["memory_used_bytes"] == 1024 * 2**20
 
 
-def test_it_says_who_uses_each_gpu_and_which_are_closed() -> None:
+def test_processes_and_blocked_gpus_are_listed() -> None:
     modes = "0, GPU-a, Default\n1, GPU-b, Exclusive_Process\n2, GPU-c, Prohibited\n3, GPU-d, Exclusive_Process\n"
     processes = "GPU-a, 4711, /usr/bin/python3.11, 20992\nGPU-b, 12, [Not Found], [N/A]\n"
     script = f"""case "$1" in
@@ -47,7 +47,7 @@ esac"""
     assert found[3] == DeviceUse()
 
 
-def test_a_tool_that_cannot_say_who_uses_a_gpu_says_nothing() -> None:
+def test_a_tool_that_cannot_list_processes_reports_no_use() -> None:
     table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
     with fakes.machine({"nvidia-smi": table}):
         assert DETECTOR.uses_now() == {}

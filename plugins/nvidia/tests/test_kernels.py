@@ -1,4 +1,4 @@
-"""The kernel times that the plugin ships."""
+"""The kernel times of the plugin."""
 
 from importlib.resources import files
 from itertools import permutations, product
@@ -17,7 +17,7 @@ from flagcore.vendorkit.cost_file import read_curve, read_kernels, read_provenan
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8
 SLOW_RATIO = 1.12
-"""The backward pass of attention as fitted to runs on Blackwell, over that of kernels measured on the H200."""
+"""Time of the backward pass of attention fitted to runs on Blackwell, over the time of kernels measured on the H200."""
 
 GRID = np.array(list(product((1.0, 16.0, 256.0, 2048.0, 16384.0), *[(128.0, 1024.0, 4096.0, 16384.0)] * 2))).T
 """Products m, n, k: small, large and thin."""
@@ -122,7 +122,7 @@ def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
 
 
 def no_faster(old: Chip, new: Chip, precision: str) -> bool:
-    """Whether the facts say that `old` computes and moves no more than `new`."""
+    """Return whether, by its facts, `old` is not faster than `new`."""
     peaks = [chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision)) for chip in (old, new)]
     bandwidths = [chip.memory_bandwidth_bytes_per_second for chip in (old, new)]
     return all(one and other and one.value <= other.value for one, other in (peaks, bandwidths))

@@ -1,6 +1,7 @@
 """Predicted against measured: vLLM 0.20.2 serving Qwen3-8B (dummy bf16 weights, prompts of token ids) on one H200.
 
-The points were measured for flagcore; the release's own times were fitted to them, so this keeps them, and no more.
+The points were measured for flagcore. The times of this release were fitted to them, so the test only prevents
+regressions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MEASURED = {
     ("eager", "waves"): (2016, 0.502),
     ("eager", "alone"): (38, 0.052),
 }
-"""Output tokens a second, and the median of seconds to the first token."""
+"""Output tokens per second, and the median time to the first token in seconds."""
 
 
 def record(setting: str, load: str, engine: str = "vllm", **more: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What nvidia-smi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and
-garbled."""
+"""Output of nvidia-smi on real machines (tests/smi), complete, truncated and garbled, in addition to the kit's
+checks."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_a_query_that_is_cut_at_a_line_reports_the_lines_before() -> None:
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_nvlink_joins_all_devices_and_each_has_an_adapter_of_its_own(name: str) -> None:
+def test_nvlink_joins_all_devices_and_each_has_an_adapter(name: str) -> None:
     matrix = read_matrix(text(name))
     assert matrix is not None
     assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
@@ -149,7 +149,7 @@ def test_without_a_pci_id_the_name_determines_the_vendor(name: str, ours: bool) 
     assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
 
 
-def test_a_gpu_that_is_cut_into_instances_is_left_out_and_reported() -> None:
+def test_a_gpu_divided_into_instances_is_left_out_and_reported() -> None:
     listing = smi.read(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
     assert [row.device.index for row in listing.rows] == [0, 1, 2, 4, 5, 6, 7]
     assert [line.startswith("GPU 3 (NVIDIA H200) is cut into instances") for line in listing.left_out] == [True]

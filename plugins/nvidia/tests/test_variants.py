@@ -1,4 +1,4 @@
-"""Other layouts, faults and languages of nvidia-smi, made from what its versions are known to print."""
+"""Other layouts, errors and languages of nvidia-smi, derived from the known output of its versions."""
 
 import pytest
 from flagcore_nvidia import smi

@@ -138,9 +138,7 @@ each_pipeline = pytest.mark.parametrize(
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @each_pipeline
 @pytest.mark.parametrize("kind", CASES)
-def test_slowest_stage_is_that_of_the_best_of_all_splits(
-    kind: str, virtual: int, pipeline: int, recompute: str
-) -> None:
+def test_the_split_is_the_best_of_all_splits(kind: str, virtual: int, pipeline: int, recompute: str) -> None:
     for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
         best = slowest(*all_splits(work, split), costs()).min()
         found = slowest(*derived(work, split, costs()), costs())[0]
@@ -151,7 +149,7 @@ def test_slowest_stage_is_that_of_the_best_of_all_splits(
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @each_pipeline
 @pytest.mark.parametrize("kind", CASES)
-def test_slowest_stage_is_that_of_the_best_split_with_equal_stages_between(
+def test_the_split_is_the_best_split_with_equal_middle_stages(
     kind: str, virtual: int, pipeline: int, recompute: str
 ) -> None:
     for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
@@ -164,7 +162,7 @@ def test_slowest_stage_is_that_of_the_best_split_with_equal_stages_between(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_slowest_stage_is_that_of_the_best_split_that_memory_allows(kind: str) -> None:
+def test_the_split_is_the_best_split_that_fits_into_memory(kind: str) -> None:
     narrower = 0
     for work, split in (case for pipeline in (2, 3, 4) for case in cases(kind, pipeline=pipeline, virtual=1)):
         split = dataclasses.replace(split, microbatches=np.array([16.0]))
@@ -204,7 +202,7 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
 
 
 @pytest.mark.parametrize("seed", [17, 2027])
-def test_splits_of_random_candidates_are_the_best_ones_with_and_without_limits_of_memory(seed: int) -> None:
+def test_splits_of_random_candidates_are_optimal_with_and_without_memory_limits(seed: int) -> None:
     draw, narrower = np.random.default_rng(seed), 0
     for _ in range(40):
         work, split = drawn(draw)
@@ -293,7 +291,7 @@ def test_equal_stages_of_a_layout_are_written_once(chunks: list[int], text: str)
     assert [each.layers for each in parse_layout(text, sum(chunks), 0)] == chunks
 
 
-def test_virtual_stages_of_a_device_differ_by_one_layer_at_most_but_those_with_dense_layers_and_the_loss() -> None:
+def test_virtual_stages_without_dense_layers_and_loss_differ_by_at_most_one_layer() -> None:
     assert chunk_layers([5, 5, 2], [3, 0, 0], 2) == [3, 3, 2, 2, 2, 0]
     assert chunk_layers([4, 5, 4], [1, 2, 0], 2) == [1, 3, 3, 3, 2, 1]
 
@@ -344,7 +342,7 @@ def test_a_release_without_layouts_takes_the_layers_of_the_first_and_of_the_last
 
 
 @pytest.mark.slow
-def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:
+def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
     task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))

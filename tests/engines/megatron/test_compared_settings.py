@@ -94,7 +94,7 @@ def test_settings_of_experts_stay_off_in_a_dense_model() -> None:
     assert values(task_of(space), *space) == {(False, None)}
 
 
-def test_the_expert_tensor_size_is_a_matter_of_each_candidate() -> None:
+def test_the_expert_tensor_size_depends_on_the_candidate() -> None:
     space = {
         "data_parallel_size": (2,),
         "tensor_model_parallel_size": (2,),

@@ -30,7 +30,7 @@ RICH = small.candidate(
 )
 
 
-def test_flags_are_megatrons_own() -> None:
+def test_flags_are_flags_of_megatron() -> None:
     arguments = flags(RICH.as_dict(), small.task().spec, 5)
     pairs = dict(zip(arguments, [*arguments[1:], ""], strict=True))
     assert pairs["--tensor-model-parallel-size"] == "2"
@@ -49,7 +49,7 @@ def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
     assert "None" not in arguments
 
 
-def test_flags_go_where_the_command_wants_them_and_else_to_the_end() -> None:
+def test_flags_replace_their_placeholder_or_are_appended() -> None:
     arguments = ["--a", "1"]
     assert expand_command(["run", "{flags}", "--mine"], {}, arguments, "/f") == ("run", "--a", "1", "--mine")
     assert expand_command(["run", "--mine"], {}, arguments, "/f") == ("run", "--mine", "--a", "1")

@@ -132,7 +132,7 @@ def stored_bytes_of_layer(model: Model, **work: Any) -> float:
     return float(Kinds.of(train(model, **work), layout()).dense.stored[0])
 
 
-def test_a_layer_stores_what_the_2022_paper_reports() -> None:
+def test_a_layer_stores_the_bytes_of_the_2022_paper() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
     gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
     work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
@@ -156,7 +156,7 @@ def test_components_add_up(model: Model, fused: bool) -> None:
     np.testing.assert_allclose(sum(part["params"] for part in table.values()), sum(split_parameters(params)))
 
 
-def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None:
+def test_ranks_of_a_stage_are_equal_and_include_the_worst_stage() -> None:
     split = layout(tensor=2, context=2, data=2, pipeline=4, sequence_parallel=1)
     ranks = [memory.rank_memory(train(), split, rank) for rank in range(32)]
     assert [int(rank.worst_stage[0]) for rank in ranks] == [rank // 8 for rank in range(32)]

@@ -237,7 +237,7 @@ def allocated(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG_CASES else ()) for name in CASES]
 )
-def test_memory_of_a_rank_is_what_megatron_allocates(allocated: dict[str, dict[str, int]], name: str) -> None:
+def test_memory_of_a_rank_matches_megatron(allocated: dict[str, dict[str, int]], name: str) -> None:
     model, rank, knobs = CASES[name]
     found, counted = rank_memory(*of_physics(model, knobs, steps=steps(knobs)), rank), allocated[name]
     assert found.static[0] == pytest.approx(counted["static"], rel=2e-4)
@@ -245,7 +245,7 @@ def test_memory_of_a_rank_is_what_megatron_allocates(allocated: dict[str, dict[s
 
 
 @needs_megatron
-def test_memory_of_a_dispatcher_that_gathers_is_what_megatron_allocates(allocated: dict[str, dict[str, int]]) -> None:
+def test_memory_of_a_dispatcher_that_gathers_matches_megatron(allocated: dict[str, dict[str, int]]) -> None:
     for name, (model, knobs) in GATHERED.items():
         train, split = of_physics(model, knobs, steps=steps(knobs))
         options = dataclasses.replace(train.options, dispatcher="allgather")
@@ -256,7 +256,7 @@ def test_memory_of_a_dispatcher_that_gathers_is_what_megatron_allocates(allocate
 
 
 @needs_megatron
-def test_memory_of_other_widths_is_what_megatron_allocates(allocated: dict[str, dict[str, int]]) -> None:
+def test_memory_of_other_widths_matches_megatron(allocated: dict[str, dict[str, int]]) -> None:
     found = {
         "plain activation": rank_memory(*of_physics(DENSE, TP2, steps=2, fused_activation=False), 0),
         "fp32": rank_memory(*of_physics(DENSE, {PP: 2}, steps=2, precision="fp32"), 0),

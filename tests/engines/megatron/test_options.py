@@ -218,7 +218,7 @@ def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> N
     assert not published(SHARDED, implementation="local").grouped_gemm
 
 
-def test_published_run_without_overlap_of_gradients_has_none_of_weights() -> None:
+def test_published_run_without_overlap_of_gradients_has_no_overlap_of_weights() -> None:
     assert overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
 
 
@@ -308,7 +308,7 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ("schedule", "fits"),
     [("1f1b", {1, 2, 4}), ("interleaved", {2, 4}), ("zb-h1", {1}), ("zb-v", {1, 2}), ("gpipe", {1})],
 )
-def test_schedule_takes_its_own_number_of_virtual_stages(schedule: str, fits: set[int]) -> None:
+def test_a_schedule_has_a_fixed_number_of_virtual_stages(schedule: str, fits: set[int]) -> None:
     model = dataclasses.replace(small.DENSE, num_layers=8)
     task = small.task(model, settings={"pipeline_schedule": schedule})
     for virtual in (1, 2, 4):

@@ -28,7 +28,7 @@ TIED = dataclasses.replace(small.DENSE, untie_embeddings_and_output_weights=Fals
 
 
 @pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT, TIED])
-def test_parts_add_up_to_what_one_device_would_hold(model: Model) -> None:
+def test_parts_add_up_to_the_unsplit_model(model: Model) -> None:
     task = small.task(model, devices=1)
     held = WORKLOAD.components(task, candidate_columns({}), np.zeros(1, dtype=np.int64), small.costs(task))
     parts = WORKLOAD.parts(task)

@@ -153,7 +153,7 @@ def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> No
     assert arguments[1] > default[1]
 
 
-def test_components_are_those_of_the_worst_stage() -> None:
+def test_components_come_from_the_worst_stage() -> None:
     values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
     found = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs())
     table = components_of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)

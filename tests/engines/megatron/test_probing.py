@@ -63,7 +63,7 @@ def test_stage_that_takes_longest_is_probed() -> None:
     assert WORKLOAD.probe_ranks(task, knobs, small.costs(task)) == (0, 1, 3)
 
 
-def test_stage_with_experts_is_probed_where_the_others_are_dense() -> None:
+def test_the_stage_with_experts_is_probed_if_others_are_dense() -> None:
     """Dense layers are in the first stages; the few experts are small."""
     model = dataclasses.replace(SPARSE, moe_first_dense_layers=8)
     found = ranks(model, 8, pipeline_model_parallel_size=4, data_parallel_size=2, expert_model_parallel_size=2)

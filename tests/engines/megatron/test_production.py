@@ -80,7 +80,7 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
         np.testing.assert_allclose(found.activation_bytes[some], single.activation_bytes)
 
 
-def test_a_named_setting_takes_precedence_and_what_contradicts_it_is_left_out() -> None:
+def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
     assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap", "cross_entropy_loss_fusion"}
     found = assumed(small.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
     assert not found.keys() & {"moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_modules"}

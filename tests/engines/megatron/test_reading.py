@@ -148,7 +148,7 @@ def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
         WORKLOAD.read(COMMAND, ONE, str(tmp_path))
 
 
-def test_effective_values_are_what_megatron_printed_in_our_types(tmp_path: Path) -> None:
+def test_effective_values_are_read_from_the_output_of_megatron(tmp_path: Path) -> None:
     printed = {
         "micro_batch_size": "4",
         "sequence_parallel": "False",

@@ -276,7 +276,7 @@ def test_different_candidates_are_distinguished(name: str) -> None:
     assert canonical(one, of_task) != canonical(other, of_task)
 
 
-def test_layers_per_virtual_stage_exclude_a_first_stage_of_its_own() -> None:
+def test_layers_per_virtual_stage_exclude_a_separate_first_stage() -> None:
     values = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     columns = candidate_columns({**values, "num_layers_in_first_pipeline_stage": 2})
     rule = next(rule for rule in WORKLOAD.rules(small.task()) if rule.name == "virtual_stages")

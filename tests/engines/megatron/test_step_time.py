@@ -217,7 +217,7 @@ def test_adapters_freeze_the_base_weights() -> None:
     assert static[0] < 0.4 * static[1]
 
 
-def test_the_optimizer_takes_less_where_more_ranks_share_its_state() -> None:
+def test_the_optimizer_is_faster_if_more_ranks_share_its_state() -> None:
     shared = parts(data=64.0)["optimizer_s"]
     assert shared < parts(data=8.0)["optimizer_s"] < parts(sharded_optimizer=0.0)["optimizer_s"]
 

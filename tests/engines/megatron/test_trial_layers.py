@@ -36,7 +36,7 @@ def platform(device_type: str, **train: Any) -> Platform:
     return dataclasses.replace(found, support=dataclasses.replace(found.support, device_type=device_type))
 
 
-def test_layers_are_those_of_transformer_engine_where_it_imports(install: Install) -> None:
+def test_layers_of_transformer_engine_are_used_if_it_can_be_imported(install: Install) -> None:
     install()
     found = WORKLOAD.as_installed(platform("cuda"))
     assert found.task.spec.train.implementation == "transformer_engine"
@@ -75,7 +75,7 @@ def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, devic
         {"settings": {"use_precision_aware_optimizer": True}},
     ],
 )
-def test_settings_that_need_transformer_engine_run_where_it_is_installed(install: Install, train: Any) -> None:
+def test_settings_that_need_transformer_engine_run_if_it_is_installed(install: Install, train: Any) -> None:
     spec = small.task(**train).spec
     with pytest.raises(SpecError):
         WORKLOAD.ready(spec)
@@ -137,7 +137,7 @@ class TestRank:
         assert layers.block_spec(None, None, transformer_engine=True) is spec
         assert (calls, spec.layer_norm) == ([True], "TENorm")
 
-    def test_a_job_that_needs_it_is_refused_in_one_line_without_it(self) -> None:
+    def test_a_job_that_needs_it_is_rejected_in_one_line_if_it_is_missing(self) -> None:
         pytest.importorskip("megatron.core")
         from flagcore.engines.megatron.trial import te
 

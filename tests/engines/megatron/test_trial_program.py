@@ -291,7 +291,7 @@ def test_a_rank_that_dies_ends_the_others(sleeping: tuple[subprocess.Popen[str],
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_first_failure_is_the_one_that_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     def work(rank: int, listener: object) -> int:
         if rank == 2:
             time.sleep(60)
@@ -357,7 +357,7 @@ def test_reading_jobs_imports_neither_torch_nor_megatron() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_a_warm_trial_measures_what_a_cold_one_measures(tmp_path: Path) -> None:
+def test_warm_and_cold_trials_measure_the_same(tmp_path: Path) -> None:
     """Also after a trial of another split has run in a fork of the same template."""
     launcher, measured = LocalLauncher(), dict[str, Any]()
     copies, stages = {"data_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

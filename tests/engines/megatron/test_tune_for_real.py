@@ -70,7 +70,7 @@ def test_figures_come_from_the_files_of_the_trial(tuned: api.Outcome) -> None:
     assert best["measured"]["device_used_gib"] == pytest.approx(used / 2**30)
 
 
-def test_all_trials_start_warm_but_a_single_repeat(tuned: api.Outcome) -> None:
+def test_all_trials_except_one_repeat_start_warm(tuned: api.Outcome) -> None:
     assert all(trial["warm"] for trial in tuned.data["trials"])
     assert sum(not trial["warm"] for trial in tuned.data["repeats"]) == bool(tuned.data["repeats"])
     assert (tuned.data["noise"]["cold_start"] is not None) is bool(tuned.data["repeats"])

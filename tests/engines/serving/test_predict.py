@@ -102,7 +102,7 @@ def test_tensor_parallelism_shortens_answers() -> None:
     assert tpot[0] > tpot[1] > tpot[2]
 
 
-def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
+def test_pipeline_stages_do_not_speed_up_a_single_client() -> None:
     one_client = task(replace(LOAD, concurrency=1, num_prompts=2))
     one, two = figure(predicted(one_client, pipeline=[1, 2]), "tpot_s.mean")
     assert two >= one
@@ -143,7 +143,7 @@ def test_a_cached_prefix_shortens_prefill() -> None:
     assert cached < 0.5 * without
 
 
-def test_among_several_loads_the_best_that_meets_the_limit_counts() -> None:
+def test_the_best_load_that_meets_the_limit_is_used() -> None:
     loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
     free = predicted(task(*loads))
     middle = figure(predicted(task(loads[1])), "tpot_s.p99")[0]
@@ -152,7 +152,7 @@ def test_among_several_loads_the_best_that_meets_the_limit_counts() -> None:
     assert figure(bound) == figure(predicted(task(loads[1])))
 
 
-def test_a_latency_of_several_loads_is_that_of_the_heaviest() -> None:
+def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
     loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
     found = predicted(task(*loads, objective="ttft_s.p99"))
     assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
@@ -178,7 +178,7 @@ def test_a_server_fits_if_its_cache_holds_one_request() -> None:
     assert small.fits.tolist() == [True, False]
 
 
-def test_cache_of_a_server_is_that_of_all_instances() -> None:
+def test_cache_of_a_server_comes_from_all_instances() -> None:
     found = predicted(instances=[1, 2])
     tokens, gib = figure(found, "kv_cache_tokens"), figure(found, "kv_cache_gib")
     assert tokens[1] == 2 * tokens[0]
@@ -192,14 +192,14 @@ def test_attention_ranks_are_synchronized_per_step() -> None:
     assert one < four < 4 * one
 
 
-def test_a_chip_without_facts_gets_memory_but_no_times() -> None:
+def test_a_chip_without_facts_has_memory_predictions_but_no_times() -> None:
     bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
     found = predict(task(), settings(), bare)
     assert np.isnan(found.step_time_s).all()
     assert found.static_bytes[0] > 16e9
 
 
-def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_are() -> None:
+def test_weights_in_an_unsupported_format_are_read_unchanged() -> None:
     wide, four = predicted(), predicted(task(precision="nvfp4"))
     assert figure(four, "tpot_s.p50")[0] < figure(wide, "tpot_s.p50")[0]
     assert four.static_bytes[0] <= wide.static_bytes[0] * 1.001
@@ -222,7 +222,7 @@ def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) ->
     assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(without_file, "tpot_s.p50")[0]
 
 
-def test_releases_have_overheads_of_their_own() -> None:
+def test_releases_have_different_overheads() -> None:
     known = {each: overheads_of(VLLM.program.overheads, each) for each in ("0.20.2", "0.19.1", None, "0.33")}
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
@@ -259,13 +259,13 @@ def fp4_task(engine: str, **serve: object) -> Task:
         (task(precision="fp8"), {}, {}),
     ],
 )
-def test_published_servers_keep_their_cache_in_8_bits_where_the_chip_computes_in_4(
+def test_published_servers_have_an_8_bit_cache_on_4_bit_chips(
     made: Task, values: Mapping[str, str], expected: Mapping[str, str]
 ) -> None:
     assert published(made, values)[1] == expected
 
 
-def test_published_servers_without_a_release_have_one_of_their_time() -> None:
+def test_published_servers_without_a_release_have_a_release_of_their_date() -> None:
     assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.17.0"
     assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
     assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
@@ -381,7 +381,7 @@ def test_one_client_reaches_unequal_instances_in_turn() -> None:
     assert figure(predict_kinds(one_client, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
 
 
-def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
+def test_the_memory_of_unequal_instances_comes_from_the_fullest_device() -> None:
     small = replace(STEADY, spec=replace(STEADY.spec, model=replace(DENSE, num_layers=240)))
     assert predict_kinds(small, (2, 4)).fits[0]
     assert not predict_kinds(small, (1, 4), (4, 1)).fits[0]
@@ -407,7 +407,7 @@ def test_parts_of_a_requests_time_add_up() -> None:
     assert share["collectives_s"][2] > 0.0
 
 
-def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
+def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loads = {

@@ -101,7 +101,7 @@ def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]
     ],
 )
 @pytest.mark.parametrize("kinds", [((1, 4), (2, 2)), ((1, 4), (4, 1))])
-def test_shares_of_a_load_give_what_all_instances_give_together(
+def test_shares_of_a_load_add_up_to_the_result_of_all_instances(
     load: Load, near: float, kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []

@@ -40,7 +40,7 @@ def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
     assert missing == []
 
 
-def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
+def test_the_lists_of_the_page_match_the_importer() -> None:
     assert [name for name in sorted(shape.OTHER_LAYERS) if f"`{name}`" not in KEYS] == []
     moved = {part for old in layouts.MOVED_KEYS for part in old.split(".")}
     dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED_KEYS, *experiment.RUNNER_KEYS)}

@@ -120,7 +120,7 @@ def test_an_import_that_gives_no_valid_spec_fails(override: str, value: str) -> 
     assert not Path("out.yaml").exists()
 
 
-def test_a_json_config_of_an_old_flagscale_is_named_as_such(tmp_path: Path) -> None:
+def test_a_json_config_of_an_old_flagscale_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "pretrain_7b.json").write_text('{"experiment": {}}')
     for name in ("pretrain_7b", "pretrain_7b.json"):
         with pytest.raises(SpecError, match="JSON config of FlagScale") as caught:

@@ -52,7 +52,7 @@ def notes(found: Imported) -> dict[str, str]:
     return {note.key: note.text for note in found.notes}
 
 
-def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
+def test_a_dense_tree_reports_its_job_and_devices() -> None:
     data = tree("train_dense", "action=auto_tune").data
     spec = parse_spec(data, file="x", base=Path(), engines=ENGINES)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (1, 8)
@@ -104,7 +104,7 @@ def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
         ("++train.model.my_path=xxx", ["--my-path", "???"]),
     ],
 )
-def test_flags_are_written_as_flagscale_does(override: str, words: list[str]) -> None:
+def test_flags_have_the_form_of_flagscale(override: str, words: list[str]) -> None:
     before, after = (
         tree("train_dense", "train.data.data_path=a", *extra).data["train"]["command"] for extra in ((), (override,))
     )
@@ -179,7 +179,7 @@ def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() ->
     assert settings["attention_dropout"] == 0.1
 
 
-def test_precision_and_settings_are_those_of_the_tree_on_any_number_of_nodes() -> None:
+def test_precision_and_settings_come_from_the_tree_on_any_number_of_nodes() -> None:
     for nodes in (1, 2):
         found = tree("train_newest", f"experiment.runner.nnodes={nodes}")
         spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
@@ -404,7 +404,7 @@ def test_an_invalid_list_of_switches_is_reported() -> None:
     assert "not a list" in notes(found)["serve.model_args.vllm_model.action-args"]
 
 
-def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they_have_none() -> None:
+def test_each_engine_has_its_knobs_or_the_space_of_flagscale() -> None:
     extra = ("experiment.auto_tuner.engines=[vllm,sglang]", "+experiment.auto_tuner.space.sglang.instace=[1]")
     data = tree("serve_vllm", *extra).data
     assert data["serve"]["engine"] == ["vllm", "sglang"]

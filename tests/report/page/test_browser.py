@@ -159,7 +159,7 @@ SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
 """Of each chart the height of its place and of what is drawn, and the widths of the two."""
 
 
-def test_shown_figures_are_those_of_the_result(opened: Open, runs: Runs) -> None:
+def test_shown_figures_match_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
     shown = found.page.locator("#summary dl").inner_text()
     assert f"{result['gain']:+.1%} tokens/s" in shown

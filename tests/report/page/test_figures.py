@@ -142,7 +142,7 @@ def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
-def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: str) -> None:
+def test_memory_of_the_worst_stage_matches_the_prediction(runs: Runs, kind: str) -> None:
     report = runs(kind)
     memory = report.result["best"]["predicted"]["memory"]
     stages = report.page.rows("memory", "GiB per device of each stage")
@@ -158,7 +158,7 @@ def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: s
     assert levels["reserved"] == memory["reserved_gib"]
 
 
-def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> None:
+def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     report = runs("serving")
     rows = report.page.rows("serving", "Load points by output tok/s and p50 TPOT")
     front_trials = {int(row["trial"].value or 0) for row in rows if row["Pareto-optimal"].text == "yes"}

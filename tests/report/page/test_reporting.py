@@ -48,7 +48,7 @@ def test_a_run_of_an_earlier_version_is_predicted_again(copied: Callable[[str], 
     assert read(api.report(folder)).sections == runs(kind).page.sections
 
 
-def test_records_predicted_differently_here_are_left_out_and_reported(copied: Callable[[str], Path]) -> None:
+def test_records_with_other_predictions_are_left_out_and_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("pipeline")
     (folder / "insight.json").unlink()
     result = json.loads((folder / "result.json").read_text())

@@ -44,7 +44,9 @@ def parse_sizes(value: object, key: str) -> str:
 
 
 def known_sizes(task: Task) -> tuple[str, ...]:
-    """Return all values of SIZES for a task in the order of their codes: those for its cards, then the spec's."""
+    """Return all values of SIZES for a task in the order of their codes: the values for its cards, then the values of
+    the spec.
+    """
     spec, hardware = task.spec, Hardware.of(task)
     flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
     sections = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}

@@ -49,7 +49,8 @@ class Answer:
 
     `ttft_s` is the time from send to the first piece of text, `e2e_s` to the last piece. `tpot_s` is the time between
     both per token after the first, None for one token or one piece. `gaps_s` are the times between pieces. Token counts
-    are those sent and those that the server reports. `target` is the index of the instance in the load's targets.
+    are those of the request and those reported by the server. `target` is the index of the instance in the load's
+    targets.
     """
 
     start_s: float

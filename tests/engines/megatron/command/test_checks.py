@@ -127,7 +127,7 @@ def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> Non
     assert "this shell" in text.splitlines()[-1]
 
 
-def test_changes_are_a_line_for_each_reason(tmp_path: Path) -> None:
+def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     task = dataclasses.replace(small.task(), spec=spec(f"{LAUNCH} --save a --load b --bf16", tmp_path))
     (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]

@@ -34,7 +34,7 @@ def test_a_flag_has_the_releases_whose_parsers_have_it(flag: Flag, name: str) ->
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob.kind == "flag"], ids=lambda knob: knob.name)
 @pytest.mark.parametrize("value", [True, False])
-def test_a_switch_sets_what_its_name_says(knob: Knob, value: bool) -> None:
+def test_a_switch_sets_the_value_in_its_name(knob: Knob, value: bool) -> None:
     for release in RELEASES:
         found = release_table(release).effective(knob.arguments(value, release))
         names = {knob.name, "use_custom_fsdp", "grad_reduce_in_bf16", "overlap_p2p_comm"}

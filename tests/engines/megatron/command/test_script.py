@@ -164,7 +164,7 @@ def test_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert time.monotonic() - began < 5
 
 
-def test_shell_script_by_its_own_path_is_read(tmp_path: Path) -> None:
+def test_a_shell_script_that_is_the_program_is_read(tmp_path: Path) -> None:
     script_file = tmp_path / "go"
     script_file.write_text(f"#!/bin/sh\n{LAUNCH}\n")
     script_file.chmod(0o755)

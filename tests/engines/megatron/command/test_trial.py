@@ -111,7 +111,7 @@ def test_each_change_is_recorded_once_with_its_reason() -> None:
     assert len(found) == len(changes)
 
 
-def test_candidates_knobs_replace_those_of_the_command(tmp_path: Path) -> None:
+def test_candidates_knobs_replace_knobs_of_the_command(tmp_path: Path) -> None:
     words = (
         f"{LAUNCH} --tensor-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer "
         "--num-virtual-stages-per-pipeline-rank 2 --recompute-activations --seq-length 4096"
@@ -193,7 +193,7 @@ def test_trial_records_its_arguments_without_secrets(tmp_path: Path) -> None:
     assert "abcdefgh12345" not in text
 
 
-def test_scripts_own_variables_win_over_those_of_the_spec(tmp_path: Path) -> None:
+def test_variables_of_the_script_win_over_variables_of_the_spec(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"export A=script B=$B-more\n{LAUNCH} --name $FLAGCORE_MICRO_BATCH_SIZE")
     (tmp_path / "pretrain_gpt.py").touch()
     planned = launch("bash run.sh", tmp_path, envs={"A": "spec", "B": "spec"})
@@ -235,7 +235,7 @@ def torchrun(options: str, **how: Any) -> list[str]:
         ("--nproc_per_node 4 --standalone --max-restarts 3", "--nproc_per_node 4 --standalone --max-restarts=0"),
     ],
 )
-def test_torchruns_options_are_those_of_a_trial(options: str, expected: str) -> None:
+def test_options_of_torchrun_are_set_for_a_trial(options: str, expected: str) -> None:
     assert torchrun(options) == expected.replace("=P", "={master_port}").replace(":P", ":{master_port}").split()
 
 

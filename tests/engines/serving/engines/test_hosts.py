@@ -40,7 +40,7 @@ def test_an_instance_is_on_the_first_host_with_room(values: dict[str, Any], plac
     assert [(each.hosts, each.first) for each in placements(several(), values)] == places
 
 
-def test_cores_of_an_instance_are_those_of_one_host() -> None:
+def test_cores_of_an_instance_come_from_one_host() -> None:
     task = several("llamacpp", on_cores=True)
     assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 1})] == [(0, 4)]
     assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 3})] == [(0, 2), (0, 2), (1, 2)]

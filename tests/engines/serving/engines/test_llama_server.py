@@ -57,7 +57,7 @@ def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_p
     assert server.process.returncode == 0
 
 
-def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -> None:
+def test_the_defaults_of_llama_cpp_are_read_back(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     with started(ENGINE, task, {}, tmp_path) as server:
         assert server.wait() is None, server.log

@@ -54,7 +54,7 @@ def test_unset_arguments_have_llama_cpps_defaults() -> None:
     assert after(words, "--port") == PORT
 
 
-def test_the_context_is_scaled_with_the_slots_so_that_each_holds_the_longest_request() -> None:
+def test_the_context_grows_with_the_slots_to_hold_the_longest_requests() -> None:
     assert after(argv(cores(), parallel=8), "--ctx-size") == str(8 * 256)
     longer = cores(loads=(Load(input_len=300, output_len=100, prefix_len=50),))
     assert after(argv(longer, parallel=8), "--ctx-size") == str(8 * 512)
@@ -223,7 +223,7 @@ def test_a_server_that_reports_few_values_is_accepted() -> None:
     assert ENGINE.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
 
 
-def test_the_settings_are_what_llama_cpp_makes_of_them() -> None:
+def test_the_settings_match_the_effective_settings_of_llama_cpp() -> None:
     task = cores()
     found = ENGINE.settings(task, row(ENGINE, task, parallel=8, batch_size=256, kv_cache_type="q8_0"))
     assert found.max_running.item() == 8

@@ -49,7 +49,7 @@ def settings(task: Task, **values: Any) -> Any:
     return WORKLOAD.settings(task, row(WORKLOAD, task, **values))
 
 
-def test_the_defaults_are_left_to_lmdeploy() -> None:
+def test_the_defaults_of_lmdeploy_are_not_set() -> None:
     argv = server(cards()).argv
     assert argv[1:4] == ("serve", "api_server", "/model")
     assert argv[4:8] == ("--server-name", "127.0.0.1", "--server-port", PORT)
@@ -66,7 +66,7 @@ def test_knobs_are_flags() -> None:
         assert words in argv
 
 
-def test_with_attention_dp_alone_tp_counts_all_devices_and_with_experts_those_of_a_group() -> None:
+def test_tp_counts_all_devices_with_attention_dp_or_a_group_with_experts() -> None:
     both = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
     assert server(cards(), **both).argv[-4:] == ("--tp", "4", "--dp", "2")
     assert server(cards(), **both, expert_model_parallel_size=4).argv[-6:] == ("--tp", "2", "--dp", "2", "--ep", "4")
@@ -124,7 +124,7 @@ def test_a_default_is_not_another_candidate() -> None:
     assert not any(found[knob] for knob in defaults)
 
 
-def test_the_cache_is_a_share_of_what_weights_leave_free() -> None:
+def test_the_cache_is_a_share_of_the_memory_without_weights() -> None:
     task = cards(memory=24 * 2**30)
     free = 24 * 2**30 - weight_bytes(task)
     assert settings(task).cache_bytes == pytest.approx(0.8 * free)

@@ -29,7 +29,7 @@ not a line
 """
 
 
-def test_figures_of_all_labels_are_read_and_what_is_no_number_is_left_out() -> None:
+def test_figures_of_all_labels_are_read_except_invalid_numbers() -> None:
     assert metrics.samples(TEXT) == {"a:total": [3.0, 4.0], "a:info": [1.0]}
     assert metrics.labels(TEXT, "a:info") == {"size": "16", "on": "True"}
     assert metrics.labels(TEXT, "a:none") == {}
@@ -97,7 +97,7 @@ def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -
     assert program.package_folders(str(script)) == ()
 
 
-def test_the_version_of_a_package_is_that_of_the_interpreter() -> None:
+def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
     assert program.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
     assert program.package_version(sys.executable, "no-such-package") == ""
 

@@ -246,6 +246,6 @@ def test_log_lines_are_classified(line: str, state: TrialState) -> None:
     assert line in reason
 
 
-def test_loads_of_an_open_loop_count_all_their_requests() -> None:
+def test_an_open_loop_counts_all_requests() -> None:
     task = cores(loads=(Load(input_len=100, output_len=28, num_prompts=50, request_rate=float("inf")),))
     assert server(task).argv[-1] == str(2 * 50 * 128)

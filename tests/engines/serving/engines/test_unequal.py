@@ -51,7 +51,7 @@ def test_auto_contains_each_split_of_all_cards_once(engine: Engine) -> None:
 
 
 @ENGINES
-def test_one_instance_is_tuned_for_a_latency_unless_more_are_named(engine: Engine) -> None:
+def test_one_instance_is_tuned_for_a_latency_unless_the_space_has_more(engine: Engine) -> None:
     task = cards(engine, space={INSTANCES: "auto", SIZES: "auto"})
     quick = dataclasses.replace(task, spec=dataclasses.replace(task.spec, objective="ttft_s.p99"))
     assert len(space_of(engine, quick)) == 1

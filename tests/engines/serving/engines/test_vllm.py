@@ -190,7 +190,7 @@ def test_an_unparsable_version_is_treated_as_the_newest() -> None:
     assert settings(cards(engine_version="nightly-5b8c30d62b754b57")).memory_fraction.item() == 0.92
 
 
-def test_settings_of_a_job_record_need_no_knob_but_what_it_has() -> None:
+def test_a_job_record_needs_no_knobs_beyond_its_settings() -> None:
     columns = {name: row(ENGINE, cards())[name] for name in ("tensor_model_parallel_size", "instances")}
     assert ENGINE.settings(cards(weights=None, command=None), columns).chunked.item() == 1
 
@@ -274,7 +274,7 @@ def distribution(program: Path, name: str, version: str) -> None:
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_the_version_is_that_of_the_interpreter_that_would_start_it(install: Path) -> None:
+def test_the_version_comes_from_the_interpreter_that_would_start_it(install: Path) -> None:
     distribution(install, "vllm", "0.17.1")
     task = cards(engine_version=None, command=(str(install), "serve"))
     assert ENGINE.program.version(task.spec) == "0.17.1"
@@ -282,7 +282,7 @@ def test_the_version_is_that_of_the_interpreter_that_would_start_it(install: Pat
     assert ENGINE.program.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
 
 
-def test_a_release_that_is_not_the_installed_one_is_planned_for_but_not_run(install: Path, tmp_path: Path) -> None:
+def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
     distribution(install, "vllm", "0.17.1")
     (tmp_path / "config.json").write_text("{}")
 

@@ -428,7 +428,7 @@ def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
     assert len(served.bodies) == 1
 
 
-def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time(
+def test_a_server_that_dies_ends_the_load_immediately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(well) as other, serving(stops_in_the_middle) as served:

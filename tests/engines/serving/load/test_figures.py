@@ -51,7 +51,7 @@ def test_rates_are_taken_from_the_first_send_to_the_last_finish() -> None:
     assert figures["requests_per_s"] == pytest.approx(3 / 10)
 
 
-def test_latencies_are_of_requests_and_gaps_are_of_all_together() -> None:
+def test_latencies_have_a_value_per_request_and_gaps_are_pooled() -> None:
     figures = figures_of([answer(ttft=1.0, gaps=(1.0,)), answer(ttft=3.0, gaps=(0.0, 0.0, 0.0))], None)
     assert figures["ttft_s.mean"] == figures["ttft_s.p50"] == 2.0
     assert figures["ttft_s.p90"] == pytest.approx(2.8)
@@ -60,7 +60,7 @@ def test_latencies_are_of_requests_and_gaps_are_of_all_together() -> None:
     assert figures["e2e_s.p99"] == pytest.approx(2.99)
 
 
-def test_latency_that_no_request_has_is_left_out() -> None:
+def test_a_latency_without_values_is_left_out() -> None:
     figures = figures_of([answer(gaps=()), answer(1.0, gaps=())], None)
     assert not [name for name in figures if name.startswith(("tpot_s", "itl_s"))]
     assert figures["ttft_s.p50"] == 1.0
@@ -143,7 +143,7 @@ def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
-def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) -> None:
+def test_quantiles_are_a_few_percentiles_of_all_values(count: int) -> None:
     answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
     figures, quantiles = figures_of(answers, None), quantiles_of(answers)
     assert list(quantiles) == list(LATENCIES)

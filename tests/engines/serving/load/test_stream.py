@@ -136,7 +136,7 @@ def test_malformed_events_after_valid_ones_are_detected(late: bytes, message: st
         stream.feed(late, 12.0)
 
 
-def test_event_is_parsed_only_where_it_differs_in_more_than_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_differ_only_in_their_text_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
 
     def loads(text: bytes) -> Any:
@@ -153,7 +153,7 @@ def test_event_is_parsed_only_where_it_differs_in_more_than_its_text(monkeypatch
     assert stream.events == 6
 
 
-def test_finish_among_events_that_look_alike_is_noticed() -> None:
+def test_the_finish_event_is_found_among_similar_events() -> None:
     stream = Stream()
     stream.feed(event() * 3 + event(" z", choice={"finish_reason": "abort"}), 11.0)
     stream.feed(

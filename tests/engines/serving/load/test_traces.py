@@ -93,7 +93,7 @@ def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Pa
     assert list(sampled.blocks) == [(46, 47, 48), (46, 49)]
 
 
-def test_load_without_a_number_sends_the_whole_trace_and_one_with_too_many_reports_it(tmp_path: Path) -> None:
+def test_without_a_number_the_whole_trace_is_sent_and_a_number_too_large_is_reported(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE)
     assert traffic(Load(trace=path, num_prompts=None)).input_len.size == 3
     assert traffic(Load(trace=path, num_prompts=9)).notes == ("the trace has only 3 of 9 requests",)

@@ -33,7 +33,7 @@ def test_range_ratio_draws_from_a_share_of_the_length_to_the_length() -> None:
     assert sampled.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
 
 
-def test_range_ratio_of_zero_draws_from_one_token_up() -> None:
+def test_range_ratio_of_zero_draws_at_least_one_token() -> None:
     sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.0))
     assert (sampled.input_len.min(), sampled.input_len.max()) == (1, 100)
 
@@ -61,7 +61,7 @@ def test_closed_loop_has_no_arrivals() -> None:
     assert traffic(Load(concurrency=3)).arrive_s is None
 
 
-def test_rate_is_kept_on_average_and_gaps_are_those_of_a_poisson_process() -> None:
+def test_the_mean_rate_is_exact_and_gaps_follow_a_poisson_process() -> None:
     at = arrivals(request_rate=20.0)
     gaps = np.diff(at)
     assert at[0] == 0

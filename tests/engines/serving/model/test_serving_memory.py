@@ -65,7 +65,7 @@ def test_the_cache_takes_the_remaining_memory() -> None:
     assert memory(serving(), split(captured=0.0)).cache[0] > found.cache[0]
 
 
-def test_an_engine_may_count_activations_beside_its_share() -> None:
+def test_an_engine_may_count_activations_outside_its_share() -> None:
     found = memory(serving(activations_beside=True), split())
     assert found.cache == pytest.approx(72e9 - found.weights)
 

@@ -122,7 +122,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
         assert result == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteration_a_token() -> None:
+def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token() -> None:
     price = price_of()
     (request,) = simulate(price, [(1000, 3)], None, 1).requests
     prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)

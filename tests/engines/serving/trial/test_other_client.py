@@ -21,7 +21,7 @@ def run(folder: Path, *words: str, instances: int = 1) -> Trial:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_the_figures_of_its_report_are_those_of_the_trial(instances: int, tmp_path: Path) -> None:
+def test_the_figures_of_its_report_match_the_trial(instances: int, tmp_path: Path) -> None:
     done = run(tmp_path, instances=instances)
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
