@@ -108,8 +108,8 @@ def read(files: Sequence[str]) -> list[Points]:
                 chips[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
             workload = plugins.workload(job.work.engine)
-            bare = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))
-            task, values, _ = workload.published(bare, job.candidate, "")
+            plain_task = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))
+            task, values, _ = workload.published(plain_task, job.candidate, "")
             columns = workload.columns(task, values)
             version = task.spec.serve.engine_version
             groups[(*key, job.model, job.work.precision, version)].append((index, line, task, columns))

@@ -39,7 +39,7 @@ def shorten(
 
 
 def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) -> Shortened:
-    """Return how steps of `batch` samples scale to whole steps, from the predicted times of both.
+    """Return the scale from steps of `batch` samples to whole steps, from the predicted times of both.
 
     A step has a fixed part F and a part V that is proportional to the batch: t = F + V, T = F + (B/b) V. The measured t
     is scaled by T/t. The interval follows from the uncertainty of F: at most FIXED_FACTOR times as long, or longer by

@@ -300,9 +300,9 @@ def test_a_plugin_can_refuse_a_whole_task() -> None:
 def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     stored = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
     set_ = PreferredSetting(setting="settings.attention_softmax_in_fp32", value=True, reason="sums are in bf16")
-    must = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
+    forced = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
     worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
-    advice = TaskAdvice(preferred=(stored, set_), forced=(must,), refused=(worst,), notes=("nodes are far apart",))
+    advice = TaskAdvice(preferred=(stored, set_), forced=(forced,), refused=(worst,), notes=("nodes are far apart",))
     requested = spec(chip="test-chip", nodes=2)
     work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
     platform = discover(replace(requested, work=work), loaded(a=advising(advice), x=plugin(small.CHIP)))
@@ -311,4 +311,4 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     (note, further) = platform.support.notes
     assert note == "settings.attention_softmax_in_fp32 = True: sums are in bf16"
     assert further == "nodes are far apart"
-    assert (platform.support.forced, platform.support.refused) == ((must,), (worst,))
+    assert (platform.support.forced, platform.support.refused) == ((forced,), (worst,))

@@ -70,14 +70,14 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) ->
     and larger ones come first. On the last device, each virtual stage has the layers of an even split, except for the
     last one. It has the remaining layers, because it also has the loss.
     """
-    most, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
+    largest, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
     if _goes_round(layers, leading, virtual):
         return _around(layers, leading, virtual)
     chunks = []
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
         if device == last:
-            sizes = _filled(count, virtual, max(most, first))
+            sizes = _filled(count, virtual, max(largest, first))
         elif virtual > 1 and (device < dense or first > -(-count // virtual)):
             sizes = [first, *_spread(count - first, virtual - 1)]
         else:
@@ -123,11 +123,11 @@ def _spread(count: int, parts: int) -> list[int]:
     return [count // parts + (place < count % parts) for place in range(parts)]
 
 
-def _filled(count: int, parts: int, most: int) -> list[int]:
+def _filled(count: int, parts: int, largest: int) -> list[int]:
     """Return parts of 1 to `most`; the last part has the remainder."""
     sizes: list[int] = []
     for later in reversed(range(parts - 1)):
-        sizes.append(min(most, count - sum(sizes) - later))
+        sizes.append(min(largest, count - sum(sizes) - later))
     return [*sizes, count - sum(sizes)]
 
 
@@ -157,13 +157,13 @@ def even_split(layers: int, stages: int) -> list[int]:
     """Return the layers of each stage: equal numbers, rounded up. The missing ones are taken from the last stage, then
     from the first.
     """
-    most = -(-layers // stages)
-    missing = most * stages - layers
-    if missing > 2 * most:
+    largest = -(-layers // stages)
+    missing = largest * stages - layers
+    if missing > 2 * largest:
         extra = layers % stages
         return [layers // stages + (0 < stage <= extra) for stage in range(stages)]
-    last = min(missing, most)
-    return [most - (missing - last), *[most] * (stages - 2), most - last]
+    last = min(missing, largest)
+    return [largest - (missing - last), *[largest] * (stages - 2), largest - last]
 
 
 def _wrong(text: str, problem: str) -> SpecError:

@@ -87,7 +87,7 @@ def telemetry_is_plausible(device: Device, sample: Mapping[str, float]) -> Probl
             yield f"flagcore_telemetry of device {device.index}: {name} = {value:g}, not {low:g} to {high:g}"
 
 
-@check("read it from the same output: trials are judged by what the device reports", each=_samples)
+@check("read it from the same output: trials use the values that the device reports", each=_samples)
 def telemetry_has_memory_in_use(device: Device, sample: Mapping[str, float]) -> Problems:
     if "memory_used_bytes" not in sample:
         yield f"flagcore_telemetry of device {device.index} lacks memory_used_bytes"

@@ -17,7 +17,7 @@ PCI_VENDOR = 0x1E3E
 """gpustack/runtime gpustack_runtime/detector; 1e3e:0002 is a MR-V100 (ywh555hhh/llaisys notes)."""
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     named = all("iluvatar" in each.chip.casefold() for each in report.devices)
     return named or "corex" in report.attributes or "+corex" in report.version
 
@@ -36,7 +36,7 @@ DETECTOR = DeviceDetector(
     device_file="dev/iluvatar[0-9]*",
     pci_vendor=PCI_VENDOR,
     torch_attributes=("corex",),
-    trusts=_trusts,
+    trusts=_is_own_torch,
     uuids=_uuids,
     topology=("ixsmi", "topo", "-m"),
 )

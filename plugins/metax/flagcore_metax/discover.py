@@ -32,7 +32,7 @@ def adapters(root: Path = Path("/")) -> float | None:
     return adapter_share(matrix, text, root) if matrix else None
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     return "+metax" in report.version or all(NAME.match(each.chip) for each in report.devices)
 
 
@@ -56,7 +56,7 @@ DETECTOR = MetaxDetector(
     own_variables=("MACA_",),
     device_file=DEVICE_FILE,
     pci_vendor=PCI_VENDOR,
-    trusts=_trusts,
+    trusts=_is_own_torch,
     uuids=_uuids,
     topology=(TOOLS[0], "topo", "-n"),
     uses=use_with(smi.read, *TOOLS),

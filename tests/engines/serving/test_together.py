@@ -106,12 +106,12 @@ def test_shares_of_a_load_add_up_to_the_result_of_all_instances(
 ) -> None:
     cases: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
 
-    class Noted(SimulatedLoad):
+    class RecordingLoad(SimulatedLoad):
         def figures(self, kinds: Any, slo: Any) -> dict[str, float]:
             cases.append((self, list(kinds)))
             return super().figures(kinds, slo)
 
-    monkeypatch.setattr(simulate, "SimulatedLoad", Noted)
+    monkeypatch.setattr(simulate, "SimulatedLoad", RecordingLoad)
     found = predict_kinds(task(load), *kinds)
     expected, parts = cases[0]
     rate, seconds = at_once(expected, [price for price, count in parts for _ in range(count)])

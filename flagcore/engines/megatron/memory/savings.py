@@ -143,12 +143,12 @@ def _offload(
         names = [name for name in tensors if name in offloaded]
         offloaded_bytes.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
         tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
-    total, done = sum(offloaded_bytes, np.zeros(())), np.zeros(())
+    total, offloaded_before = sum(offloaded_bytes, np.zeros(())), np.zeros(())
     for index, module_bytes in enumerate(offloaded_bytes):
-        done = done + module_bytes
-        work[index] = work[index] + done
+        offloaded_before = offloaded_before + module_bytes
+        work[index] = work[index] + offloaded_before
         if index + 1 < len(offloaded_bytes):
-            extras[index].append(ExtraBytes(total - done, total - done))
+            extras[index].append(ExtraBytes(total - offloaded_before, total - offloaded_before))
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ class Layout(ArrayRecord):
 
     @property
     def pairing(self) -> FloatArray:
-        """Whether layers of two micro-batches may overlap: 0 no, 1 without a pipeline, 2 in an interleaved one."""
+        """Overlap of layers of two micro-batches: 0 (none), 1 (without a pipeline) or 2 (interleaved pipeline)."""
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
 

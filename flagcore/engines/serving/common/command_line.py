@@ -60,8 +60,8 @@ class Program:
     and as fields of a class in `flag_fields`; flags are not checked if both are empty.
 
     `counters` are samples of /metrics, and their names in the metrics of a trial. `settings` are regular expressions
-    for the log by knob; their only group is the value in use, and the first match counts. `memory` are regular
-    expressions for memory, whose largest match counts. `failures` are failure patterns, from specific to general.
+    for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
+    expressions for memory, the largest match is used. `failures` are failure patterns, from specific to general.
     `overheads` are times in addition to kernels by the first release to which they apply, the newest first.
     `block_sizes` are the supported block sizes of attention backends.
     """
