@@ -98,7 +98,7 @@ class SearchState:
         return median([speed(trial) for trial in self.runs_of(candidate)] or [0.0])
 
     def keeps_limits(self, candidate: Candidate) -> bool:
-        """Return whether more than half of a candidate's measured runs kept all limits."""
+        """Return whether more than half of a candidate's measured runs met all limits."""
         runs = self.runs_of(candidate)
         return 2 * sum(not trial.measurement.broken for trial in runs if trial.measurement) > len(runs)
 

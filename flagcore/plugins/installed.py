@@ -115,7 +115,7 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 
 def load_only(points: Sequence[EntryPoint]) -> object:
-    """Import the object of the entry points with one name, of which there must be only one.
+    """Import the object of the only entry point with a name.
 
     Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and exceptions of the import.
     """

@@ -96,7 +96,7 @@ class Learned:
             likely = found.fits * found.success * found.feasible
             if len(measurements) >= MIN_MEASURED and likely.max() < MIN_PROBABILITY:
                 message = Message(
-                    "no untried candidate keeps the limits with a chance of more than {chance:.1%}", chance=likely.max()
+                    "no untried candidate meets the limits with a probability above {chance:.1%}", chance=likely.max()
                 )
                 return Choice(row=None, because=message)
             index = int(np.argmax(np.log(likely + 1e-12) - found.log_time))

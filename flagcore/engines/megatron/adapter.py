@@ -174,7 +174,7 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return where `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
+    """Return whether `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
 
     Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
     """

@@ -338,6 +338,6 @@ def _recomputes(c: Columns, granularity: int) -> BoolArray:
 
 
 def _leaves_remainder(number: IntArray, totals: Sequence[IntArray]) -> BoolArray:
-    """Return where `number` does not divide one of `totals`."""
+    """Return whether `number` does not divide one of `totals`."""
     has_remainder: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in totals])
     return has_remainder

@@ -86,7 +86,7 @@ class Split:
         return np.where(knob > 0, knob, self.expert_tensor or c[TENSOR])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return where the layers do not divide over the pipeline stages, or a stage would be empty."""
+        """Return whether the layers do not divide over the pipeline stages, or a stage would be empty."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
             return broken
@@ -97,7 +97,7 @@ class Split:
         return np.where(balanced(c), self.layers < self._least(c), ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
-        """Return where a device's layers do not divide over its virtual stages."""
+        """Return whether the layers of a device do not divide over its virtual stages."""
         number, per_virtual = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[LAYERS_PER_VIRTUAL]
         if self.layout_layers:
             contradicts = (number > 0) & (number * c[PIPELINE] != len(self.layout_layers))

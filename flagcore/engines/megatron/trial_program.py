@@ -42,7 +42,7 @@ ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
 }
-"""Settings of which the trial program accepts only these values."""
+"""The only values of settings that the trial program accepts."""
 
 
 def check(train: TrainSpec) -> None:

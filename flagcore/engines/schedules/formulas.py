@@ -81,7 +81,7 @@ def deferred(
     microbatches: FloatArray,
     weight_share: FloatArray | float = 0.4,
 ) -> FloatArray:
-    """Return the micro-batches of which stage `index` holds only the inputs of W, at the peak of `in_flight`.
+    """Return the number of micro-batches whose inputs of W alone are held by stage `index` at the peak of `in_flight`.
 
     W needs the inputs of the linear layers and the gradients of their outputs, not the tensors of attention. Stage r
     holds r in ZB-H1 and ZB-1p, 2r in ZB-H2. In ZB-2p it holds as many as fit in 2p micro-batches, where each counts

@@ -243,7 +243,7 @@ class RequestTimes:
         )
 
     def steady_state(self, simulated: int, flight: int, *, is_crowded: bool = False) -> RequestTimes:
-        """Return the steady state of `flight` requests in flight, of which `simulated` were simulated.
+        """Return the steady state of `flight` requests in flight; `simulated` of them were simulated.
 
         Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait. With
         `is_crowded` requests wait for slots, so the first wave, which found free slots, and the last one are dropped.
@@ -257,7 +257,7 @@ class RequestTimes:
     def extrapolate(
         self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int
     ) -> RequestTimes:
-        """Return the times of all requests of these lengths, of which the first ones were simulated.
+        """Return the times of all requests of these lengths; the first ones were simulated.
 
         The other requests repeat the simulated ones without both ends. In a closed loop with `flight` requests in
         flight, those beyond `simulated` wait. In an overloaded open loop (`simulated` is None) each request waits

@@ -166,7 +166,7 @@ def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
     """Return the times of a measured curve at all `SIZES`, made non-decreasing.
 
     Between points, the square root of the time is linear in the square root of the size. For a published curve of 20
-    points, of which six were used, the mean error at the other points is 5% and the largest 20%. Linear interpolation
+    points, with six of them used, the mean error at the other points is 5% and the largest 20%. Linear interpolation
     has 9% and 31%, logarithmic axes have 18% and 61%.
     """
     sizes: FloatArray = np.array(curve.payload_bytes)

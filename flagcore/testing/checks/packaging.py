@@ -18,7 +18,7 @@ FRAMEWORKS = {
     *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
     *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
 }
-"""Packages of which vendors ship builds; a dependency would replace these builds."""
+"""Packages with builds of vendors, which a dependency would replace."""
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 

@@ -34,7 +34,7 @@ def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
     return smi.uses(devices, run_query("compute-apps", smi.PROCESS_FIELDS))
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     return not report.attributes and all(smi.is_nvidia(each.chip) for each in report.devices)
 
 
@@ -49,7 +49,7 @@ DETECTOR = DeviceDetector(
     pci_vendor=0x10DE,
     pci_classes=("0x0302", "0x12"),  # without displays: a desktop's GPU may be there for its screen alone
     torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch that has one is of another vendor
-    trusts=_trusts,
+    trusts=_is_own_torch,
     topology=("nvidia-smi", "topo", "-m"),
     uses=_uses,
 )

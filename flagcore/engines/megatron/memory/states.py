@@ -52,7 +52,7 @@ def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
 
 
 def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, linear: FloatArray | float) -> State:
-    """Return the bytes of `count` parameters, of which `linear` belong to linear layers.
+    """Return the bytes of `count` parameters, including `linear` parameters of linear layers.
 
     Over d ranks that shard the optimizer, a parameter needs 2 + 4 + 12 / d bytes at 16 bits with fp32 gradients, and
     4 + 4 + 8 / d at fp32, which has no main parameters. A precision-aware optimizer stores only the lower half of the

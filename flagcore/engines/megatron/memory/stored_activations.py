@@ -265,7 +265,7 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray,
 
 
 def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
-    """Return where a forward pass overlaps a backward pass."""
+    """Return whether a forward pass overlaps a backward pass."""
     crossed: BoolArray = (stage.in_flight < layout.microbatches) & layout.pairs(train.model)
     return crossed
 

@@ -212,7 +212,7 @@ class Layout(ArrayRecord):
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
 
     def pairs(self, model: Model) -> BoolArray:
-        """Return where `overlap_moe_expert_parallel_comm` is legal."""
+        """Return whether `overlap_moe_expert_parallel_comm` is legal for each candidate."""
         depths = model.mtp_num_layers
         return (self.pairing > min(depths, 1)) & (depths < 2)
 

@@ -104,7 +104,7 @@ class Pace:
         return replace(self, blocks=self.blocks[rows])
 
     def seconds(self, layers: FloatArray, leading: int, *, first: bool = False, last: bool = False) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with `layers` layers, of which `leading` are dense."""
+        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * last)
         if leading:

@@ -61,7 +61,7 @@ class Program:
 
     `counters` are samples of /metrics, and their names in the metrics of a trial. `settings` are regular expressions
     for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
-    expressions for memory, the largest match is used. `failures` are failure patterns, from specific to general.
+    expressions for memory; the largest match is used. `failures` are failure patterns, from specific to general.
     `overheads` are times in addition to kernels by the first release to which they apply, the newest first.
     `block_sizes` are the supported block sizes of attention backends.
     """

@@ -139,7 +139,7 @@ def _cache_rules() -> tuple[Rule, ...]:
 
 
 def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
-    """Return where experts are not split evenly (the constraints of `turbomind/parallel_config.py`)."""
+    """Return whether experts are split unevenly (the constraints of `turbomind/parallel_config.py`)."""
     shares = c[EP].clip(1)
     uneven: BoolArray = (shares % c[DP].clip(1) != 0) | ((c[TP] * c[DP]) % shares != 0) | (experts % shares != 0)
     return uneven

@@ -141,7 +141,7 @@ class _LoadRunner:
         """Return the load points of the search for the highest load, without stopped ones.
 
         The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
-        load keeps the limits, the only point is the lowest load that was tried.
+        load meets the limits, the only point is the lowest load that was tried.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
@@ -234,7 +234,7 @@ class _LoadRunner:
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median of each figure keeps its limit; a figure that is missing does not."""
+    """Return whether the median of each figure is within its limit. A missing figure is not."""
     return all(
         statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
     )
