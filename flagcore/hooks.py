@@ -157,8 +157,8 @@ class EngineHooks:
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         """Return additional knobs of `engine` on `chip`, or None.
 
-        A spec's space may name them. The results of all plugins are joined. Of two knobs with the same name the first
-        is used. A knob must not have the name of a knob of the engine. Called once per task.
+        A spec's space may name them. The results of all plugins are joined. If two knobs have the same name, the
+        first is used. A knob must not have the name of a knob of the engine. Called once per task.
         """
 
     @hookspec

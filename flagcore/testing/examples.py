@@ -47,12 +47,12 @@ def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     launch = Launch(argv=("echo", "the command"), folder="trial", environment={"KEEP": "me"})
     yield "flagcore_prepare_launch", {"launch": launch, "task": task}
     for engine in names(WORKLOADS):
-        about = {"chip": chip, "engine": engine, "engine_version": None}
+        engine_arguments = {"chip": chip, "engine": engine, "engine_version": None}
         kind = kind_of(engine)
         yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
         yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
         yield "flagcore_collective_costs", {"group": group, "engine": engine}
-        yield "flagcore_engine_support", {**about, "kind": kind}
-        yield "flagcore_knobs", about
-        yield "flagcore_environment", {**about, "task": task, "kind": kind}
-        yield "flagcore_failure_patterns", about
+        yield "flagcore_engine_support", {**engine_arguments, "kind": kind}
+        yield "flagcore_knobs", engine_arguments
+        yield "flagcore_environment", {**engine_arguments, "task": task, "kind": kind}
+        yield "flagcore_failure_patterns", engine_arguments

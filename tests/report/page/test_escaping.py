@@ -30,11 +30,11 @@ def malicious_page() -> Page:
         layout={"height": 100, "title": {"text": MALICIOUS}},
         table=table(MALICIOUS, [MALICIOUS, "n"], rows),
     )
-    folded = Collapsed(anchor="trial-0", title=MALICIOUS, blocks=(Code(MALICIOUS, MALICIOUS), Text(MALICIOUS)))
+    section = Collapsed(anchor="trial-0", title=MALICIOUS, blocks=(Code(MALICIOUS, MALICIOUS), Text(MALICIOUS)))
     section = Section(
         anchor="summary",
         title=MALICIOUS,
-        blocks=(Text(MALICIOUS), chart, table(MALICIOUS, [MALICIOUS, "n"], rows), folded),
+        blocks=(Text(MALICIOUS), chart, table(MALICIOUS, [MALICIOUS, "n"], rows), section),
     )
     return Page(title=MALICIOUS, subtitle=MALICIOUS, sections=(section,))
 

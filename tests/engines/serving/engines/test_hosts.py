@@ -18,7 +18,7 @@ from tests.engines.serving.engines.tasks import broken, serving
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
-def several(engine: str = "vllm", hosts: int = 2, **arguments: Any) -> Task:
+def task_on_hosts(engine: str = "vllm", hosts: int = 2, **arguments: Any) -> Task:
     """A task on hosts with four devices each."""
     task = serving(engine, devices=4, **arguments)
     (group,) = task.cluster.groups
@@ -37,11 +37,11 @@ def several(engine: str = "vllm", hosts: int = 2, **arguments: Any) -> Task:
     ],
 )
 def test_an_instance_is_on_the_first_host_with_room(values: dict[str, Any], places: list[tuple[range, int]]) -> None:
-    assert [(each.hosts, each.first) for each in placements(several(), values)] == places
+    assert [(each.hosts, each.first) for each in placements(task_on_hosts(), values)] == places
 
 
 def test_cores_of_an_instance_come_from_one_host() -> None:
-    task = several("llamacpp", on_cores=True)
+    task = task_on_hosts("llamacpp", on_cores=True)
     assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 1})] == [(0, 4)]
     assert [(each.hosts[0], each.width) for each in placements(task, {"instances": 3})] == [(0, 2), (0, 2), (1, 2)]
 
@@ -60,7 +60,7 @@ def test_cores_of_an_instance_come_from_one_host() -> None:
     ],
 )
 def test_an_instance_fits_on_a_host_or_has_whole_hosts(engine: Any, values: dict[str, Any], legal: bool) -> None:
-    rules = broken(engine, several(engine.name, space={"instance_sizes": ("4+4+1",)}), **values)
+    rules = broken(engine, task_on_hosts(engine.name, space={"instance_sizes": ("4+4+1",)}), **values)
     assert {"hosts", "hosts_of_sizes"}.isdisjoint(rules) == legal, rules
 
 

@@ -214,9 +214,9 @@ def test_values_of_log_and_props_are_read_back() -> None:
 
 def test_layers_on_the_device_are_reported_unless_all_are_there() -> None:
     some = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 18/37 layers to GPU")
-    every = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 37/37 layers to GPU")
+    effective = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 37/37 layers to GPU")
     assert some["n_gpu_layers"] == 18
-    assert "n_gpu_layers" not in every
+    assert "n_gpu_layers" not in effective
 
 
 def test_a_server_that_reports_few_values_is_accepted() -> None:
