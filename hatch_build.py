@@ -67,7 +67,7 @@ class CustomMetadataHook(MetadataHookInterface):
     """Fills in `dependencies` and `optional-dependencies`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Add the dependencies to the project's metadata. Called once a build."""
+        """Add the dependencies to the project's metadata. Called once per build."""
         root = Path(self.root)
         version = _version(root)
         plugins = root / "plugins"

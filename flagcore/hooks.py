@@ -203,7 +203,7 @@ class TrialHooks:
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return a reader that is called about once a second during a trial, or None. Called once per device.
+        """Return a reader that is called about once per second during a trial, or None. Called once per device.
 
         The names of figures end in their units: `memory_used_bytes`, `power_watts`. If a reading raises, the telemetry
         of this device ends, but not the trial.

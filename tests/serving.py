@@ -20,7 +20,7 @@ def trial(
     limits: dict[str, float] = LIMITS,
     objective: str = OBJECTIVE,
 ) -> Trial:
-    """A trial of `slots` (default: its number) that wrote `rate` tokens a second at a p99 of `ttft` seconds."""
+    """A trial of `slots` (default: its number) that wrote `rate` tokens per second at a p99 of `ttft` seconds."""
     figures = {"output_tokens_per_s": rate, "ttft_s.p50": ttft / 2, "ttft_s.p99": ttft, "tpot_s.p50": 1.0 / rate}
     step = seconds(objective, figures[figure_name(objective)])
     broken = tuple(

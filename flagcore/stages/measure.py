@@ -180,7 +180,7 @@ def _early_stop_reason(partial: Measurement, best: Trial) -> str:
 
 
 class _Readings:
-    """Collects telemetry about once a second, and returns means and peaks of all devices and of each."""
+    """Collects telemetry about once per second, and returns means and peaks of all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
         task = platform.task
@@ -199,7 +199,7 @@ class _Readings:
         """The maximum memory in use of a device at the first reading."""
 
     def take(self) -> None:
-        """Read all devices, at most once a second. A reader that raises is not called again."""
+        """Read all devices, at most once per second. A reader that raises is not called again."""
         if time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + 1.0

@@ -83,10 +83,10 @@ def build_problem_of_spec(
     plan: bool = False,
 ) -> tuple[Problem, Workload]:
     """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
-    spec_given = read_spec(spec, chip, without, data)
-    workload = plugins.workload_of(spec_given.work)
+    parsed_spec = read_spec(spec, chip, without, data)
+    workload = plugins.workload_of(parsed_spec.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec_given, loaded, workload, plan=plan)
+        problem = build_problem(parsed_spec, loaded, workload, plan=plan)
     warn_about_problem(problem, workload)
     return problem, workload
 

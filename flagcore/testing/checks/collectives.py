@@ -110,7 +110,7 @@ def measured_curves_do_not_exceed_the_link(chip: Chip, table: CollectiveTable, c
     rate = best * ((curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0)
     if chip.link and not table.level and rate > OVER_LINK * chip.link.bytes_per_second.value:
         yield (
-            f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} bytes a second, "
+            f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} bytes per second, "
             f"above link.bytes_per_second = {chip.link.bytes_per_second.value:.3g}"
         )
 

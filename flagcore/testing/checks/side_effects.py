@@ -23,7 +23,7 @@ ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "T
 IMPORT_SECONDS = 5.0
 """Time limit of the import, without flagcore's own imports."""
 SECONDS = 12.0
-"""Time limit of a hook; a command calls it once a chip."""
+"""Time limit of a hook; a command calls it once per chip."""
 START_SECONDS = 15.0
 """Additional time of the first step, in which flagcore is imported."""
 TOTAL_SECONDS = 35.0

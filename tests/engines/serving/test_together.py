@@ -70,7 +70,7 @@ class Instance:
 
 
 def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]:
-    """Output tokens a second, and mean seconds of a request, with each request sent where the fewest are in flight."""
+    """Output tokens per second and mean seconds of a request; requests go where the fewest are in flight."""
     lengths = list(zip(load.input_len.tolist(), load.output_len.tolist(), strict=True))
     servers = [Instance(price) for price in prices]
     arrivals = (

@@ -38,8 +38,8 @@ class DroppedTensors:
 
     `enabled` is 1 for candidates with this recompute. The tensors are allocated again when backward reaches the last
     module that would store one, or the later component `restored_at`. Each has `copies` until the backward of its
-    module is done; `output` is held until all are done. Neither counts where `nested` is 1, because a larger part of
-    the layer, which contains these modules, is recomputed.
+    module is done; `output` is held until all are done. Both are ignored if `nested` is 1, because a larger part
+    of the layer, which contains these modules, is recomputed.
     """
 
     names: Collection[str]

@@ -165,9 +165,9 @@ def test_the_finish_event_is_found_among_similar_events() -> None:
 
 def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
     counted = [event(usage={"prompt_tokens": 8, "completion_tokens": answer}) for answer in (1, 2, 3)]
-    got = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
-    assert got.output_tokens == 3
-    assert got.gaps_s == (1.0, 1.0)
+    stream = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
+    assert stream.output_tokens == 3
+    assert stream.gaps_s == (1.0, 1.0)
 
 
 def test_events_after_the_end_are_ignored() -> None:
