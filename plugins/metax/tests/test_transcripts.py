@@ -74,7 +74,7 @@ def test_a_listed_device_without_a_uuid_is_reported() -> None:
     lost = "GPU#7    MXC500      0000:3c:00.0   Not Available(MetaX Sysfs File Unaccessible)\n"
     listing = smi.read(text("mx-smi-8.txt") + "\n" + lost)
     assert [row.device.index for row in listing.rows] == [0]
-    assert listing.left_out == ("GPU 7 (MXC500) is not to be used: Not Available(MetaX Sysfs File Unaccessible)",)
+    assert listing.left_out == ("GPU 7 (MXC500) is not usable: Not Available(MetaX Sysfs File Unaccessible)",)
     (cut,) = smi.read(text("mx-smi-8.txt").replace(" (UUID: GPU-abc-123)", "")).left_out
     assert "no UUID" in cut
 

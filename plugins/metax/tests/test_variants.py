@@ -16,7 +16,7 @@ def test_a_dead_device_is_left_out_and_reported() -> None:
     for line in (dead, known):
         listing = smi.read(TABLE.replace(FIRST, line))
         assert [row.device.index for row in listing.rows] == list(range(1, 8))
-        assert listing.left_out == ("GPU 0 (MetaX C500) is not to be used: Not Available(3)",)
+        assert listing.left_out == ("GPU 0 (MetaX C500) is not usable: Not Available(3)",)
 
 
 def test_an_unknown_line_is_reported_in_full() -> None:
@@ -63,14 +63,14 @@ def test_memory_in_other_units_is_read_in_them() -> None:
     assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
 
 
-def test_a_list_leaves_out_unavailable_engines() -> None:
+def test_a_list_leaves_out_unavailable_devices() -> None:
     listing = smi.read(
         "mx-smi  version: 2.3.1\n"
         "GPU#0    MetaX C500      0000:2b:00.0   Available (UUID: GPU-abc-123)\n"
         "GPU#1    MXC500      0000:2c:00.0   Not Available(5) (UUID: GPU-abc-124)\n"
     )
     assert [row.device.uuid for row in listing.rows] == ["GPU-abc-123"]
-    assert listing.left_out == ("GPU 1 (MXC500) is not to be used: Not Available(5)",)
+    assert listing.left_out == ("GPU 1 (MXC500) is not usable: Not Available(5)",)
 
 
 def test_an_empty_device_list_gives_none() -> None:

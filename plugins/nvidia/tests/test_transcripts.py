@@ -152,4 +152,4 @@ def test_without_a_pci_id_the_name_determines_the_vendor(name: str, ours: bool) 
 def test_a_gpu_divided_into_instances_is_left_out_and_reported() -> None:
     listing = smi.read(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
     assert [row.device.index for row in listing.rows] == [0, 1, 2, 4, 5, 6, 7]
-    assert [line.startswith("GPU 3 (NVIDIA H200) is cut into instances") for line in listing.left_out] == [True]
+    assert [line.startswith("GPU 3 (NVIDIA H200) is divided into instances") for line in listing.left_out] == [True]
