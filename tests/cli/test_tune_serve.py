@@ -1,4 +1,4 @@
-"""`flag tune` with servers of known speed: the best that keeps the limits, a run that goes on, and what is left."""
+"""`flag tune` with servers of known speed: the best that meets the limits, a run that goes on, and what is left."""
 
 from __future__ import annotations
 

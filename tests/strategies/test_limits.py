@@ -62,4 +62,4 @@ def test_the_search_ends_if_no_candidate_is_likely_to_meet_the_limits() -> None:
     rows = np.linspace(0, len(SPACE) - 1, 8).astype(int)
     choice = STRATEGY.next(under_limits([measured(int(row), n, times=20.0) for n, row in enumerate(rows)]))
     assert choice.row is None
-    assert "keeps the limits" in choice.because
+    assert "meets the limits" in choice.because
