@@ -60,9 +60,11 @@ def _cards(found: Mapping[str, Any]) -> Iterator[Row | str]:
             continue
         name = _word(card, "Card Series", "Card series", "Device Name")
         total, used = (_word(card, f"VRAM Total {word}Memory (B)") for word in ("", "Used "))
+        if name and not is_amd(name):
+            continue
         if not name or not total.isdigit() or total == "0":
             yield f"{key} has no name or no memory: it hangs, or the driver did not start it"
-        elif is_amd(name):
+        else:
             unique = _word(card, "Unique ID")
             yield Row(
                 device=Device(
