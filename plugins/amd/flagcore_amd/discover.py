@@ -51,7 +51,6 @@ DETECTOR = AmdDetector(
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x12"),  # without displays, as for other vendors
-    torch_attributes=("musa", "npu"),
     trusts=_trusts,
     topology=("rocm-smi", "--showtopotype"),
 )

@@ -24,7 +24,6 @@ DETECTOR = DeviceDetector(
     own_variables=("XMLIR_", "BKCL_"),
     device_file="dev/xpu[0-9]*",
     pci_vendor=PCI_VENDOR,
-    torch_attributes=("musa", "npu"),
     topology=("xpu-smi", "topo", "-m"),
     trusts=_trusts,
 )
