@@ -220,8 +220,10 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = {rule.name for rule in legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules}
-    assert "acme_fused_needs_tensor_model_parallel_size" in rules
+    rules = legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules
+    (rule,) = [each for each in rules if each.name == "acme_fused_needs_tensor_model_parallel_size"]
+    columns = {"acme_fused": np.array([0, 1, 1]), "tensor_model_parallel_size": np.array([1, 1, 2])}
+    assert rule.broken(columns).tolist() == [False, True, False]
 
 
 def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() -> None:
