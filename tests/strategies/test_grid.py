@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 KNOWN = predictions()
 
 
-def run_grid(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], list[str]]:
-    """Let the strategy run to its end, where `fits` says what does not run out of memory."""
+def run_grid(fits: np.ndarray, limit: int, baseline: int | None = None) -> tuple[list[int], list[str]]:
+    """Let the strategy run at most `limit` trials, where `fits` says what does not run out of memory."""
     trials: list[Trial] = []
     reasons: list[str] = []
     if baseline is not None:
@@ -26,7 +26,7 @@ def run_grid(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], 
     while True:
         rows = [row for trial in trials if (row := SPACE.find(trial.candidate)) is not None]
         seen = search_context(KNOWN, trials)
-        if not seen.open_rows.size:
+        if not seen.open_rows.size or len(trials) == limit:
             return rows, reasons
         choice = STRATEGY.next(seen)
         reasons.append(choice.because)
@@ -37,15 +37,15 @@ def run_grid(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], 
         )
 
 
-@pytest.mark.parametrize("share", [0.4, 1.0])
-def test_it_runs_the_same_strategies_as_flagscale_in_the_same_order(share: float) -> None:
+@pytest.mark.parametrize(("share", "limit"), [(0.4, len(SPACE)), (1.0, 40)])
+def test_it_runs_the_same_strategies_as_flagscale_in_the_same_order(share: float, limit: int) -> None:
     fits = KNOWN.device_used_bytes <= np.quantile(KNOWN.device_used_bytes, share)
     tuner = FlagScale([SPACE.candidate(row).as_dict() for row in range(len(SPACE))])
     expected = []
-    while (row := tuner.next()) is not None:
+    while len(expected) < limit and (row := tuner.next()) is not None:
         expected.append(row)
         tuner.tell(float(KNOWN.step_time_s[row]) if fits[row] else None)
-    rows, reasons = run_grid(fits)
+    rows, reasons = run_grid(fits, limit)
     assert rows == expected
     named = {entry.pruned_by for entry in tuner.history if entry.pruned_by}
     assert named
@@ -53,7 +53,9 @@ def test_it_runs_the_same_strategies_as_flagscale_in_the_same_order(share: float
 
 
 def test_a_baseline_is_not_tried_again() -> None:
-    last = len(SPACE) - 1
-    rows, _ = run_grid(np.ones(len(SPACE), dtype=np.bool_), baseline=last)
-    assert rows[0] == last
-    assert rows.count(last) == 1
+    fits = np.ones(len(SPACE), dtype=np.bool_)
+    third = run_grid(fits, 3)[0][2]
+    rows, _ = run_grid(fits, 8, baseline=third)
+    assert rows[0] == third
+    assert rows.count(third) == 1
+    assert len(rows) == 8
