@@ -190,7 +190,7 @@ def _change_line(change: Change) -> str:
     before, after = _truncate(change.before), _truncate(change.after)
     if not after:
         return _("{flag} removed", flag=before)
-    return f"{before} -> {after.removeprefix(change.flag).strip()}" if before else after
+    return f"{before} -> {after.removeprefix(change.flag).lstrip(' =')}" if before else after
 
 
 def _truncate(text: str) -> str:

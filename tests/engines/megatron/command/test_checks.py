@@ -128,11 +128,13 @@ def test_environment_that_a_script_would_load_is_pointed_out(tmp_path: Path) -> 
 
 
 def test_changes_are_a_line_for_each_reason(tmp_path: Path) -> None:
-    task = dataclasses.replace(small.task(), spec=spec(f"{LAUNCH} --save a --load b --bf16", tmp_path))
+    words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
+    task = dataclasses.replace(small.task(), spec=spec(words, tmp_path))
     (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
+    assert "--master_port 29500 -> {master_port}" in text
     assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
 
 
