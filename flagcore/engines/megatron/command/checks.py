@@ -135,7 +135,8 @@ def command_warnings(spec: Spec) -> list[str]:
     flags_by_dest = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = []
     release, detected = spec.train.engine_version, detected_release(spec, command)
-    if release and detected and release_table(release).release != release_table(detected).release:
+    is_found = Path(command.directory, command.file or "").is_file()
+    if release and detected and is_found and release_table(release).release != release_table(detected).release:
         names = {"release": release, "detected": detected, "key": KEY}
         lines.append(_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}", **names))
     for dest, value, other, consequence in _contradictions(spec, table.effective(command.arguments)):
