@@ -27,7 +27,7 @@ from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.release_check import release_problems
 from flagcore.errors import SpecError, join_errors
 from flagcore.files import read_regular
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
@@ -137,8 +137,8 @@ def command_warnings(spec: Spec) -> list[str]:
     release, detected = spec.train.engine_version, detected_release(spec, command)
     is_found = Path(command.directory, command.file or "").is_file()
     if release and detected and is_found and release_table(release).release != release_table(detected).release:
-        names = {"release": release, "detected": detected, "key": KEY}
-        lines.append(_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}", **names))
+        text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")
+        lines.append(_(text, release=release, key=KEY, detected=detected))
     for dest, value, other, consequence in _contradictions(spec, table.effective(command.arguments)):
         flag = flags_by_dest.get(dest, f"--{dest.replace('_', '-')}") if dest else _("no precision")
         shown_flag = f"{flag} {value}" if dest in flags_by_dest and value is not True else flag
