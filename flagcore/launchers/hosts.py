@@ -59,6 +59,10 @@ class HostsLauncher:
     ended_at: float = -math.inf
     """End of the last trial on the monotonic clock."""
 
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `hosts` that were lost less than MAX_LOSSES times."""
+        return tuple(host for host in hosts if self.failures[host] < MAX_LOSSES)
+
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return the first `count` of `hosts`; further hosts replace those that were lost more often.
 
@@ -67,7 +71,7 @@ class HostsLauncher:
         """
         if len(hosts) <= count:
             return tuple(hosts)
-        usable_hosts = [host for host in hosts if self.failures[host] < MAX_LOSSES]
+        usable_hosts = self.usable_hosts(hosts)
         if len(usable_hosts) < count:
             lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
             raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")

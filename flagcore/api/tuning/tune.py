@@ -135,8 +135,9 @@ class _EngineRun:
     def _require_hosts(self) -> tuple[Device, ...]:
         """Reserve the hosts of the spec and return their devices. Raises NoDevice."""
         cluster = self.spec.cluster
+        not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         hosts, devices = require_hosts(
-            self.launcher, cluster.hosts, cluster.spares, self._files(), compare=self.spec.control.compare_hosts
+            self.launcher, cluster.hosts, not_needed, self._files(), compare=self.spec.control.compare_hosts
         )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices
