@@ -143,8 +143,7 @@ class Simulator:
                 self.take(host, json.loads(line))
 
     def hello(self, host: Host) -> None:
-        machine = {"time": time.time(), "python": "3.11.2", "free_disk_bytes": 1 << 40}
-        host.send(hello={"wire": agent.WIRE, "port": 29500, **machine})
+        host.send(hello={"wire": agent.WIRE, "time": time.time(), "python": "3.11.2"})
         self.after(self.random.uniform(0, agent.BEAT_SECONDS), lambda: self.heartbeat(host))
 
     def heartbeat(self, host: Host) -> None:
@@ -153,8 +152,8 @@ class Simulator:
             self.after(agent.BEAT_SECONDS, lambda: self.heartbeat(host))
 
     def take(self, host: Host, message: dict[str, Any]) -> None:
-        if "sweep" in message:
-            host.send(left=0)
+        if "prepare" in message:
+            host.send(ready={"port": 29500, "free_disk_bytes": 1 << 40, "left": 0})
         elif "stop" in message:
             self.exit(host, 143, "request")
         elif "order" in message:

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -85,17 +86,16 @@ def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
 class Connection:
     """An agent on `host`, connected to the standard input and output of a process on this machine.
 
-    `problem` is the reason why it cannot be used any more, or empty. `exit` is the exit record of its trial.
+    `problem` is the reason why it cannot be used any more, or empty. `ready` is the answer to `prepare`, `exit` the
+    exit record of its trial. `reading` is the last telemetry of its devices, with the time of arrival.
     """
 
-    def __init__(self, host: str, argv: Sequence[str], folder: str) -> None:
-        self.host, self.folder = host, folder
-        os.makedirs(folder, exist_ok=True)
-        self.log = os.path.join(folder, "connection.log")
-        with open(self.log, "wb") as errors:
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-            )
+    def __init__(self, host: str, argv: Sequence[str]) -> None:
+        self.host = host
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (kept open like the channel)
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True
+        )
         assert self.process.stdin
         assert self.process.stdout
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -104,13 +104,18 @@ class Connection:
         self.outgoing, self.received = bytearray(sources()), b""
         self.opened_at = self.last_input = self.last_beat = time.monotonic()
         self.hello: Mapping[str, Any] | None = None
-        self.started = False
-        self.left: int | None = None
-        """Number of processes of an earlier trial on the host; None until the agent reports it."""
-        self.exit: Mapping[str, Any] | None = None
+        self.reading: tuple[float, Sequence[Mapping[str, Any]]] = (-math.inf, ())
         self.problem = ""
         self.refused = False
         """Whether the problem is that the agent cannot start the program."""
+        self.assign("")
+
+    def assign(self, folder: str) -> None:
+        """Use the connection for another trial, whose files of this host are copied to `folder`."""
+        self.folder = folder
+        self.ready: Mapping[str, int] | None = None
+        self.started = False
+        self.exit: Mapping[str, Any] | None = None
         self.news: list[tuple[str, int, bytes]] = []
         """New content of the trial's files, in order: name, offset, bytes."""
 
@@ -173,8 +178,10 @@ class Connection:
                 self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
             elif "started" in message:
                 self.started = True
-            elif "left" in message:
-                self.left = int(message["left"])
+            elif "ready" in message:
+                self._take_ready(message["ready"])
+            elif "reading" in message:
+                self.reading = time.monotonic(), [dict(each) for each in message["reading"]]
             elif "exit" in message:
                 self.exit = _exit(message["exit"])
                 if self.exit["ended_by"] == "full_disk":
@@ -190,10 +197,15 @@ class Connection:
         if hello["wire"] != agent.WIRE:
             self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
             return
-        kinds = {"port": int, "time": float, "python": str, "free_disk_bytes": int}
-        self.hello = {name: kind(hello[name]) for name, kind in kinds.items()}
-        if self.hello["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
-            self.problem = f"only {self.hello['free_disk_bytes'] >> 20} MiB of disk are free"
+        self.hello = {"time": float(hello["time"]), "python": str(hello["python"])}
+
+    def _take_ready(self, ready: Mapping[str, Any]) -> None:
+        """Note the state of the host before a trial, and why it cannot have one. Raises INVALID."""
+        self.ready = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
+        if self.ready["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+            self.problem = f"only {self.ready['free_disk_bytes'] >> 20} MiB of disk are free"
+        elif self.ready["left"]:
+            self.problem = "still has processes of a lost trial"
 
     def _closed(self) -> None:
         if self.open:
@@ -202,9 +214,12 @@ class Connection:
             self.problem = self._last_log_line() or f"the connection closed (exit status {self.process.poll()})"
 
     def _last_log_line(self) -> str:
-        with open(self.log, "rb") as file:
-            lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
+        lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    def read_log(self) -> bytes:
+        """Return what the process on this machine wrote to its standard error."""
+        return os.pread(self.log.fileno(), MAX_LINE_BYTES, max(0, os.fstat(self.log.fileno()).st_size - MAX_LINE_BYTES))
 
     def hang_up(self) -> None:
         """Close the channel. The agent then ends its trial."""
@@ -221,3 +236,4 @@ class Connection:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        self.log.close()

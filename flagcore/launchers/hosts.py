@@ -11,7 +11,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded
+from flagcore.launchers.agents import CLOSE_SECONDS, Agents
 from flagcore.launchers.connection import Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
@@ -26,9 +27,9 @@ from flagcore.launchers.local import prepare
 MAX_LOSSES = 2
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
-CLOSE_SECONDS = 2.0
 PAUSE_SECONDS = 25e-6
 """Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
+FILES_PER_HOST = 3
 OTHER_FILES = 64
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
 """Variables of this shell that are copied to every host, because no login shell sets them there."""
@@ -41,7 +42,8 @@ class HostsLauncher:
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
     `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
     there are several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
-    FlagError on failure. `fix` is the advice in the message if there are no hosts.
+    FlagError on failure. `fix` is the advice in the message if there are no hosts. `agents` keeps the agents of trials
+    that succeed for the next trial; None: each trial has new agents.
     """
 
     name: str
@@ -58,6 +60,21 @@ class HostsLauncher:
     """Number of losses of each host."""
     ended_at: float = -math.inf
     """End of the last trial on the monotonic clock."""
+    agents: Agents | None = None
+
+    @contextlib.contextmanager
+    def keep_agents(self) -> Iterator[None]:
+        """Keep agents between trials until the end of the block."""
+        self.agents = agents = Agents(self.channel)
+        try:
+            yield
+        finally:
+            self.agents = None
+            agents.close()
+
+    def for_checks(self) -> HostsLauncher:
+        """Return a launcher with the same agents. Its trials do not count as trials of the search."""
+        return HostsLauncher(name=self.name, channel=self.channel, agents=self.agents)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return those of `hosts` that were lost less than MAX_LOSSES times."""
@@ -108,9 +125,8 @@ class HostsLauncher:
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
-        variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        defaults = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+        defaults = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
         launch = replace(launch, folder=folder, environment={**defaults, **launch.environment})
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
@@ -134,6 +150,11 @@ class HostsLauncher:
         return trial
 
 
+def shared_variables() -> dict[str, str]:
+    """Return the variables of this shell that are copied to every host."""
+    return {name: os.environ[name] for name in SHARED if name in os.environ}
+
+
 class HostLost(LaunchError):
     """A host that cannot be reached."""
 
@@ -150,10 +171,15 @@ class HostsRunning:
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
-        _allow_files(2 * len(launch.hosts))
-        self.connections = [
-            Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
-        ]
+        _allow_files(FILES_PER_HOST * len(launch.hosts))
+        self.connections = [self._connect(host) for host in launch.hosts]
+
+    def _connect(self, host: str) -> Connection:
+        agents, folder = self.launcher.agents, os.path.join(self.launch.folder, HOSTS, host)
+        os.makedirs(folder, exist_ok=True)
+        connection = agents.take(host) if agents else Connection(host, self.launcher.channel(host))
+        connection.assign(folder)
+        return connection
 
     def begin(self) -> None:
         """Wait for all agents, send each its order, and wait until the program runs on all hosts.
@@ -163,15 +189,12 @@ class HostsRunning:
         lost_markers = self.launcher.lost
         self._until(lambda each: each.hello is not None, "does not respond")
         for each in self.connections:
-            if each.host in lost_markers:
-                each.send(sweep=lost_markers[each.host])
-        self._until(lambda each: each.host not in lost_markers or each.left == 0, "still has processes of a lost trial")
+            each.send(prepare=lost_markers.get(each.host, ""))
+        self._until(lambda each: each.ready is not None, "does not prepare the trial")
         for each in self.connections:
             lost_markers.pop(each.host, None)
-        first = self.connections[0]
-        assert first.hello is not None
-        ports = ",".join(str(each.hello["port"]) for each in self.connections if each.hello)
-        values = {"master_addr": first.host, "master_port": str(first.hello["port"]), "node_ports": ports}
+        ports = [str(each.ready["port"]) for each in self.connections if each.ready]
+        values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
         files = _trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
@@ -332,15 +355,24 @@ class HostsRunning:
                 file.write(whole + newline)
 
     def close(self) -> None:
-        """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""
+        """Return agents that have ended the trial. Close other channels: their agents then end the trial.
+
+        Hosts that did not confirm its end count as lost.
+        """
         if self._client:
             self._client.stop()
+        agents, to_close = self.launcher.agents, []
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]
-            each.hang_up()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for each in self.connections:
+            if each.problem and (log := each.read_log()):
+                with contextlib.suppress(OSError):
+                    Path(each.folder, "connection.log").write_bytes(log)
+            if each.problem or each.exit is None or not agents or not agents.give_back(each):
+                to_close.append(each)
+                each.hang_up()
+        self.connections, deadline = [], time.monotonic() + CLOSE_SECONDS
+        for each in to_close:
             each.close(deadline - time.monotonic())
         self.launcher.ended_at = time.monotonic()
 

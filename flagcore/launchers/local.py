@@ -19,8 +19,8 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded
-from flagcore.launchers.guarded import MARKER, Guarded, Limits, Spawn, spawn_guard
-from flagcore.launchers.template import NO_FOLDER, Template
+from flagcore.launchers.guarded import MARKER, NO_FOLDER, Guarded, Limits, Spawn, spawn_guard
+from flagcore.launchers.template import Template
 
 LOG = logging.getLogger("flagcore")
 OF_ONE_TRIAL = (MARKER, "MASTER_PORT")

@@ -26,10 +26,8 @@ from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 from flagcore.launchers import guard, guarded
+from flagcore.launchers.guarded import NO_FOLDER, UNLIMITED
 
-NO_FOLDER = "/dev/null/none"
-"""A folder that cannot exist, so that the guard writes no files and applies no disk limit."""
-UNLIMITED = guarded.Limits(float("inf"), None, 1 << 62)
 START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
 

@@ -191,15 +191,19 @@ def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: s
     assert host_launcher.lost == {}
 
 
-HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_disk_bytes": 99999999999}}'
+HELLO = '{"hello": {"wire": 2, "time": 0, "python": "3.11"}}'
+READY = '{"ready": {"port": 4000, "free_disk_bytes": 99999999999, "left": 0}}'
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         ['{"hello": {"wire": 99, "port": 4000}}'],
-        ['{"hello": {"wire": 1}}'],
-        [HELLO.replace("99999999999", "0")],
+        ['{"hello": {"wire": 2}}'],
+        [HELLO, READY.replace("99999999999", "0")],
+        [HELLO, READY.replace("left", "right")],
+        [HELLO, READY, '{"reading": 3}'],
+        [HELLO, READY, '{"reading": ["x"]}'],
         ["Welcome!", HELLO, "{oops"],
         [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
@@ -295,8 +299,8 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
     assert host_launcher.failures == {"b": 1}
 
 
-def test_a_host_may_take_longer_to_answer_than_to_be_lost(tmp_path: Path) -> None:
-    slow_connection = connection.Connection("a", ["cat"], str(tmp_path))
+def test_a_host_may_take_longer_to_answer_than_to_be_lost() -> None:
+    slow_connection = connection.Connection("a", ["cat"])
     slow_connection.last_input -= 2 * connection.SILENCE_SECONDS
     slow_connection.beat()
     assert slow_connection.open
@@ -359,3 +363,39 @@ def test_each_host_knows_a_free_port_of_all(tmp_path: Path, mark: str) -> None:
     assert ended is not None
     (line,) = set((tmp_path / "trial" / "stdout.log").read_text().split())
     assert len([int(port) for port in line.split(",")]) == 3
+
+
+def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: Path, mark: str) -> None:
+    started: list[str] = []
+
+    def channel(host: str) -> list[str]:
+        started.append(host)
+        return shell(host)
+
+    host_launcher = HostsLauncher(name="shell", channel=channel)
+
+    def code(script: str, name: str, seconds: float = 30.0) -> int | None:
+        running = host_launcher.start(launch(script, tmp_path / name, hosts=("a", "b")))
+        ended = running.wait(seconds) or running.stop()
+        return ended.code
+
+    def wait_until_idle_agents(number: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(host_launcher.agents._idle) != number:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with host_launcher.keep_agents():
+        assert code("pwd; echo $NODE_RANK > rank", "1") == 0
+        assert code("[ $NODE_RANK = 1 ] && exit 7; sleep 60", "2") == 7
+        assert code("pwd; cat rank; sleep 60", "3", 1.0) != 0
+        assert started == ["a", "b"]
+        assert len({(tmp_path / name / "stdout.log").read_text() for name in ("1", "3")}) == 2
+        assert "rank" not in {path.name for path in (tmp_path / "3").iterdir()}
+        for pid in processes(mark):
+            if b"launchers.agent" in guard.read_proc(pid, "cmdline"):
+                os.kill(pid, signal.SIGTERM)
+        wait_until_idle_agents(0)
+        assert code("true", "4") == 0
+        assert started == ["a", "b"] * 2
+        wait_until_idle_agents(2)
