@@ -6,7 +6,8 @@ and no file system is shared. Both sides write lines of JSON. When the channel c
 3.9 or later.
 
 From flagcore: `{"prepare": MARKER}` (of a lost trial, whose processes are ended, or empty), `{"order": {...}}`,
-`{"stop": true}`, `{"watch": {...}}` (a program that prints readings), `{}` as a heartbeat. To flagcore: `{"hello":
+`{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (a program that prints readings), `{}` as a
+heartbeat. To flagcore: `{"hello":
 {...}}`, `{"ready": {...}}`, `{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`,
 `{"problem": TEXT}`, `{"reading": [...]}`, `{}`.
 """
@@ -31,9 +32,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from flagcore.launchers import guarded
+from flagcore.launchers.template import Template, Templates
 
 WIRE = 2
 """The version of these messages."""
@@ -162,6 +165,11 @@ class Agent:
         self.home, self.received, self.silence = home, received, silence
         self.folder, self.count = "", 0
         self.trial: guarded.Guarded | None = None
+        self.order: dict[str, Any] = {}
+        self.templates = Templates()
+        self.template: Template | None = None
+        self.starting: Template | None = None
+        """The template that the next trial waits for."""
         self.watch: Watch | None = None
         self.mirror = Mirror(self.folder)
         self.outgoing = bytearray()
@@ -182,6 +190,9 @@ class Agent:
         finally:
             if self.trial:
                 self.trial.stop()
+            if self.starting:
+                self.starting.close()
+            self.templates.close()
             if self.watch:
                 self.watch.close()
 
@@ -195,6 +206,8 @@ class Agent:
             poll.register(self.trial.fileno(), select.POLLIN)
         if self.watch:
             poll.register(self.watch.output, select.POLLIN)
+        if self.starting:
+            poll.register(self.starting.fileno(), select.POLLIN)
         for descriptor, event in poll.poll((MIRROR_SECONDS if self.trial else BEAT_SECONDS / 2) * 1000):
             if descriptor == 0:
                 self.read()
@@ -202,6 +215,8 @@ class Agent:
                 self.write(closed=bool(event & (select.POLLERR | select.POLLHUP)))
             elif self.watch and descriptor == self.watch.output:
                 self.read_watch()
+            elif self.starting and descriptor == self.starting.fileno():
+                self.launch()
 
     def read(self) -> None:
         """Read data from flagcore; at the end of the stream the channel is closed."""
@@ -248,6 +263,8 @@ class Agent:
                 self.start(message["order"])
             elif "stop" in message and self.trial:
                 self.trial.request_stop()
+            elif "fresh" in message:
+                self.templates.close()
             elif "watch" in message and not self.watch:
                 with contextlib.suppress(OSError):
                     self.watch = Watch(message["watch"], self.home)
@@ -278,7 +295,7 @@ class Agent:
             for piece in pieces:
                 self.send(**piece)
             if verdict is not None and not pieces:
-                self.send(exit=verdict)
+                self.send(exit={**verdict, "warm": self.template is not None})
                 self.trial = None
         if now - self.beat_at > BEAT_SECONDS:
             self.beat_at = now
@@ -289,7 +306,7 @@ class Agent:
         self.outgoing += json.dumps(message).encode() + b"\n"
 
     def start(self, order: dict[str, Any]) -> None:
-        """Start the trial of an order, or report why it cannot be started.
+        """Write the files of an order and start its trial, once its template is ready if it has one.
 
         In its arguments, `{folder}` is the trial's folder on this host, and `{interface}` the network interface to the
         first host.
@@ -301,22 +318,52 @@ class Agent:
                 text = text.replace(name, value)
             return text
 
-        try:
+        with self.reported():
             for name, text in order["files"].items():
                 path = os.path.join(self.folder, name)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "w", encoding="utf-8") as file:
                     file.write(local(text))
                 self.mirror.skip(path)
-            with contextlib.ExitStack() as logs:
-                paths = (os.path.join(self.folder, name) for name in ("stdout.log", "stderr.log"))
-                stdout, stderr = (logs.enter_context(open(path, "wb")) for path in paths)
-                environment = {name: local(value) for name, value in order["environment"].items()}
-                self.trial = guarded.start(
-                    [local(word) for word in order["argv"]], environment, local(order["directory"]), self.folder,
-                    guarded.Limits(*order["limits"]), functools.partial(guarded.spawn_guard, stdout, stderr),
-                )  # fmt: skip
+            argv, directory = [local(word) for word in order["argv"]], local(order["directory"])
+            environment = {name: local(value) for name, value in order["environment"].items()}
+            self.order = {"argv": argv, "environment": environment, "directory": directory, "limits": order["limits"]}
+            if order["warm"]:
+                with contextlib.suppress(OSError):  # the trial starts cold
+                    self.starting = self.templates.find(argv, environment, directory)
+            if not self.starting or self.starting.ready:
+                self.launch()
+
+    def launch(self) -> None:
+        """Start the trial of the last order: as a fork if its template can be forked, else as a new process."""
+        self.template, self.starting = self.starting, None
+        with self.reported(), contextlib.ExitStack() as logs:
+            paths = (os.path.join(self.folder, name) for name in ("stdout.log", "stderr.log"))
+            stdout, stderr = (logs.enter_context(open(path, "wb")) for path in paths)
+            if self.template:
+                try:
+                    self.template.wait_until_ready()
+                    self.trial = self.started_by(functools.partial(self.template.fork, stdout, stderr))
+                except OSError:
+                    self.template.close()
+                    self.templates.refuse()
+                    self.template = None
+            if not self.template:
+                self.trial = self.started_by(functools.partial(guarded.spawn_guard, stdout, stderr))
+            assert self.trial
             self.send(started=self.trial.pid)
+
+    def started_by(self, spawn: guarded.Spawn) -> guarded.Guarded:
+        """Start the trial of the last order by a guard. Raises OSError."""
+        argv, environment, directory = self.order["argv"], self.order["environment"], self.order["directory"]
+        limits = guarded.Limits(*self.order["limits"])
+        return guarded.start(argv, environment, directory, self.folder, limits, spawn)
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Report why a trial cannot be started. A broken disk ends the agent."""
+        try:
+            yield
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) in BROKEN_DISK:
                 raise

@@ -27,7 +27,7 @@ SILENCE_SECONDS = 12.0
 MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """Exceptions that a malformed message raises."""
-SENT = ("guard.py", "guarded.py", "agent.py")
+SENT = ("guard.py", "guarded.py", "template.py", "agent.py")
 
 BOOT = """
 import json, os, sys, tempfile
@@ -80,6 +80,7 @@ def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
         "ended_by": ended_by,
         "duration_s": seconds,
         "peak_memory_bytes": None if peak is None else int(peak),
+        "warm": bool(end["warm"]),
     }
 
 

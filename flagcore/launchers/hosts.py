@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import secrets
 import select
 import time
@@ -18,21 +17,17 @@ from pathlib import Path
 
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
-from flagcore.launchers import guard, guarded
+from flagcore.launchers import guard, guarded, template
 from flagcore.launchers.agents import CLOSE_SECONDS, Agents
 from flagcore.launchers.connection import Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
+from flagcore.launchers.orders import FILES_PER_HOST, LOGS, allow_files, order_for_host, shared_variables, trial_files
 
 MAX_LOSSES = 2
-LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 PAUSE_SECONDS = 25e-6
 """Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
-FILES_PER_HOST = 3
-OTHER_FILES = 64
-SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
-"""Variables of this shell that are copied to every host, because no login shell sets them there."""
 
 
 @dataclass(kw_only=True)
@@ -150,11 +145,6 @@ class HostsLauncher:
         return trial
 
 
-def shared_variables() -> dict[str, str]:
-    """Return the variables of this shell that are copied to every host."""
-    return {name: os.environ[name] for name in SHARED if name in os.environ}
-
-
 class HostLost(LaunchError):
     """A host that cannot be reached."""
 
@@ -171,7 +161,7 @@ class HostsRunning:
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
-        _allow_files(FILES_PER_HOST * len(launch.hosts))
+        allow_files(FILES_PER_HOST * len(launch.hosts))
         self.connections = [self._connect(host) for host in launch.hosts]
 
     def _connect(self, host: str) -> Connection:
@@ -195,11 +185,12 @@ class HostsRunning:
             lost_markers.pop(each.host, None)
         ports = [str(each.ready["port"]) for each in self.connections if each.ready]
         values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
-        files = _trial_files(self.launch.folder)
+        files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=_order_for_host(self.launch, host_values, files))
-        self._until(lambda each: each.started or each.exit is not None, "does not start the program")
+            each.send(order=order_for_host(self.launch, host_values, files))
+        seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
+        self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
         if self.launch.client:
             self._client = self._start_client()
 
@@ -214,13 +205,13 @@ class HostsRunning:
             except OSError as error:
                 raise LaunchError(str(error)) from error
 
-    def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
+    def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while waiting := [each for each in self.connections if not done(each)]:
             self._exchange(0.2)
             if time.monotonic() > deadline:
-                waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
+                waiting[0].problem = waiting[0].problem or f"{problem} within {seconds:.0f} s"
             for each in self.connections:
                 if each.refused:
                     raise LaunchError(f"host {each.host}: {each.problem}")
@@ -301,7 +292,12 @@ class HostsRunning:
         )
         detail = first.host if first else ""
         return Exit(
-            code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
+            code=int(exit_record["code"]),
+            ended_by=ended_by,
+            duration_s=seconds,
+            peak_memory_bytes=peak,
+            detail=detail,
+            warm=all(each["warm"] for each in exit_records),
         )
 
     def _peak(self) -> int | None:
@@ -362,12 +358,17 @@ class HostsRunning:
         if self._client:
             self._client.stop()
         agents, to_close = self.launcher.agents, []
+        has_failed = self._exit is None or (
+            self._exit.ended_by != "request" and bool(self._exit.code or self._exit.ended_by)
+        )
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]
             if each.problem and (log := each.read_log()):
                 with contextlib.suppress(OSError):
                     Path(each.folder, "connection.log").write_bytes(log)
+            if has_failed and each.exit:
+                each.send(fresh=True)
             if each.problem or each.exit is None or not agents or not agents.give_back(each):
                 to_close.append(each)
                 each.hang_up()
@@ -379,41 +380,3 @@ class HostsRunning:
 
 def _has_failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
-
-
-def _allow_files(more: int) -> None:
-    """Raise the limit of open files if it is too low for `more` files. Raises LaunchError above the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
-    if resource.RLIM_INFINITY != soft < needed_files:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
-        except ValueError:
-            problem = f"the channels to the hosts need {needed_files} open files, and {hard} are allowed"
-            raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
-
-
-def _trial_files(folder: str) -> dict[str, str]:
-    """Return the text of the files that the engine wrote into a trial's folder."""
-    names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
-    paths = [path for name in names if (path := Path(folder, name)).is_file()]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths}
-
-
-def _order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
-
-    return {
-        "argv": [filled(word) for word in launch.argv],
-        "environment": {name: filled(value) for name, value in launch.environment.items()},
-        "directory": launch.directory or launch.folder,
-        "folder": launch.folder,
-        "files": files,
-        "limits": [launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes],
-        "master_addr": values["master_addr"],
-    }

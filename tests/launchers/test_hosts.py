@@ -399,3 +399,52 @@ def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: 
         assert code("true", "4") == 0
         assert started == ["a", "b"] * 2
         wait_until_idle_agents(2)
+
+
+WARMED = """
+import os, sys
+template = 0
+def ready(arguments):
+    global template
+    template = os.getpid()
+def main(arguments):
+    print(template, os.environ["NODE_RANK"])
+    return int(arguments[0]) if os.environ["NODE_RANK"] == "1" else 0
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "warmed").mkdir()
+    (tmp_path / "warmed" / "__main__.py").write_text(WARMED)
+    host_launcher, templates = launcher(), list[set[str]]()
+    with host_launcher.keep_agents():
+        for number, (code, warm) in enumerate([(0, True), (0, True), (3, True), (0, True), (0, False)]):
+            argv, environment = (sys.executable, "-m", "warmed", str(code)), {"PYTHONPATH": str(tmp_path)}
+            how = Launch(
+                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=warm
+            )
+            ended = host_launcher.start(how).wait(40)
+            assert ended is not None
+            assert (ended.code, ended.warm) == (code, warm)
+            templates.append(set((tmp_path / str(number) / "stdout.log").read_text().splitlines()))
+    assert len(templates[0]) == 2
+    assert templates[0] == templates[1] == templates[2]
+    assert not templates[2] & templates[3]
+    assert templates[4] == {"0 0", "0 1"}
+
+
+def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "warmed").mkdir()
+    (tmp_path / "warmed" / "__main__.py").write_text(WARMED.replace("global template", "raise ValueError"))
+    host_launcher = launcher()
+    with host_launcher.keep_agents():
+        for number in range(2):
+            argv, environment = (sys.executable, "-m", "warmed", "0"), {"PYTHONPATH": str(tmp_path)}
+            how = Launch(
+                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=True
+            )
+            ended = host_launcher.start(how).wait(40)
+            assert ended is not None
+            assert (ended.code, ended.warm) == (0, False)

@@ -12,7 +12,8 @@ from typing import Any
 from flagcore.api.hardware.host_report import PERIOD_SECONDS
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import DeviceUse
-from flagcore.launchers.hosts import HostsLauncher, shared_variables
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.orders import shared_variables
 
 PROGRAM = "flagcore.api.hardware.host_report"
 LAG_SECONDS = PERIOD_SECONDS + 0.7
