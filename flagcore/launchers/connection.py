@@ -21,12 +21,16 @@ from typing import Any
 
 from flagcore.launchers import agent
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
+from flagcore.launchers.orders import LOGS
 
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
 MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """Exceptions that a malformed message raises."""
+ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
+"""What a guard can report as the reason of the end of a trial."""
+SMALLEST_FILE_BYTES = 4096
 SENT = ("guard.py", "guarded.py", "template.py", "agent.py")
 
 BOOT = """
@@ -69,12 +73,16 @@ def agent_command() -> str:
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
 
 
+def _plain(text: object) -> str:
+    """Return text of a host for a message: one short line without control characters."""
+    return "".join(letter for letter in str(text)[:200] if letter.isprintable())
+
+
 def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a trial ended on a host, as its agent says. Raises INVALID."""
-    seconds, peak = float(end["duration_s"]), end["peak_memory_bytes"]
-    if not math.isfinite(seconds):
-        raise ValueError(seconds)
-    ended_by = None if end["ended_by"] is None else str(end["ended_by"])
+    seconds, peak, ended_by = float(end["duration_s"]), end["peak_memory_bytes"], end["ended_by"]
+    if not math.isfinite(seconds) or ended_by not in ENDED_BY:
+        raise ValueError(end)
     return {
         "code": int(end["code"]),
         "ended_by": ended_by,
@@ -111,9 +119,11 @@ class Connection:
         """Whether the problem is that the agent cannot start the program."""
         self.assign("")
 
-    def assign(self, folder: str) -> None:
-        """Use the connection for another trial, whose files of this host are copied to `folder`."""
-        self.folder = folder
+    def assign(self, folder: str, most_bytes: int = 0) -> None:
+        """Use the connection for another trial. Its files of this host, up to `most_bytes`, are copied to `folder`."""
+        self.folder, self.most_bytes = folder, most_bytes
+        self.total_bytes = 0
+        self.sizes: dict[str, int] = {}
         self.ready: Mapping[str, int] | None = None
         self.started = False
         self.exit: Mapping[str, Any] | None = None
@@ -176,7 +186,7 @@ class Connection:
                 name, at = str(message["file"]), int(message["at"])
                 if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
                     raise ValueError(name)
-                self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
+                self._take_piece(name, at, base64.b64decode(message["data"], validate=True))
             elif "started" in message:
                 self.started = True
             elif "ready" in message:
@@ -188,17 +198,27 @@ class Connection:
                 if self.exit["ended_by"] == "full_disk":
                     self.problem = "its disk is full"
             elif "problem" in message:
-                self.problem, self.refused = str(message["problem"]), True
+                self.problem, self.refused = _plain(message["problem"]), True
         except INVALID:
             if self.hello is not None or b'"hello"' in line:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
+    def _take_piece(self, name: str, at: int, data: bytes) -> None:
+        """Note new content of a file, unless the files are larger than the trial may write."""
+        known = self.sizes.get(name, 0)
+        grown = known + len(data) if name in LOGS else at + len(data)  # a log that starts again is appended
+        self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
+        self.total_bytes += self.sizes[name] - known
+        self.news.append((name, at, data))
+        if self.total_bytes > self.most_bytes:
+            self.problem = f"sent more than {self.most_bytes >> 20} MiB of files"
+
     def _take_hello(self, hello: Mapping[str, Any]) -> None:
         """Note what the agent says of its host, and why the host cannot be used. Raises INVALID."""
         if hello["wire"] != agent.WIRE:
-            self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
+            self.problem = f"has an agent of version {_plain(hello['wire'])}, not {agent.WIRE}"
             return
-        self.hello = {"time": float(hello["time"]), "python": str(hello["python"])}
+        self.hello = {"time": float(hello["time"]), "python": _plain(hello["python"])}
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
         """Note the state of the host before a trial, and why it cannot have one. Raises INVALID."""

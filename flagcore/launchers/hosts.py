@@ -158,6 +158,7 @@ class HostsRunning:
 
     def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
+        self._ends_at = math.inf
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
@@ -168,7 +169,7 @@ class HostsRunning:
         agents, folder = self.launcher.agents, os.path.join(self.launch.folder, HOSTS, host)
         os.makedirs(folder, exist_ok=True)
         connection = agents.take(host) if agents else Connection(host, self.launcher.channel(host))
-        connection.assign(folder)
+        connection.assign(folder, 2 * self.launch.disk_limit_bytes)
         return connection
 
     def begin(self) -> None:
@@ -191,6 +192,7 @@ class HostsRunning:
             each.send(order=order_for_host(self.launch, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
         self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
+        self._ends_at = time.monotonic() + self.launch.timeout_seconds + START_SECONDS
         if self.launch.client:
             self._client = self._start_client()
 
@@ -206,17 +208,25 @@ class HostsRunning:
                 raise LaunchError(str(error)) from error
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
-        """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
+        """Wait until `done` of all connections.
+
+        Raises HostLost for the first host with a problem, LaunchError if no host can start the program.
+        """
         deadline = time.monotonic() + seconds
-        while waiting := [each for each in self.connections if not done(each)]:
+        while waiting := [each for each in self.connections if not (done(each) or each.refused)]:
             self._exchange(0.2)
             if time.monotonic() > deadline:
                 waiting[0].problem = waiting[0].problem or f"{problem} within {seconds:.0f} s"
             for each in self.connections:
-                if each.refused:
-                    raise LaunchError(f"host {each.host}: {each.problem}")
-                if each.problem:
+                if each.problem and not each.refused:
                     raise HostLost(each.host, each.problem)
+        if refused := [each for each in self.connections if each.refused]:
+            error = f"host {refused[0].host}: {refused[0].problem}"
+            raise (
+                LaunchError(error)
+                if len(refused) == len(self.connections)
+                else HostLost(refused[0].host, refused[0].problem)
+            )
 
     def poll(self) -> Exit | None:
         return self.wait(0)
@@ -240,6 +250,10 @@ class HostsRunning:
 
     def _is_over(self) -> bool:
         """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
+        if time.monotonic() > self._ends_at:
+            for each in self.connections:
+                if each.open:
+                    each.problem = "has not reported the end of the trial after its time limit"
         any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
         if self._client:
             return any_failed or self._client.wait(0) is not None

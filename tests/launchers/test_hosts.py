@@ -217,7 +217,10 @@ READY = '{"ready": {"port": 4000, "free_disk_bytes": 99999999999, "left": 0}}'
         [HELLO, "[" * 100_000],
         [HELLO, '{"exit": 3}'],
         [HELLO, '{"exit": {}}'],
-        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null, "warm": false}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": "host", "duration_s": 1, "peak_memory_bytes": 1, "warm": false}}'],
+        [HELLO, READY, '{"problem": "no"}'],
+        [HELLO, READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
         [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
     ],
 )
@@ -448,3 +451,16 @@ def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str
             ended = host_launcher.start(how).wait(40)
             assert ended is not None
             assert (ended.code, ended.warm) == (0, False)
+
+
+def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore.launchers.hosts.START_SECONDS", 4.0)
+    beats = f"cat > /dev/null & echo '{HELLO}'; echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
+    host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
+    host_launcher.reached.add("b")
+    running = host_launcher.start(launch("true", tmp_path / "trial", timeout_seconds=1.0))
+    ended = running.wait(30)
+    assert ended is not None
+    assert (ended.ended_by, ended.lost_host) == ("host", "b")
