@@ -124,25 +124,6 @@ def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: 
     assert len(hold(find_hosts(4))) == 4
 
 
-@pytest.mark.parametrize("gracefully", [True, False])
-def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp_path: Path, gracefully: bool) -> None:
-    hosts, environment = hold(find_hosts(2)), {"TEST_MARK": mark}
-    launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
-    running, lost = LAUNCHER.start(launch), hosts[1]
-    cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)
-    exit_record = running.wait(60)
-    assert exit_record is not None
-    assert exit_record.ended_by == "host"
-    assert exit_record.detail.startswith(lost)
-
-
-def test_without_a_cluster_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    hub = Hub("ray", "flagcore.launchers.ray_hub")
-    with pytest.raises(NoDevice, match=r"127\.0\.0\.1:1"):
-        hub.ask(60, nodes=1, names=[])
-
-
 @pytest.mark.timeout(300)
 def test_a_spare_replaces_a_node_that_dies(cluster: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
@@ -168,3 +149,22 @@ def test_a_spare_replaces_a_node_that_dies(cluster: dict[str, Any], tmp_path: Pa
     assert {trial["state"] for trial in trials} == {"measured"}
     assert lost[0] not in hosts[-1]
     assert len(hosts[-1]) == 2
+
+
+@pytest.mark.parametrize("gracefully", [True, False])
+def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp_path: Path, gracefully: bool) -> None:
+    hosts, environment = hold(find_hosts(2)), {"TEST_MARK": mark}
+    launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
+    running, lost = LAUNCHER.start(launch), hosts[1]
+    cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)
+    exit_record = running.wait(60)
+    assert exit_record is not None
+    assert exit_record.ended_by == "host"
+    assert exit_record.detail.startswith(lost)
+
+
+def test_without_a_cluster_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    hub = Hub("ray", "flagcore.launchers.ray_hub")
+    with pytest.raises(NoDevice, match=r"127\.0\.0\.1:1"):
+        hub.ask(60, nodes=1, names=[])
