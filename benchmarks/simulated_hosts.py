@@ -29,6 +29,7 @@ LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 MEAN_SLOWDOWN = 1.34
 """Mean delay of large jobs by slow devices and links (Falcon, arXiv 2410.12588)."""
 NOISE = 0.01
+FIXED = {"peak_memory_bytes": 1 << 30, "warm": False}
 
 
 class Channel:
@@ -174,7 +175,7 @@ class Simulator:
 
     def exit(self, host: Host, code: int, ended_by: str | None) -> None:
         seconds = time.monotonic() - host.started_at
-        host.send(exit={"code": code, "ended_by": ended_by, "duration_s": seconds, "peak_memory_bytes": 1 << 30})
+        host.send(exit={"code": code, "ended_by": ended_by, "duration_s": seconds, **FIXED})
 
     def begin(self) -> None:
         """Draw the events of a trial that runs on all hosts. The third trial loses a host if no earlier one did."""
