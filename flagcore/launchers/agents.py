@@ -30,6 +30,10 @@ class Agents:
         self._thread = threading.Thread(target=self._keep_alive, name="agents", daemon=True)
         self._thread.start()
 
+    def has(self, host: str) -> bool:
+        """Return whether a host has an idle agent."""
+        return host in self._idle
+
     def take(self, host: str) -> Connection:
         """Return an agent on a host: an idle one, or a new one."""
         with self._lock:

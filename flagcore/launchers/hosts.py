@@ -162,7 +162,8 @@ class HostsRunning:
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
-        allow_files(FILES_PER_HOST * len(launch.hosts))
+        agents = launcher.agents
+        allow_files(FILES_PER_HOST * sum(not (agents and agents.has(host)) for host in launch.hosts))
         self.connections = [self._connect(host) for host in launch.hosts]
 
     def _connect(self, host: str) -> Connection:
