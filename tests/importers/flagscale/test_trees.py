@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -45,7 +46,16 @@ FUZZED = ("train_hetero", "train_latent", "serve_many", "serve_vllm", "serve_lla
 
 
 def tree(name: str, *overrides: str) -> Imported:
-    return read_tree(Path(name), "tune", overrides)
+    if overrides:
+        return read_tree(Path(name), "tune", overrides)
+    whole, unresolved = composed(name)
+    return translate(copy.deepcopy(whole), unresolved, file=f"{name}/tune.yaml")
+
+
+@functools.cache
+def composed(name: str) -> tuple[dict[str, Any], Any]:
+    """Return a tree as hydra composes it, to read or to copy: composing takes long."""
+    return compose(Path(name), "tune", (), file=f"{name}/tune.yaml")
 
 
 def notes(found: Imported) -> dict[str, str]:
@@ -415,8 +425,7 @@ def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
-    assert unaccounted(whole) == []
+    assert unaccounted(copy.deepcopy(composed(name)[0])) == []
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -468,7 +477,7 @@ def test_interpolations_and_overrides_are_hydras() -> None:
     [pytest.param(name, marks=() if name in FUZZED else pytest.mark.long) for name in ALL],
 )
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
+    whole = composed(name)[0]
     same = translate(whole, file="x").data
     for path in _paths(whole):
         for odd in ("x", [1], 0, None, {"a": [True]}):
