@@ -93,6 +93,12 @@ def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
             source.note(path, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
         elif value is not None or not own_devices:
             envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
+    vendors = [
+        vendor for start, vendor in TABLES["vendors_by_variable"].items() if any(key.startswith(start) for key in envs)
+    ]
+    if vendors and not {"GEMS_VENDOR", "FLAGGEMS_VENDOR"} & envs.keys():
+        envs["GEMS_VENDOR"] = vendors[0]
+        source.note("experiment.envs", f"has variables of {vendors[0]}: GEMS_VENDOR is set", "envs")
     return envs
 
 
