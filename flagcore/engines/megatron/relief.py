@@ -34,13 +34,14 @@ def fit_splits(
     which these are. `share` is what they need of it. The slowest stage is the fastest that memory allows.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
-    if rows.size:
-        rows = _candidates_with_room(train, layout, costs, rows)
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
+    rows, known = _candidates_with_room(train, layout, costs, rows)
+    if not rows.size:
+        return train, layout, changed
     subset = replace(layout[rows], split=np.ones(rows.size))
-    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]))
+    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]), known)
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
@@ -53,8 +54,8 @@ def fit_splits(
     return train, layout, changed
 
 
-def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
-    """Return the best splits for which memory suffices.
+def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> _Found:
+    """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
     With multi-token prediction the final norm is on the last stage but one if the very last virtual stage has no layer:
     these splits are searched apart.
@@ -64,7 +65,7 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> 
         best = best_splits(train, layout, pace, most, last)
         return _Found(best.seconds, *stage_layers(train, layout, best, most))
 
-    most = _layer_limits(train, layout, costs)
+    most = _layer_limits(train, layout, costs, known)
     if not train.model.mtp_num_layers or train.options.equal_stages:
         return search(most)
     before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
@@ -77,8 +78,9 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> 
     return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
 
 
-def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
-    """Return those of `rows` whose stages may have room for all layers.
+def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
+    """Return those of `rows` whose stages may have room for all layers, and the most layers of their last two stages
+    without leading ones. With multi-token prediction, whose norm moves, these are the limits without a norm.
 
     The layers behind the leading dense ones decide. Some stage has at least their mean, and of all stages but the last,
     the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
@@ -87,15 +89,16 @@ def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: I
     leading, subset = leading_layers(train), layout[rows]
     total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
     mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
-    no_norm: FloatArray = np.full(rows.size, -1.0)
+    norm = np.where(train.model.mtp_num_layers > 0, -1.0, subset.pipeline - 1.0)
     even = replace(subset, split=np.zeros(rows.size))
-    stages = [_stage(train, even, none, subset.pipeline - before, no_norm, mean) for before in (2.0, 1.0)]
+    stages = [_stage(train, even, none, subset.pipeline - before, norm, mean) for before in (2.0, 1.0)]
     fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
     kept = np.flatnonzero(fits[0] | fits[1] | unknown)
     rows, subset, none, unknown = rows[kept], replace(subset[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
     end = subset.pipeline.astype(np.int64) - 1
-    before, behind = (_Room(train, subset, costs, none, place, no_norm[kept]).limits() for place in (end - 1, end))
-    return rows[(before * end + behind + (subset.virtual - 1.0) * leading >= total) | unknown]
+    limits = np.stack([_Room(train, subset, costs, none, place, norm[kept]).limits() for place in (end - 1, end)])
+    kept = np.flatnonzero((limits[0] * end + limits[1] + (subset.virtual - 1.0) * leading >= total) | unknown)
+    return rows[kept], limits[:, kept]
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
@@ -106,23 +109,35 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
     return found & (place < layout.pipeline[:, None, None])
 
 
-def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArray) -> FloatArray:
     """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
     (candidates, leading ones, stages).
 
     Between the first stage and the last, stages without leading layers need less the later they are. Where the second
     one may have as many layers as the last but one, so may all.
     """
-    possible, end = _possible(train, layout), layout.pipeline[:, None, None] - 1.0
+    possible, last = _possible(train, layout), layout.pipeline - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
-    between, most = possible & (kinds == 0) & (place > 1) & (place < end - 1.0), np.zeros(possible.shape)
-    rows, leading, stage = np.nonzero(possible & ~between)
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0]).limits()
-    second, before = most[:, 0, 1], most[np.arange(len(most)), 0, np.maximum(end[:, 0, 0].astype(np.int64) - 1, 1)]
+    between = possible & (kinds == 0) & (place > 1) & (place < last[:, None, None] - 1.0)
+    most, unknown, end, every = (
+        np.zeros(possible.shape),
+        possible & ~between,
+        last.astype(np.int64),
+        np.arange(last.size),
+    )
+    if not train.model.mtp_num_layers:
+        for stage, limits in zip((end - 1, end), known, strict=True):
+            most[every, 0, stage] = limits
+            unknown[every, 0, stage] = False
+    rows, leading, stage = np.nonzero(unknown)
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows]).limits()
+    most *= possible
+    second, before = most[:, 0, 1], most[every, 0, np.maximum(end - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
-    room = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
-    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0)
+    room, share = _Room(train, layout[rows], costs, leading, stage, last[rows]), (stage - 1.0) / (last[rows] - 2.0)
+    guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))
+    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0, guess)
     return most
 
 

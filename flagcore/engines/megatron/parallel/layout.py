@@ -28,7 +28,14 @@ class ArrayRecord:
         return type(self)(**{each.name: getattr(self, each.name) * times for each in fields(self)})
 
     def __getitem__(self: R, rows: slice | IntArray) -> R:
-        return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        if isinstance(rows, slice):
+            return type(self)(**{name: value[rows] for name, value in values.items()})
+        return type(self)(**{name: value.take(rows, 0) for name, value in values.items()})
+
+    def take(self: R, rows: IntArray, axis: int) -> R:
+        """Return some rows, as `numpy.ndarray.take`, which is several times faster than an index."""
+        return self[rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,25 +251,23 @@ def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
     return first, inverse
 
 
-MAX_CHOICES = 30
-"""Number of arrays for `numpy.choose`, whose limit is 32 or 64, depending on its version."""
-
-
 def pick(indices: IntArray, values: Sequence[T]) -> T:
-    """Return `values[which[i]][i]` for each candidate i, for arrays or records of arrays.
+    """Return `values[indices[i]][i]` for each candidate i, for arrays or records of arrays.
 
-    It is `numpy.choose` without a limit on the number of arrays.
+    It is `numpy.choose` without a limit on the number of arrays, and faster.
     """
+    return _picked(indices * indices.size + np.arange(indices.size), values)
+
+
+def _picked(places: IntArray, values: Sequence[T]) -> T:
+    """Return the elements at `places` of the concatenated values."""
     first: Any = values[0]
     result: Any
     if isinstance(first, ArrayRecord):
         names = [each.name for each in fields(first)]
-        result = type(first)(**{name: pick(indices, [getattr(value, name) for value in values]) for name in names})
-    elif len(values) <= MAX_CHOICES:
-        result = np.choose(indices, cast("Any", values))
+        result = type(first)(**{name: _picked(places, [getattr(value, name) for value in values]) for name in names})
     else:
-        rows = np.stack([np.broadcast_to(cast("Any", value), indices.shape) for value in values])
-        result = np.take_along_axis(rows, indices[None], axis=0)[0]
+        result = np.concatenate([np.broadcast_to(cast("Any", value), places.shape) for value in values]).take(places)
     return cast("T", result)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
@@ -43,11 +43,11 @@ def pipeline_time(
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
         some = layout[rows]
-        numbers = _representatives(int(length), [stage.index[rows] for stage in found])
+        places = _representatives(int(length), [stage.index[rows] for stage in found]) * rows.size
+        places += np.arange(rows.size)
 
-        def of(values: list[FloatArray], rows: IntArray = rows, numbers: list[IntArray] = numbers) -> FloatArray:
-            column = [value[rows] for value in values]
-            return np.stack([pick(indices, column) for indices in numbers])
+        def of(values: list[FloatArray], rows: IntArray = rows, places: IntArray = places) -> FloatArray:
+            return np.concatenate([value.take(rows) for value in values]).take(places)
 
         name = train.options.schedule or "interleaved"
         forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
@@ -94,9 +94,12 @@ def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[Float
     return [np.maximum(time.busy - each, each) for time, each in zip(times, exchange, strict=True)]
 
 
-def _representatives(length: int, indices: list[FloatArray]) -> list[IntArray]:
-    """Return, for each stage of a pipeline, the number of its representative stage for each candidate."""
-    last = len(indices) - 1
-    starts = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])
-    representatives = [np.maximum(np.count_nonzero(starts <= stage, axis=0), 1) - 1 for stage in range(length - 1)]
-    return [*representatives, np.full(indices[0].shape, last)]
+def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
+    """Return the number of the representative of each stage of a pipeline: (stages, candidates)."""
+    numbers = np.full((length, indices[0].size), -1)
+    for index in indices[:-1]:
+        for stage in range(int(index.min()), length - 1):
+            numbers[stage] += index <= stage
+    np.maximum(numbers, 0, out=numbers)
+    numbers[-1] = len(indices) - 1
+    return numbers
