@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.command.user_command import readable_command, release_of
 from flagcore.engines.megatron.flags import settings_of_command
@@ -82,6 +83,7 @@ def options(task: Task) -> Options:
         **fields,
         schedule=schedule(settings.get("pipeline_schedule")),
         equal_stages=not takes_layouts(task.spec),
+        early_mtp=task.spec.model.mtp_num_layers > 0 and takes_early_mtp(task.spec),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
@@ -111,6 +113,12 @@ def takes_layouts(spec: Spec) -> bool:
     Other releases only set the numbers of layers of the first and the last stage.
     """
     return BY_NAME[LAYOUT].is_available(release(spec))
+
+
+def takes_early_mtp(spec: Spec) -> bool:
+    """Return whether a layout may have multi-token prediction on a stage before the loss, as since megatron-core
+    0.16."""
+    return takes_layouts(spec) and in_versions(">=0.16", release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -19,12 +20,14 @@ from flagcore.engines.megatron.time.step import Blocks
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
     """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
-    and the leading dense ones among them, (candidates, stages).
+    and the leading dense ones among them, (candidates, stages), and whether multi-token prediction is on the stage
+    before the last.
     """
 
     seconds: FloatArray
     layers: FloatArray
     leading: FloatArray
+    early: BoolArray
 
 
 def fit_splits(
@@ -45,9 +48,10 @@ def fit_splits(
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
-        first, which = distinct([subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T])
+        columns = [subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T, found.early.astype(np.float64)]
+        first, which = distinct(columns)
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
-        splits = splits_of(train, subset[first], found.layers[first], found.leading[first])
+        splits = splits_of(train, subset[first], found.layers[first], found.leading[first], found.early[first])
         column = layout.split.copy()
         column[rows], changed[rows] = before + which, True
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
@@ -57,25 +61,50 @@ def fit_splits(
 def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> _Found:
     """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
-    With multi-token prediction the final norm is on the last stage but one if the very last virtual stage has no layer:
-    these splits are searched apart.
+    With multi-token prediction the final norm is on the stage before if the last virtual stage of that with multi-token
+    prediction has no layer: these splits are searched apart.
     """
 
-    def search(most: FloatArray, last: FloatArray | float = 0.0) -> _Found:
-        best = best_splits(train, layout, pace, most, last)
-        return _Found(best.seconds, *stage_layers(train, layout, best, most))
-
-    most = _layer_limits(train, layout, costs, known)
+    most, end = _layer_limits(train, layout, costs, known), layout.pipeline - 1.0
     if not train.model.mtp_num_layers or train.options.equal_stages:
-        return search(most)
-    before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
-    rows, leading, place = np.nonzero(_possible(train, layout) & (np.arange(most.shape[2]) >= end[:, None, None] - 1.0))
-    limits, moved = _Room(train, layout[rows], costs, leading, place, end[rows] - 1.0).limits(), most.copy()
-    moved[rows, leading, place] = np.where(place == end[rows], np.minimum(limits, before[rows]), limits)
-    one, two = search(most, before + 1.0), search(moved)
-    better = (two.seconds < one.seconds)[:, None]
-    layers, dense = np.where(better, two.layers, one.layers), np.where(better, two.leading, one.leading)
-    return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
+        best = best_splits(train, layout, pace, most)
+        return _Found(best.seconds, *stage_layers(train, layout, best, most))
+    results = []
+    for early, is_empty in product((False, True)[: 1 + train.options.early_mtp], (False, True)):
+        mtp = end - early
+        norm, empty = (mtp - is_empty) % layout.pipeline, _layers_beside_nothing(train, layout, early=early)
+        limits = _limits_with_mtp(train, layout, costs, most, norm, mtp) if early or is_empty else most
+        at_least: FloatArray | float = empty[:, 0] + 1.0
+        if is_empty:
+            every, place, at_least = np.arange(end.size), mtp.astype(np.int64), 0.0
+            limits[every, :, place] = np.minimum(limits[every, :, place], empty)
+        best = best_splits(train, layout, pace, limits, at_least, early=early)
+        results.append(_Found(best.seconds, *stage_layers(train, layout, best, limits)))
+    found = results[0]
+    for other in results[1:]:
+        found = found.or_else(other, other.seconds < found.seconds)
+    return found
+
+
+def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> FloatArray:
+    """Return the most layers of the stage with multi-token prediction if its last virtual stage has none, by how many
+    of them are leading dense ones: (candidates, leading ones).
+    """
+    kinds, virtual = np.arange(leading_layers(train) + 1.0), layout.virtual[:, None]
+    if not early:
+        return layers_before_last(train.model, layout)[:, None] + 0.0 * kinds
+    return np.where(virtual > 1, virtual - 1.0 + np.maximum(kinds - 1.0, 0.0), 0.0)
+
+
+def _limits_with_mtp(
+    train: Training, layout: Layout, costs: Costs, most: FloatArray, norm: FloatArray, mtp: FloatArray
+) -> FloatArray:
+    """Return `most` with the limits of the stages that `norm` and multi-token prediction change."""
+    place, limits = np.arange(most.shape[2]), most.copy()
+    changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
+    rows, leading, stage = np.nonzero(_possible(train, layout) & changed[:, None])
+    limits[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, norm[rows], mtp[rows]).limits()
+    return limits
 
 
 def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
@@ -89,16 +118,22 @@ def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: I
     leading, subset = leading_layers(train), layout[rows]
     total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
     mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
-    norm = np.where(train.model.mtp_num_layers > 0, -1.0, subset.pipeline - 1.0)
+    end, nowhere = subset.pipeline - 1.0, np.full(rows.size, -1.0)
+    norm = nowhere if train.model.mtp_num_layers else end
+    last = [end, nowhere] if train.options.early_mtp else [end]
+    places = [(end - 1.0, nowhere), *((end, mtp) for mtp in last)]
     even = replace(subset, split=np.zeros(rows.size))
-    stages = [_stage(train, even, none, subset.pipeline - before, norm, mean) for before in (2.0, 1.0)]
+    stages = [_stage(train, even, none, place, norm, mtp, mean) for place, mtp in places]
     fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
-    kept = np.flatnonzero(fits[0] | fits[1] | unknown)
+    kept = np.flatnonzero(np.logical_or.reduce(fits) | unknown)
     rows, subset, none, unknown = rows[kept], replace(subset[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
-    end = subset.pipeline.astype(np.int64) - 1
-    limits = np.stack([_Room(train, subset, costs, none, place, norm[kept]).limits() for place in (end - 1, end)])
-    kept = np.flatnonzero((limits[0] * end + limits[1] + (subset.virtual - 1.0) * leading >= total) | unknown)
-    return rows[kept], limits[:, kept]
+    rooms = [
+        _Room(train, subset, costs, none, place[kept].astype(np.int64), norm[kept], mtp[kept]) for place, mtp in places
+    ]
+    limits = np.stack([room.limits() for room in rooms])
+    most = limits[0] * end[kept] + limits[1:].max(axis=0) + (subset.virtual - 1.0) * leading
+    kept = np.flatnonzero((most >= total) | unknown)
+    return rows[kept], limits[:2, kept]
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
@@ -130,12 +165,13 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArr
             most[every, 0, stage] = limits
             unknown[every, 0, stage] = False
     rows, leading, stage = np.nonzero(unknown)
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows]).limits()
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows]).limits()
     most *= possible
     second, before = most[:, 0, 1], most[every, 0, np.maximum(end - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
-    room, share = _Room(train, layout[rows], costs, leading, stage, last[rows]), (stage - 1.0) / (last[rows] - 2.0)
+    room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
+    share = (stage - 1.0) / (last[rows] - 2.0)
     guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))
     most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0, guess)
     return most
@@ -144,7 +180,7 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArr
 @dataclass(frozen=True, slots=True)
 class _Room:
     """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
-    `norm` is the stage with the final norm.
+    `norm` is the stage with the final norm, `mtp` the one with multi-token prediction.
     """
 
     train: Training
@@ -153,20 +189,22 @@ class _Room:
     leading: IntArray
     place: IntArray
     norm: FloatArray
+    mtp: FloatArray
 
     def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages of some rows with each of these numbers of layers, below 0 where they do
         not fit.
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
-        stages = [_stage(self.train, layout, self.leading[rows], place, self.norm[rows], each) for each in layers]
+        norm, mtp = self.norm[rows], self.mtp[rows]
+        stages = [_stage(self.train, layout, self.leading[rows], place, norm, mtp, each) for each in layers]
         return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
 
     def limits(self) -> FloatArray:
         """Return the most layers that fit, or fewer than a stage may have if these do not fit."""
         total, every = self.train.model.num_layers, np.arange(self.place.size)
-        last = self.place == self.layout.pipeline - 1.0
-        fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
+        may_end_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
+        fits = np.maximum(self.leading, self.layout.virtual - may_end_empty) - 1.0
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
         one, two = self.bytes(every, mean, mean + 1.0)
         fits = np.where(two >= 0, mean + 1.0, np.where(one >= 0, mean, fits))
@@ -197,18 +235,23 @@ class _Room:
 
 
 def _stage(
-    train: Training, layout: Layout, leading: IntArray, place: FloatArray, norm: FloatArray, layers: FloatArray
+    train: Training,
+    layout: Layout,
+    leading: IntArray,
+    place: FloatArray,
+    norm: FloatArray,
+    mtp: FloatArray,
+    layers: FloatArray,
 ) -> Stage:
     """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
-    the final norm.
+    the final norm, `mtp` the one with multi-token prediction.
     """
-    last = 1.0 * (place == layout.pipeline - 1.0)
     part = Part(
         first=1.0 * (place == 0),
-        last=last,
+        last=1.0 * (place == layout.pipeline - 1.0),
         final_norm=1.0 * (place == norm),
         layers=layers,
         dense=layers if train.model.num_moe_experts is None else leading.astype(np.float64),
-        mtp=last * train.model.mtp_num_layers,
+        mtp=1.0 * (place == mtp) * train.model.mtp_num_layers,
     )
     return stage_with(part, train.model, layout, place, train.options)

@@ -148,6 +148,8 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seven layers, interleaved": ({**DENSE, "num_layers": 7}, {PP: 2, VP: 2, LETTERS: "Ett|tt|tt|tL"}),
     "experts and a dense layer": ({**SHARED, "num_layers": 5}, {PP: 3, LETTERS: "Ett|tt|tL", **EP2}),
     "two tokens and no layer at the loss": ({**DEEP, "num_layers": 5}, {PP: 3, LETTERS: "Ett|ttt|mL", **EP2}),
+    "two tokens before the loss": ({**DEEP, "num_layers": 5}, {PP: 4, LETTERS: "Ett|tt|tm|L", **EP2}),
+    "two tokens alone": ({**DENSE, "num_layers": 5, **TWO}, {PP: 4, LETTERS: "Ett|ttt|m|L"}),
 }
 """Layouts as they are derived; memory of all their stages."""
 CASES |= {

@@ -39,6 +39,10 @@ class Module:
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
+    def __mul__(self, share: FloatArray) -> Module:
+        tensors = {name: value * share for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * share, self.extras)
+
 
 def stored(modules: Sequence[Module]) -> FloatArray:
     """Return the bytes that `modules` store."""

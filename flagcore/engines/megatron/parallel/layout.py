@@ -37,6 +37,11 @@ class ArrayRecord:
         """Return some rows, as `numpy.ndarray.take`, which is several times faster than an index."""
         return self[rows]
 
+    def or_else(self: R, other: R, rows: BoolArray) -> R:
+        """Return this record with `other` in some rows."""
+        pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
@@ -85,7 +90,8 @@ class Options:
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
     `splits` are the splits to which `Layout.split` refers. With `equal_stages` derived splits have equal stages between
-    the first and the last. `recompute_stage_layers` is empty if all stages recompute the same number of layers,
+    the first and the last, with `early_mtp` they may have multi-token prediction on the stage before the last.
+    `recompute_stage_layers` is empty if all stages recompute the same number of layers,
     `offload_stages` if all stages offload. Fields in bytes are per element. With `adapters` the model's weights have no
     gradients and no optimizer. `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration".
     The dispatcher flex sends a token to a rank once, for all of its experts there. With `assumed_fp8_gather` only
@@ -95,6 +101,7 @@ class Options:
     schedule: str | None = None
     splits: Splits | None = None
     equal_stages: bool = False
+    early_mtp: bool = False
     account_for_embedding: bool = False
     account_for_loss: bool = False
     recompute_modules: frozenset[str] = frozenset({"core_attn"})

@@ -21,7 +21,7 @@ from flagcore.engines.megatron.parallel.layout import (
 from flagcore.engines.schedules import formulas
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
-LAYERS, DENSE = 3, 4
+LAYERS, DENSE, MTP = 3, 4, 5
 """Places of the fields of `Part` in the holdings of a split."""
 
 
@@ -149,6 +149,11 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
     return replace(layout, split=number), replace(options, splits=Splits.of(devices, lengths.astype(np.float64)))
 
 
+def depths_received(model: Model, stage: Stage) -> FloatArray:
+    """Return how many depths of multi-token prediction the stage with the loss receives from another one."""
+    return stage.last * (model.mtp_num_layers - stage.mtp)
+
+
 def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
     """Return how many layers of each virtual stage are recomputed one by one."""
     if not options.recompute_stage_layers:
@@ -187,7 +192,8 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     each = np.floor(layers / virtual)
     spread = rest * each + np.minimum(rest, (layers - each * virtual) * size)
     before = virtual - 1.0
-    left = np.clip(layers - layers_before_last(model, layout), 0.0, layers)
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the loss, behind early multi-token prediction
+    left = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
     here = np.minimum(rest, before * size)
     filled = here * (layers - left) / before + (rest - here) * left
     held = rounds * size * layers + np.where(part.last > 0, filled, spread)
