@@ -13,6 +13,7 @@ from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, MTP, stag
 from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search, search_equal
 from flagcore.engines.megatron.stages import chunk_layers, layout_text
 from flagcore.engines.megatron.time.pace import DEPENDS_ON, Pace
+from flagcore.engines.megatron.time.pipeline import shape_seconds
 from flagcore.engines.megatron.time.step import Blocks
 
 
@@ -44,7 +45,7 @@ def split_layers(
     found = best_splits(train, few, pace)
     if train.options.early_mtp:
         early = best_splits(train, few, pace, early=True)
-        found = found.or_else(early, early.seconds * EQUAL < found.seconds)
+        found = found.or_else(early, early.seconds * EQUAL + shape_seconds(train, few, costs) < found.seconds)
     alike, split = distinct([found.choice.astype(np.float64), few.pipeline, few.virtual, *found.ends.T])
     even = (found.seconds == np.inf) | _even(train, few, found)
     splits = splits_of(train, few[alike], *stage_layers(train, few[alike], found[alike]))
@@ -99,6 +100,8 @@ def best_splits(
     if train.options.equal_stages:
         return _best_equal(train, layout, pace, most)
     found, possible = _none(train, layout.pipeline.size), np.ones(layout.pipeline.size, dtype=np.bool_)
+    if early:  # Megatron does not add the gradients of two copies of the embedding on the first device
+        possible &= (layout.pipeline > 2) | (layout.virtual == 1)
     if most is not None:
         later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
         possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)

@@ -13,7 +13,7 @@ from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
-from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS
+from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -164,6 +164,10 @@ def check(task: Task, settings: Settings) -> None:
     for key, (is_wrong, problem) in refusals.items():
         if is_wrong and key in enabled:
             raise _refused(key, settings, problem)
+    if settings.get(LAYOUT) and model.mtp_num_layers and not takes_early_mtp(task.spec):
+        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
+        if not last.mtp:
+            raise _refused(LAYOUT, settings, "has multi-token prediction before the loss, which needs megatron-core 0.16")
 
 
 def _refused(key: str, settings: Settings, problem: str) -> SpecError:

@@ -14,6 +14,7 @@ from flagcore.engines.megatron.memory.training import stages_in_use
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.time.pace import Pace
+from flagcore.engines.megatron.time.pipeline import shape_seconds
 from flagcore.engines.megatron.time.step import Blocks
 
 
@@ -79,7 +80,8 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, kno
             every, place, at_least = np.arange(end.size), mtp.astype(np.int64), 0.0
             limits[every, :, place] = np.minimum(limits[every, :, place], empty)
         best = best_splits(train, layout, pace, limits, at_least, early=early)
-        results.append(_Found(best.seconds, *stage_layers(train, layout, best, limits)))
+        seconds = best.seconds + early * shape_seconds(train, layout, costs)
+        results.append(_Found(seconds, *stage_layers(train, layout, best, limits)))
     found = results[0]
     for other in results[1:]:
         found = found.or_else(other, other.seconds < found.seconds)

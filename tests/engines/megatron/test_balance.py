@@ -61,8 +61,9 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one, and
     none on the last one and none needed before it where multi-token prediction is early.
     """
-    model, length, chunks = work.model, int(split.pipeline[0]), int(split.virtual[0])
-    held = np.concatenate([_holdings(work, length, chunks, early) for early in (0, 1)[: 1 + work.options.early_mtp]])
+    length, chunks = int(split.pipeline[0]), int(split.virtual[0])
+    most = work.options.early_mtp and (length > 2 or chunks == 1)
+    held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
     splits = Splits.of(held, np.full(len(held), float(length)))
     rows = split[np.zeros(len(held), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
@@ -208,7 +209,7 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     work = train(model, sequence=int(draw.choice([1024, 4096])), transformer_engine=bool(draw.integers(2)))
     equal_stages = bool(draw.random() < 0.15)
     early = bool(depths) and not equal_stages and bool(draw.random() < 0.7)
-    options = dataclasses.replace(work.options, equal_stages=equal_stages, early_mtp=early)
+    options = dataclasses.replace(work.options, equal_stages=equal_stages, early_mtp=early, overlap_p2p_comm=not early)
     work = dataclasses.replace(work, options=options)
     more = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
     recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]

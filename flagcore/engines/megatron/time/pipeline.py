@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
-from flagcore.engines.megatron.parallel.pipeline import Stage
+from flagcore.engines.megatron.parallel.pipeline import Stage, depths_received
 from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
 from flagcore.engines.schedules.critical_path import StageTimes
@@ -34,7 +34,7 @@ def pipeline_time(
     boundary; otherwise all messages take the mean time. `found` are representative stages in order, the last stage
     last; a stage that is not among them equals the previous one.
     """
-    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout)
+    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout, found[-1])
     refill = blocking * _refill_seconds(costs)
     mean_message = messages.mean(layout, placement) + refill
     send = mean_message if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean_message)
@@ -67,15 +67,27 @@ def pipeline_time(
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
 
 
-def sender_waits(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where sending a message blocks the sender, else 0."""
-    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
+def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> FloatArray:
+    """Return 1 where sending a message blocks the sender, else 0.
+
+    If the last stage receives depths of multi-token prediction, stages send the shapes of their messages first, and
+    wait for the device (megatron-core 0.16 `p2p_communication.py`).
+    """
+    shapes = False if last is None else depths_received(train.model, last) > 0
+    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm & ~np.asarray(shapes), 0.0, 1.0)
 
 
-def message_seconds(train: Training, layout: Layout, costs: Costs, placement: Placement) -> FloatArray:
+def message_seconds(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, waits: FloatArray
+) -> FloatArray:
     """Return the seconds of one message between two stages, the mean over a pipeline."""
-    refill = sender_waits(train, layout) * _refill_seconds(costs)
-    return Messages.of(train, layout, costs, placement).mean(layout, placement) + refill
+    return Messages.of(train, layout, costs, placement).mean(layout, placement) + waits * _refill_seconds(costs)
+
+
+def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds of a micro-batch on a stage that messages with shapes add to messages that overlap."""
+    waits = 1.0 - sender_waits(train, layout)
+    return 2.0 * layout.virtual * waits * message_seconds(train, layout, costs, Placement.of(layout, costs), waits)
 
 
 def _refill_seconds(costs: Costs) -> float:
