@@ -102,7 +102,8 @@ def _limits_with_mtp(
     train: Training, layout: Layout, costs: Costs, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
     """Return `most` with the limits of the stages that `norm` and multi-token prediction change."""
-    place, limits = np.arange(most.shape[2]), most.copy()
+    place = np.arange(most.shape[2])
+    limits: FloatArray = most.copy()
     changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
     rows, leading, stage = np.nonzero(_possible(train, layout) & changed[:, None])
     limits[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, norm[rows], mtp[rows]).limits()

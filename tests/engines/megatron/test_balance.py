@@ -17,6 +17,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.balance import layouts, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
+from flagcore.engines.megatron.options import options
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import Part, placed, stage, stage_with
 from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts, with_layout
@@ -24,9 +25,11 @@ from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, costs_in_run, step_time
+from flagcore.errors import SpecError
 from flagcore.stages.build import build
 from tests import small
 from tests.engines.megatron.candidates import layout, train
+from tests.engines.megatron.test_memory_published import DEEPSEEK_V3
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(
@@ -286,6 +289,31 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
         assert found[0].options.splits is not None
         np.testing.assert_array_equal(options.splits.holdings[1], found[0].options.splits.holdings[1])
         assert again.split.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("early", "text"), [(False, "Et*3|t|t|(tt|)*28mL"), (True, "Ett|(tt|)*29tm|L")])
+def test_multi_token_prediction_leaves_a_stage_to_the_loss_where_that_is_faster(early: bool, text: str) -> None:
+    model = dataclasses.replace(DEEPSEEK_V3, num_layers=61, moe_first_dense_layers=3, mtp_num_layers=1)
+    work = train(model, transformer_engine=True)
+    work = dataclasses.replace(work, options=dataclasses.replace(work.options, early_mtp=early))
+    split = layout(pipeline=32, data=8, expert=8, microbatches=64)
+    assert layouts(*derived(work, split, costs(1e15))) == [text]
+
+
+@pytest.mark.parametrize(
+    ("version", "since"), [("0.12.0", None), ("0.13.0", None), ("0.14.0", "mL"), ("0.15.2", "mL"), ("0.16.0", "m|L")]
+)
+def test_a_release_refuses_layouts_with_multi_token_prediction_that_it_does_not_support(
+    version: str, since: str | None
+) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=3, mtp_num_layers=1)
+    for end in ("mL", "m|L"):
+        task = small.task(model, settings={LAYOUT: f"Et|tt{end}"}, engine_version=version)
+        if since is not None and len(end) <= len(since):
+            options(task)
+        else:
+            with pytest.raises(SpecError, match="multi-token prediction"):
+                options(task)
 
 
 def test_a_split_that_is_no_faster_than_the_even_one_stays_even() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 
@@ -39,9 +39,10 @@ class Module:
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
-    def __mul__(self, share: FloatArray) -> Module:
-        tensors = {name: value * share for name, value in self.tensors.items()}
-        return Module(self.component, tensors, self.work * share, self.extras)
+    def only(self, rows: BoolArray) -> Module:
+        """Return this module in some rows, and an empty one in the others."""
+        tensors = {name: value * rows for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * rows, self.extras)
 
 
 def stored(modules: Sequence[Module]) -> FloatArray:

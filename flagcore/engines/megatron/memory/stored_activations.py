@@ -98,9 +98,8 @@ class Kinds:
         modules = depths(train, layout, self.sizes, last.stored, above, layers)
         if not np.any((stage.mtp > 0) != (stage.last > 0)):
             return Layer.of([*modules, *self.rows.head])
-        mine = [(stage.mtp > 0) * 1.0, *[stage.last] * (1 + len(self.rows.head))]
-        pairs = zip([*modules, *self.rows.head], mine, strict=True)
-        return Layer.of([module * share for module, share in pairs])
+        is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.rows.head))]
+        return Layer.of([each.only(here) for each, here in zip([*modules, *self.rows.head], is_here, strict=True)])
 
 
 def _layers(
@@ -275,7 +274,7 @@ def _early(stage: Stage) -> BoolArray:
 def _early_in_flight(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the micro-batches in flight on the last virtual stage of a device with early multi-token prediction."""
     chunks = in_flight(layout, stage.index, train.options) * layout.virtual
-    return _early(stage) * np.maximum(chunks - (layout.virtual - 1.0) * layout.pipeline, 1.0)
+    return np.where(_early(stage), np.maximum(chunks - (layout.virtual - 1.0) * layout.pipeline, 1.0), 0.0)
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:

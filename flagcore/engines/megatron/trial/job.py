@@ -167,8 +167,8 @@ class Job:
     @property
     def virtual_stages(self) -> int | None:
         """Model chunks on each pipeline stage, None if the schedule is not interleaved."""
-        if stages := self.stage_layers:
-            chunks = len(stages) // self.candidate.pipeline_model_parallel_size
+        if layout := self.stage_layers:
+            chunks = len(layout) // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None
         if number := self.candidate.virtual_pipeline_model_parallel_size:
             return number if number > 1 else None
