@@ -10,8 +10,9 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.balance import best_splits, leading_layers, splits_of, stage_layers
-from flagcore.engines.megatron.memory.training import stages_in_use
+from flagcore.engines.megatron.memory.training import stages_in_use, states_of
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
+from flagcore.engines.megatron.parallel.parameters import layer_parameters
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.pipeline import shape_seconds
@@ -118,9 +119,10 @@ def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: I
     the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
     micro-batches in flight. Pipelines with leading layers on every device are not judged if they have virtual stages.
     """
-    leading, subset = leading_layers(train), layout[rows]
-    total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
-    mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
+    leading = leading_layers(train)
+    total, rows = train.model.num_layers - leading, rows[_weights_fit(train, layout[rows], costs)]
+    subset, none = layout[rows], np.zeros(rows.size, dtype=np.int64)
+    mean, unknown = np.ceil(total / subset.pipeline), (subset.virtual > 1) & (subset.pipeline <= leading)
     end, nowhere = subset.pipeline - 1.0, np.full(rows.size, -1.0)
     norm = nowhere if train.model.mtp_num_layers else end
     last = [end, nowhere] if train.options.early_mtp else [end]
@@ -137,6 +139,15 @@ def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: I
     most = limits[0] * end[kept] + limits[1:].max(axis=0) + (subset.virtual - 1.0) * leading
     kept = np.flatnonzero((most >= total) | unknown)
     return rows[kept], limits[:2, kept]
+
+
+def _weights_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
+    """Return where the states of the weights of the mean number of layers fit, and where leading layers may matter."""
+    leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
+    mean = np.ceil((train.model.num_layers - leading) / layout.pipeline)
+    weights = {name: count * mean for name, count in layer_parameters(train, layout, moe=has_experts).items()}
+    needed = sum(state.total for state in states_of(train, layout, weights))
+    return (needed <= (costs.memory.capacity_bytes() or np.inf)) | (layout.pipeline <= leading)
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:

@@ -88,6 +88,19 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     return memories
 
 
+def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
+    """Return the states of the dense weights and of the expert weights."""
+    dense, experts = split_parameters(params)
+    of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
+    padded = dense + padding(layout, dense, experts=False)
+    total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
+    if train.model.num_moe_experts is None:
+        none = np.zeros(())
+        return total, State(none, none, none, none)
+    padded = experts + padding(layout, experts, experts=True)
+    return total, state(train, layout, padded, experts=True, linear=experts)
+
+
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:
     """Return the memory of one global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
     rank_stage = stage(train.model, layout, stage_of_rank(layout, rank), train.options)
@@ -192,22 +205,9 @@ class _Estimate:
         """Return the activations by component, with the bytes above the stored ones as `backward`."""
         activations = stage_activations(self.train, self.layout, stage_, self.kinds)
         parts = activation_parts(self.train, self.layout, stage_, self.kinds, activations)
-        states = self.states(stage_parameters(self.train, self.layout, stage_))
+        states = states_of(self.train, self.layout, stage_parameters(self.train, self.layout, stage_))
         gathered = gathered_bytes(self.train, self.layout, *states)
         return {**parts, "backward": self.activation(stage_) + gathered - activations.stored}
-
-    def states(self, params: Parts) -> tuple[State, State]:
-        """Return the states of the dense weights and of the expert weights."""
-        train, layout = self.train, self.layout
-        dense, experts = split_parameters(params)
-        of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
-        padded = dense + padding(layout, dense, experts=False)
-        total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
-        if train.model.num_moe_experts is None:
-            none = np.zeros(())
-            return total, State(none, none, none, none)
-        padded = experts + padding(layout, experts, experts=True)
-        return total, state(train, layout, padded, experts=True, linear=experts)
 
     def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
         """Return the memory of one stage; `workspace_bytes` is the size of one workspace of the matrix library.
@@ -217,7 +217,7 @@ class _Estimate:
         """
         train, layout, sizes = self.train, self.layout, self.kinds.sizes
         params = stage_parameters(train, layout, stage_)
-        states = self.states(params)
+        states = states_of(train, layout, params)
         base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
         static = base + bytes_held_after_step(train, layout, stage_, sizes)
         step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -17,21 +18,27 @@ T = TypeVar("T")
 R = TypeVar("R", bound="ArrayRecord")
 
 
+@cache
+def names(kind: type[ArrayRecord]) -> tuple[str, ...]:
+    """Return the names of the fields of a record."""
+    return tuple(each.name for each in fields(kind))
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
     """A record of arrays or of other such records. Addition, multiplication and indexing apply to each field."""
 
     def __add__(self: R, other: R) -> R:
-        return type(self)(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names(type(self))})
 
     def __mul__(self: R, times: FloatArray | float) -> R:
-        return type(self)(**{each.name: getattr(self, each.name) * times for each in fields(self)})
+        return type(self)(**{name: getattr(self, name) * times for name in names(type(self))})
 
     def __getitem__(self: R, rows: slice | IntArray) -> R:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        kind = type(self)
         if isinstance(rows, slice):
-            return type(self)(**{name: value[rows] for name, value in values.items()})
-        return type(self)(**{name: value.take(rows, 0) for name, value in values.items()})
+            return kind(**{name: getattr(self, name)[rows] for name in names(kind)})
+        return kind(**{name: getattr(self, name).take(rows, 0) for name in names(kind)})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
         """Return some rows, as `numpy.ndarray.take`, which is several times faster than an index."""
@@ -39,7 +46,7 @@ class ArrayRecord:
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
         """Return this record with `other` in some rows."""
-        pairs = ((each.name, getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names(type(self)))
         return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
 
 
@@ -271,8 +278,8 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
     first: Any = values[0]
     result: Any
     if isinstance(first, ArrayRecord):
-        names = [each.name for each in fields(first)]
-        result = type(first)(**{name: _picked(places, [getattr(value, name) for value in values]) for name in names})
+        parts = {name: _picked(places, [getattr(value, name) for value in values]) for name in names(type(first))}
+        result = type(first)(**parts)
     else:
         result = np.concatenate([np.broadcast_to(cast("Any", value), places.shape) for value in values]).take(places)
     return cast("T", result)
