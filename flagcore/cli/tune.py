@@ -86,7 +86,7 @@ def run_command(run: str) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
-    command of Megatron-LM is printed, for you to complete.
+    full command of the engine is printed, for you to complete.
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """

@@ -36,8 +36,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
 
 Become = Callable[[list[bytes], dict[bytes, bytes]], None]
-"""Turns a process into a trial with these arguments and variables. It closes descriptors above 2 and does not return.
-"""
+"""Turns a process into a trial: closes descriptors above 2, runs the arguments and variables, does not return."""
 
 
 def write_json(path: str, record: object) -> None:
@@ -105,11 +104,8 @@ class ProcessTree:
         self.pace = Throttle(1.0)
 
     def scan(self) -> None:
-        """Find new descendants. `settled` are those of the last scan, because a vfork(2) child shows its parent's
-        memory.
-        """
-        started = time.process_time()
-        present_pids = all_processes()
+        """Find new descendants. `settled` omits the newest: a vfork(2) child shows the memory of its parent."""
+        started, present_pids = time.process_time(), all_processes()
         self.members &= present_pids
         self.outsiders &= present_pids
         self.settled = self.members.copy()
@@ -150,8 +146,7 @@ class MemoryMeter:
     """
 
     def __init__(self, relatives: tuple[int, ...] = ()) -> None:
-        self.peak, self.relatives = 0, relatives
-        self.shared = 0
+        self.peak, self.shared, self.relatives = 0, 0, relatives
         self.known: set[int] = set()
         self.pace, self.exact_pace = Throttle(1.0), Throttle(60.0)
 
@@ -276,28 +271,26 @@ class Trial:
 
     def end(self, reason: str, grace_s: float) -> None:
         """End all processes, with SIGTERM first if `grace_s` is above 0."""
-        now = time.monotonic()
+        now, self.ends_at = time.monotonic(), NEVER
         if self.code is None and self.ended_by is None:
             self.ended_by = reason
-        self.ends_at = NEVER
         if self.kill_at > now + grace_s:
             self.term_at, self.kill_at = (now if grace_s else NEVER), now + grace_s
 
     def alive(self) -> bool:
         """Reap ended processes, and return whether any is left."""
-        while True:
-            try:
+        with contextlib.suppress(ChildProcessError):
+            while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return False
-            if pid == 0:
-                return True
-            if pid == self.first:
-                now = time.monotonic()
-                self.code, self.duration = os.waitstatus_to_exitcode(status), now - self.started_at
-                if self.kill_at == NEVER:
-                    self.term_at, self.kill_at = now + LINGER_SECONDS, now + LINGER_SECONDS + GRACE_SECONDS
-                    self.ends_at = NEVER
+                if pid == 0:
+                    return True
+                if pid == self.first:
+                    now = time.monotonic()
+                    self.code, self.duration = os.waitstatus_to_exitcode(status), now - self.started_at
+                    if self.kill_at == NEVER:
+                        self.term_at, self.kill_at = now + LINGER_SECONDS, now + LINGER_SECONDS + GRACE_SECONDS
+                        self.ends_at = NEVER
+        return False
 
     def act(self) -> float:
         """Run the checks that are due and return the seconds until the next one."""
@@ -336,8 +329,8 @@ class Trial:
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
     """Wait until all processes of the trial have ended, or SIGKILL had no effect for too long."""
     poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(signals, select.POLLIN)
+    for descriptor in (control, signals):
+        poll.register(descriptor, select.POLLIN)
     while trial.alive() and time.monotonic() < trial.kill_at + GIVE_UP_SECONDS:
         for descriptor, _ in poll.poll(trial.act() * 1000):
             received = os.read(descriptor, 4096)

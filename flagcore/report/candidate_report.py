@@ -161,7 +161,7 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
-        verdict = NAMES["verdicts"][both["sure"]]
+        verdict = NAMES["verdicts"][both["certainty"]]
         parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 

@@ -13,7 +13,7 @@ import pytest
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compare_sides, _overlap, _Side
+from flagcore.api.explaining.compare import CORRECTED, PREDICTED, _compare_sides, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
@@ -40,7 +40,7 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
 ) -> None:
     arguments = ("--spec", project.spec(cluster={"memory_per_device": "2GiB"}), "tp=2, mbs=2", "DP 2, MBS 4")
     comparison = compared(*arguments)
-    assert (comparison["sure"], comparison["tasks"]) == ("as predicted", [])
+    assert (comparison["certainty"], comparison["tasks"]) == ("predicted", [])
     assert comparison["differs"]["micro_batch_size"] == [2, 4]
     for place, side in enumerate((comparison["a"], comparison["b"])):
         step, used = side["predicted"]["step_time_s"]["value"], side["predicted"]["memory"]["device_used_gib"]
@@ -64,7 +64,7 @@ def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(
         if (both := compared(project.run_dir, typed))["b"]["measured"] is None
     )
     believed = open_one["b"]["believed"]["step_time_s"]["value"]
-    assert open_one["sure"] == "as believed"
+    assert open_one["certainty"] == "corrected"
     assert open_one["a"]["believed"] is None
     assert open_one["gap"] == pytest.approx(believed / open_one["a"]["measured"]["step_time_s"] - 1)
     assert any(line.startswith("expected after trials") for line in open_one["because"])
@@ -83,8 +83,8 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     )
     first, second = (_Side(run, candidate_report(run, each)) for each in typed)
     comparison = _compare_sides(first, second)
-    assert (comparison.sure, comparison.gap) == (BELIEVED, pytest.approx(2.0))
-    assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
+    assert (comparison.certainty, comparison.gap) == (CORRECTED, pytest.approx(2.0))
+    assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).certainty == PREDICTED
 
 
 def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
@@ -107,14 +107,14 @@ def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
     assert "spread within a run" in text
     assert "spread between runs" in text
     comparison = compared(project.run_dir, f"{project.run_dir}:baseline")
-    assert comparison["sure"] == "surely"
+    assert comparison["certainty"] == "significant"
     best, baseline = (comparison[side]["measured"]["step_time_s"] for side in "ab")
     assert comparison["gap"] == pytest.approx(baseline / best - 1)
     assert comparison["a"]["measured"]["runs"] == comparison["b"]["measured"]["runs"] == 2
     assert compared(project.run_dir, "baseline") == comparison
     assert f"measured {comparison['gap']:+.1%} in time" in comparison["because"][0]
     rerun = compared(project.run_dir, project.run_dir)
-    assert (rerun["gap"], rerun["sure"], rerun["differs"]) == (0.0, "perhaps", {})
+    assert (rerun["gap"], rerun["certainty"], rerun["differs"]) == (0.0, "not significant", {})
     other_record = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
     assert flag("tune", other_record, "--run-dir", str(tmp_path / "other"), "-q").code == 0
     distinct = compared(f"{project.run_dir}:baseline", tmp_path / "other")
@@ -137,7 +137,7 @@ def test_illegal_candidate_and_unknown_run_are_reported(
     compared: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     comparison = compared("--spec", project.spec(), "best", "mbs=3")
-    assert (comparison["gap"], comparison["sure"], comparison["time"]) == (None, "unknown", {})
+    assert (comparison["gap"], comparison["certainty"], comparison["time"]) == (None, "unknown", {})
     assert comparison["because"][0].startswith("B is illegal: global_batch_size")
     completed = flag("compare", "nowhere:best", "nothing")
     assert (completed.code, completed.out) == (2, "")

@@ -67,7 +67,7 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert schema["$defs"]["Document"]["properties"]["train"]
     parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
     assert parts["flagcore"]["ok"]
-    assert "pip install" in parts["torch"]["mend"] or parts["torch"]["ok"]
+    assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
 
 
 def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
@@ -78,7 +78,7 @@ def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    output = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    output = [part["fix"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
     assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in output)
     completed = flag("estimate", project.spec(cluster={"chip": "auto"}))
     assert completed.code == 4

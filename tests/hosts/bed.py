@@ -223,7 +223,7 @@ class Bed:
         """Drop all that is sent to or from a host; its link stays up."""
         self._on_switch(f"ip link set {self._port(name)} nomaster")
 
-    def mend(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         """Undo `cut`."""
         self._on_switch(f"ip link set {self._port(name)} master br0")
 
@@ -231,12 +231,12 @@ class Bed:
         return f"s{name}" if name in self._delays else PORT + name
 
     def kill(self, name: str) -> None:
-        """End all processes of a host at once; their peers are told."""
+        """End all processes of a host at once; their connections are closed."""
         os.kill(self._first[name], signal.SIGKILL)
         self._started[name].wait()
 
     def poweroff(self, name: str) -> None:
-        """End a host without a word to the others."""
+        """End a host; its connections stay open and silent."""
         self.cut(name)
         self.kill(name)
 

@@ -18,7 +18,7 @@ from tests.hosts.conftest import BEST, Project, Tune
 pytestmark = pytest.mark.slow
 
 CLEAN_SECONDS = 15.0
-"""From the return of a host to the end of the last process that nobody waits for."""
+"""From the return of a host to the end of the last orphaned process."""
 LONGEST_FAULT_SECONDS = 20.0
 FAULTS = [
     ("cut link", 4),
@@ -36,7 +36,7 @@ def begin(kind: str, tune: Tune, host: str, draw: random.Random) -> Undo:
     bed = tune.bed
     if kind == "cut link":
         bed.cut(host)
-        return lambda: bed.mend(host)
+        return lambda: bed.restore(host)
     if kind == "killed agent":
         for agent in agents(bed, host):
             os.kill(agent, signal.SIGKILL)
@@ -63,7 +63,7 @@ def agents(bed: Bed, host: str) -> list[int]:
 
 
 def all_clean(bed: Bed, seconds: float = CLEAN_SECONDS, *, everything: bool = False) -> list[tuple[str, bytes]]:
-    """Return the processes that nobody waits for, or all of trials, after at most some seconds."""
+    """Return the orphaned processes, or all processes of trials, after at most some seconds."""
     deadline = time.monotonic() + seconds
     look = bed.processes if everything else bed.orphans
     while True:

@@ -30,7 +30,7 @@ def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None
     bed.cut("h3")
     assert tune.wait_for_a_trial(4) in (["h1", "h2"], ["h3", "h2"])
     result = tune.finish()
-    bed.mend("h3")
+    bed.restore("h3")
     assert all_clean(bed, everything=True) == []
     assert tune.resumed == 0, tune.output()
     assert result["best"]["candidate"].items() >= BEST.items()

@@ -50,16 +50,16 @@ def of_stack(found: list[dict[str, Any]], chip: str) -> list[dict[str, Any]]:
 def test_the_public_wheel_of_vllm_is_not_advised_on_a_vendors_chip(name: str) -> None:
     found = {each["for"]: each for each in records(name, None)}
     for engine in ("vllm", "sglang", "lmdeploy"):
-        assert "pip install 'flagcore[" not in found[f"engine {engine} ({engine})"]["mend"]
+        assert "pip install 'flagcore[" not in found[f"engine {engine} ({engine})"]["fix"]
     words = "`pip install --no-deps`" if name == "cambricon" else "the public wheel"
-    assert words in found["engine vllm (vllm)"]["mend"]
+    assert words in found["engine vllm (vllm)"]["fix"]
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_a_torch_of_another_vendor_is_reported(name: str) -> None:
     problems = of_stack(records(name, None), STACKS[name].chip)
-    assert any(each["mend"].startswith("torch ") and each["mend"].endswith("vendor's build") for each in problems)
-    assert any("torch_mlu" in each["mend"] for each in problems) == (name == "cambricon")
+    assert any(each["fix"].startswith("torch ") and each["fix"].endswith("vendor's build") for each in problems)
+    assert any("torch_mlu" in each["fix"] for each in problems) == (name == "cambricon")
 
 
 @pytest.mark.parametrize("name", STACKS)

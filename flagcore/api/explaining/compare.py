@@ -27,7 +27,13 @@ from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
-SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
+SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
+    "significant",
+    "not significant",
+    "corrected",
+    "predicted",
+    "unknown",
+)
 """Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
 overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
 missing.
@@ -45,7 +51,7 @@ class Comparison(Notebook):
     single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
     other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
     empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
-    device. `sure` is its certainty: SURELY, PERHAPS, BELIEVED, PREDICTED or UNKNOWN. `because` is the explanation.
+    device. `certainty` is SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN. `because` is the explanation.
     `knobs` are those of both tasks, which only the text uses.
     """
 
@@ -58,7 +64,7 @@ class Comparison(Notebook):
     memory: Mapping[str, tuple[float, float]]
     figures: Mapping[str, tuple[float, float]]
     gap: float | None
-    sure: str
+    certainty: str
     because: tuple[str, ...]
     knobs: Knobs = field(default_factory=dict)
 
@@ -66,7 +72,7 @@ class Comparison(Notebook):
         return compared_text(self.as_data(), self.knobs)
 
     def __repr__(self) -> str:
-        gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.sure}"
+        gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.certainty}"
         return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
 
 
@@ -157,7 +163,7 @@ def _compare_sides(a: _Side, b: _Side) -> Comparison:
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
-    gap, sure = _gap(a, b)
+    gap, certainty = _gap(a, b)
     both_predicted = a.report.predicted and b.report.predicted
     predictions = [(side.report.predicted if both_predicted else None) or {} for side in (a, b)]
     time = _pairs(*(each.get("time", {}) for each in predictions))
@@ -173,8 +179,8 @@ def _compare_sides(a: _Side, b: _Side) -> Comparison:
         memory=memory,
         figures=_pairs(*figures),
         gap=gap,
-        sure=sure,
-        because=tuple(_reasons(a, b, time, gap, sure)),
+        certainty=certainty,
+        because=tuple(_reasons(a, b, time, gap, certainty)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
@@ -186,10 +192,10 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
     if a.measured_s and b.measured_s:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
-        return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
+        return gap, SIGNIFICANT if significant(longer, a.runs, b.runs) and not _overlap(a, b) else NOT_SIGNIFICANT
     has_trials = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
     if has_trials and a.report.expected_s and b.report.expected_s:
-        return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, BELIEVED
+        return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, CORRECTED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
     return None, UNKNOWN
@@ -229,7 +235,9 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
-def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
+def _reasons(
+    a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, certainty: str
+) -> list[str]:
     illegal = [
         _("{name} is illegal: {reason}", name=name, reason=side.report.because[0])
         for name, side in (("A", a), ("B", b))
@@ -242,13 +250,13 @@ def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         return [_("at least one time is unknown")]
     expected_gap = second / b.unit / (first / a.unit) - 1.0
     lines = []
-    if sure != PREDICTED:
-        source = _("expected after trials") if sure == BELIEVED else _("measured")
+    if certainty != PREDICTED:
+        source = _("expected after trials") if certainty == CORRECTED else _("measured")
         text = _(
             "{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected_gap
         )
         lines.append(text)
-    if sure in (SURELY, BELIEVED) and gap * expected_gap < 0:
+    if certainty in (SIGNIFICANT, CORRECTED) and gap * expected_gap < 0:
         return [*lines, _("the prediction has the opposite sign, so its parts do not explain the gap")]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())

@@ -80,7 +80,7 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         return {"lost": True}
     except NoDevice as error:  # what a plugin raised
         return {"lost": True} if isinstance(error.__cause__, LookupError) else {}
-    except Exception:
+    except (FlagError, TypeError, ValueError):
         return {}
 
 

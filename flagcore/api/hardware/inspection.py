@@ -204,12 +204,12 @@ def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
 def _requirement_record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
     """Return a record of `doctor`; by default it is ok if a version was found."""
     ok = found is not None if ok is None else ok
-    return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
+    return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
 
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return a record of `doctor` that is ok as untested, if there is a reason."""
-    return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
+    return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
 
 
 def _requirement(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:

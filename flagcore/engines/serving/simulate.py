@@ -12,7 +12,7 @@ from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.load.highest import highest_load
+from flagcore.engines.serving.load.highest import LEAST_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -28,8 +28,8 @@ MAX_WORK = 150_000
 """Maximum number of simulated requests, as far as it allows `MIN_SIMULATED` candidates."""
 MIN_SIMULATED = 64
 
-FIRST_LOAD, LEAST_RATE = 8.0, 1e-3
-"""The clients or requests per second that a search for the highest load starts with, and the lowest rate."""
+FIRST_LOAD = 8.0
+"""The clients or requests per second that a search for the highest load starts with."""
 
 UNLIMITED_TOKENS = 1e15
 """Size of an unlimited cache in tokens."""

@@ -55,8 +55,8 @@ USER_RATE = 1.25e9
 def topology_uses_the_users_network(plugin: Subject) -> Problems:
     plugin.implements("flagcore_topology")
     for chip in plugin.own_chips():
-        told = with_network(chip, USER_RATE)
-        found = plugin.loaded.topology(NodeGroup(chip=told, nodes=2, devices_per_node=chip.devices_per_node))
+        with_rate = with_network(chip, USER_RATE)
+        found = plugin.loaded.topology(NodeGroup(chip=with_rate, nodes=2, devices_per_node=chip.devices_per_node))
         if found and found.levels[-1].bytes_per_second > 1.01 * USER_RATE:
             rate = found.levels[-1].bytes_per_second
             yield f"flagcore_topology: {chip.name} has {rate:g} B/s between nodes, the user stated {USER_RATE:g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 from flagcore.engines.serving.balancer import Balancer
@@ -48,19 +49,19 @@ def test_open_connections_are_spread_evenly_and_answers_pass_at_once() -> None:
 
 def test_the_balancer_skips_dead_servers_and_closes_the_connection_if_all_are_dead() -> None:
     async def run() -> None:
-        gone, nobody = await listening(echo(b"x"))
-        gone.close()
-        await gone.wait_closed()
+        closed = socket.socket()  # bound, but does not listen
+        closed.bind(("127.0.0.1", 0))
+        closed_port = closed.getsockname()[1]
         server, alive = await listening(echo(b"a"))
-        front, port = await listening(Balancer([f"127.0.0.1:{nobody}", f"127.0.0.1:{alive}"]).serve)
+        front, port = await listening(Balancer([f"127.0.0.1:{closed_port}", f"127.0.0.1:{alive}"]).serve)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"hello\n")
         assert await asyncio.wait_for(reader.readline(), 10) == b"ahello\n"
         writer.close()
-        none, port = await listening(Balancer([f"127.0.0.1:{nobody}"]).serve)
+        only_closed, port = await listening(Balancer([f"127.0.0.1:{closed_port}"]).serve)
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), 10) == b""
-        for each in (front, none, server):
+        for each in (front, only_closed, server, closed):
             each.close()
 
     asyncio.run(run())

@@ -13,6 +13,8 @@ RESOLUTION = 1.05
 GROWTH = 1.25
 """The first factor between two loads; the exponent doubles until one load keeps the limits and one does not."""
 MAX_GROWTH = 4.0
+LEAST_RATE = 0.01
+"""The lowest request rate of a search, in requests per second."""
 
 
 def highest_load(

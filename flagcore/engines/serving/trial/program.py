@@ -20,7 +20,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
-from flagcore.engines.serving.load.highest import highest_load
+from flagcore.engines.serving.load.highest import LEAST_RATE, highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
@@ -39,8 +39,6 @@ STATES_BY_PROBLEM = {
 """The state of a trial by the kind of its first problem; the default is FAILED."""
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
-LEAST_SHARE = 1e-4
-"""The lowest rate of a search as a share of the highest."""
 TIME_SHARE = 1.5
 """A search ends if the time left is less than this share of that of its longest load."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
@@ -169,7 +167,7 @@ class _LoadRunner:
             longest_s = max(longest_s, time.monotonic() - began)
             return tried[value]
 
-        highest_load(run, self.job.start, least=1.0 if whole else most * LEAST_SHARE, most=most, whole=whole)
+        highest_load(run, self.job.start, least=1.0 if whole else LEAST_RATE, most=most, whole=whole)
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
             if not repeated or repeated[-1]:

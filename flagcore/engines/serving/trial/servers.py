@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,20 +40,20 @@ class PortTaken(Exception):
     """Another process listens on the port of a server."""
 
 
-class Served:
+class Served(ABC):
     """An instance that answers requests. `startup_s` is the time until it was healthy."""
 
     def __init__(self, name: str, log: Path, patterns: Sequence[FailurePattern]) -> None:
         self.name, self.log, self.patterns = name, log, patterns
         self.startup_s, self.url = 0.0, ""
 
+    @abstractmethod
     def check_alive(self, when: str) -> None:
         """Raise TrialFailure if the server has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resident_bytes(self) -> int:
         """Return the sum of the peaks of resident memory of its processes (proc(5): VmHWM)."""
-        raise NotImplementedError
 
     def fetch(self, path: str) -> str:
         """Return the response to a path. Raises OSError, also for a status other than 200."""
