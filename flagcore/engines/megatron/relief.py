@@ -183,7 +183,9 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArr
     most *= possible
     second, before = most[:, 0, 1], most[every, 0, np.maximum(end - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
-    rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
+    reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
+    wanted = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
+    rows, leading, stage = np.nonzero(between & wanted[:, None, None])
     room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
     share = (stage - 1.0) / (last[rows] - 2.0)
     guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -18,27 +17,21 @@ T = TypeVar("T")
 R = TypeVar("R", bound="ArrayRecord")
 
 
-@cache
-def names(kind: type[ArrayRecord]) -> tuple[str, ...]:
-    """Return the names of the fields of a record."""
-    return tuple(each.name for each in fields(kind))
-
-
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
     """A record of arrays or of other such records. Addition, multiplication and indexing apply to each field."""
 
     def __add__(self: R, other: R) -> R:
-        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names(type(self))})
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
     def __mul__(self: R, times: FloatArray | float) -> R:
-        return type(self)(**{name: getattr(self, name) * times for name in names(type(self))})
+        return type(self)(**{name: getattr(self, name) * times for name in self.__dataclass_fields__})
 
     def __getitem__(self: R, rows: slice | IntArray) -> R:
         kind = type(self)
         if isinstance(rows, slice):
-            return kind(**{name: getattr(self, name)[rows] for name in names(kind)})
-        return kind(**{name: getattr(self, name).take(rows, 0) for name in names(kind)})
+            return kind(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+        return kind(**{name: getattr(self, name).take(rows, 0) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
         """Return some rows, as `numpy.ndarray.take`, which is several times faster than an index."""
@@ -46,7 +39,7 @@ class ArrayRecord:
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
         """Return this record with `other` in some rows."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names(type(self)))
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
 
 
@@ -278,7 +271,9 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
     first: Any = values[0]
     result: Any
     if isinstance(first, ArrayRecord):
-        parts = {name: _picked(places, [getattr(value, name) for value in values]) for name in names(type(first))}
+        parts = {
+            name: _picked(places, [getattr(value, name) for value in values]) for name in first.__dataclass_fields__
+        }
         result = type(first)(**parts)
     else:
         result = np.concatenate([np.broadcast_to(cast("Any", value), places.shape) for value in values]).take(places)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import (
     DEFAULTS,
     ArrayRecord,
@@ -108,6 +108,12 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     return stage_with(part, model, layout, index, options)
+
+
+def some_of(stage: Stage, rows: IntArray) -> Stage:
+    """Return the stage of some candidates."""
+    values = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    return Stage(**{name: value.take(rows) if np.ndim(value) else value for name, value in values.items()})
 
 
 def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
