@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PLUGINS := nvidia metax iluvatar cambricon
+PLUGINS := nvidia amd metax iluvatar cambricon ascend mthreads hygon kunlunxin
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
 # What to test, as arguments of pytest: `make test TESTS=tests/cli`. JOBS processes run the tests: one more than cores,

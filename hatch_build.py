@@ -33,7 +33,7 @@ CORE = (
     "threadpoolctl>=3.5",
     "tomli>=2; python_version < '3.11'",
 )
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
+VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
     "vllm": ["vllm>=0.11"],

@@ -114,9 +114,9 @@ class Interrupted(FlagError):
     exit_code = 130
 
 
-def _short_repr(value: object, limit: int = 80) -> str:
+def _short_repr(value: object) -> str:
     try:
         text = repr(value)
     except (RecursionError, ValueError):
         return "..."
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."

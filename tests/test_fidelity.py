@@ -249,9 +249,9 @@ def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> Non
 
 
 def test_resuming_a_finished_run_of_probes_starts_nothing(bench: Bench) -> None:
-    first = bench.tune("probe").plan
+    first = bench.tune("probe", max_trials=6).plan
     bench.launcher = Ranks(lambda knobs, rank: AssertionError("no probe should start"))
-    assert bench.tune("probe").plan == first
+    assert bench.tune("probe", max_trials=6).plan == first
 
 
 def test_a_rank_that_runs_out_of_memory_rules_out_its_candidate_and_what_needs_as_much(bench: Bench) -> None:
@@ -291,14 +291,14 @@ def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench:
 def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
     whole = Bench(bench.folder / "whole")
     whole.folder.mkdir()
-    expected = whole.tune("probe").plan
+    expected = whole.tune("probe", max_trials=8).plan
     starts = iter(range(100))
     bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
-    first = bench.tune("probe")
+    first = bench.tune("probe", max_trials=8)
     assert isinstance(first.error, Interrupted)
     done = bench.launcher.probed[:stop_at]
     bench.launcher = Ranks()
-    second = bench.tune("probe")
+    second = bench.tune("probe", max_trials=8)
     assert second.error is None
     assert set(done).isdisjoint(bench.launcher.probed), "a finished probe was repeated"
     assert len(done) + len(bench.launcher.probed) == len(whole.launcher.probed)

@@ -14,7 +14,7 @@ import pytest
 from flagcore import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
+VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = ("cpu", "nvidia", "metax", "iluvatar", "cambricon")
+PLUGINS = ("cpu", "nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 EXAMPLE = ROOT / "examples" / "train-cpu.yaml"
 
 

@@ -27,9 +27,14 @@ OVERVIEW = DOCS / "vendors.md"
 TABLE = re.compile(r"<!-- maturity -->\n.*?<!-- end -->", re.DOTALL)
 VENDORS = {
     "nvidia": "NVIDIA",
+    "amd": "AMD",
     "metax": "MetaX",
     "iluvatar": "Iluvatar CoreX",
     "cambricon": "Cambricon",
+    "ascend": "Huawei Ascend",
+    "mthreads": "Moore Threads",
+    "hygon": "Hygon",
+    "kunlunxin": "Kunlunxin",
 }
 
 STATUS = {

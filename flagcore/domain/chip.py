@@ -143,8 +143,8 @@ MIN_SIMILARITY = 0.72
 """Chips are suggested if their normalized names have at least this similarity, from 0 to 1."""
 
 
-def similar_chips(word: str, chips: Iterable[Chip], max_count: int = 4) -> tuple[str, ...]:
-    """Return the names of the chips that `word` may mean, most similar first.
+def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
+    """Return the names of up to four chips that `word` may mean, most similar first.
 
     Chips with a name or alias that contains `word`, or is contained in it, are preferred to chips with a similar name.
     The vendor's name is ignored.
@@ -159,7 +159,7 @@ def similar_chips(word: str, chips: Iterable[Chip], max_count: int = 4) -> tuple
             containing.append((-SequenceMatcher(None, given, names[0]).ratio(), chip.name))
         elif similarity >= MIN_SIMILARITY:
             similar.append((-similarity, chip.name))
-    return tuple(name for _, name in sorted(containing or similar)[:max_count])
+    return tuple(name for _, name in sorted(containing or similar)[:4])
 
 
 MAX_LISTED = 20

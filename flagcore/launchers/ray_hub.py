@@ -26,7 +26,6 @@ WAIT_SECONDS = 60.0
 """Maximum time until nodes are free."""
 CONNECT_SECONDS = 5.0
 PIECE_BYTES = 1 << 16
-Resources = Mapping[str, float]
 
 
 class Agent:

@@ -93,7 +93,8 @@ def origins(points: Iterable[EntryPoint]) -> str:
 
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, by its `Requires-Dist`, or None."""
-    for requirement in map(Requirement, distribution.requires or ()):
+    own = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]  # parsing takes long
+    for requirement in map(Requirement, own):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(

@@ -84,9 +84,9 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     return model
 
 
-def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mapping[str, str] | None = None) -> None:
+def check_model(model: Model, *, at: KeyPath = (), names: Mapping[str, str] | None = None) -> None:
     """Raise SpecError if sizes of `model` contradict each other. `names` maps fields to keys of the file."""
-    if found := _contradictions(model, at, file, names or {}):
+    if found := _contradictions(model, at, "", names or {}):
         raise join_errors(list(found.values()))
 
 

@@ -83,13 +83,13 @@ def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
     return {**selected, "auto_tuner": tuner} if tuner else selected
 
 
-def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, file: str = "") -> None:
+def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str) -> None:
     """Raise SpecError for a section with knobs of an engine that is not in `engines`."""
     for name, value in knobs.items():
         if isinstance(value, Mapping) and name not in engines:
             problem = "has knobs of an engine that serve.engine does not name"
             fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
-            raise spec_error(("auto_tuner", key, name), problem, fix=fix, file=file)
+            raise spec_error(("auto_tuner", key, name), problem, fix=fix)
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:

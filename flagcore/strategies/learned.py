@@ -31,6 +31,7 @@ from flagcore.learning.trials import (
     observed_memory,
     observed_times,
     predicted_times,
+    trial_rows,
 )
 
 MAX_ROWS = 4096
@@ -49,6 +50,16 @@ MIN_PROBABILITY."""
 
 MIN_MEASURED = 3
 """The minimum number of measurements before the search may stop, because earlier runs may not be comparable."""
+
+MIN_CONFIRMED = 2
+"""MIN_MEASURED if this run confirms the earlier ones."""
+
+MAX_DEVIATIONS = 2.0
+"""A measurement confirms earlier runs if they predicted it within this number of standard deviations."""
+
+MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
+"""A part of the step of an open candidate is not measured if its share is MIN_SHARE_RATIO times that in all measured
+candidates. It may be shorter than predicted by MAX_PART_ERROR."""
 
 QUANTILE_90 = 1.2815515655446004
 """The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
@@ -166,13 +177,33 @@ def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, b
     )
     steps = context.task.spec.control.planned_steps
     if steps is None:
+        if probability >= MIN_PROBABILITY:
+            return False, message
         successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
-        return probability < MIN_PROBABILITY and successful >= MIN_MEASURED, message
+        return successful >= MIN_MEASURED or (successful >= MIN_CONFIRMED and _confirms(context, found, best)), message
     if (gain * math.exp(best) * steps > found.cost_s).any():
         return False, message
     return True, Message(
         "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=message
     )
+
+
+def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
+    """Return whether earlier runs predicted all measurements, and no part that is not measured could hide a gain."""
+    observed, parts = observed_times(context), context.predictions.time_s
+    if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
+        return False
+    expected = Ratios(context.past.time, observed.features, TIME).of(observed.features)
+    deviation = np.hypot(expected.deviation, observed.noise)
+    if (np.abs(observed.log_ratio - expected.mean) > MAX_DEVIATIONS * deviation).any():
+        return False
+    measured = np.array([row for trial, row in trial_rows(context) if trial.measurement], dtype=np.int64)
+    shares = np.array(list(parts.values())) / np.sum(list(parts.values()), axis=0)
+    share = shares[:, found.rows]
+    is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)
+    shortest = found.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
+    is_faster = shortest < best + math.log1p(-MIN_GAIN)
+    return not (is_faster & (found.fits > MIN_PROBABILITY)).any()
 
 
 def _remaining_gain(found: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:

@@ -25,16 +25,16 @@ MODEL = Model(
 )
 
 
-def group_of(chip: Chip, devices: int = 8) -> NodeGroup:
-    """Return one node of `chip`."""
-    return NodeGroup(chip=chip, nodes=1, devices_per_node=devices)
+def group_of(chip: Chip) -> NodeGroup:
+    """Return one node of eight devices."""
+    return NodeGroup(chip=chip, nodes=1, devices_per_node=8)
 
 
-def task_on(chip: Chip, devices: int = 8) -> Task:
+def task_on(chip: Chip) -> Task:
     """Return a training task of a small model on one node of `chip`."""
     train = TrainSpec(engine="megatron", seq_length=128, global_batch_size=16, precision="bf16")
     spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=train)
-    return Task(spec=spec, cluster=Cluster(groups=(group_of(chip, devices),)))
+    return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
 
 
 def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -35,12 +35,12 @@ ListDevices = Callable[[float], Listing]
 
 
 def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
-    """Return a function that runs each of `tools` without arguments until `read` finds devices in the output."""
+    """Return a function that runs each of `tools`, commands such as `acme-smi info`, until `read` finds devices."""
 
     def run(timeout_seconds: float) -> Listing:
         left_out: tuple[str, ...] = ()
         for tool in tools:
-            found = query_tool(read, tool, timeout_seconds=timeout_seconds) or Listing()
+            found = query_tool(read, *tool.split(), timeout_seconds=timeout_seconds) or Listing()
             if found.rows:
                 return found
             left_out += found.left_out
@@ -49,14 +49,21 @@ def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
     return run
 
 
-def use_with(read: Callable[[str], Listing], *tools: str) -> Callable[[float], dict[int, DeviceUse]]:
-    """Return a function that runs each of `tools` until one lists devices, and returns who uses them."""
+def use_with(
+    read: Callable[[str], Listing],
+    *tools: str,
+    processes: Callable[[str], Mapping[int, tuple[str, ...]]] = read_processes,
+) -> Callable[[float], dict[int, DeviceUse]]:
+    """Return a function that runs each of `tools` until one lists devices, and returns who uses them.
+
+    `processes` reads by device what holds its memory, from the same output.
+    """
 
     def run(timeout_seconds: float) -> dict[int, DeviceUse]:
         for tool in tools:
-            text = strip_controls(tool_output(tool, timeout_seconds=timeout_seconds) or "")
+            text = strip_controls(tool_output(*tool.split(), timeout_seconds=timeout_seconds) or "")
             if rows := read(text).rows:
-                held = read_processes(text)
+                held = processes(text)
                 return {row.device.index: _use(row, held.get(row.device.index, ())) for row in rows}
         return {}
 

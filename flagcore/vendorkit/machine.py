@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,9 @@ class TorchReport:
     backend: str = ""
 
 
-def other_vendor_selected(vendor: str, variables: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
     """Return whether the first of `variables` that is set names another vendor."""
-    values = os.environ if environment is None else environment
-    selected = next((values[name] for name in variables if values.get(name)), vendor)
+    selected = next((os.environ[name] for name in variables if os.environ.get(name)), vendor)
     return selected.casefold() != vendor
 
 

@@ -23,15 +23,11 @@ _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """`links` is the kind of link between two devices, `adapters` that between a device and an adapter.
-
-    `numa` is the NUMA node of a device, if the matrix has it.
-    """
+    """`links` is the kind of link between two devices, `adapters` that between a device and an adapter."""
 
     devices: tuple[int, ...]
     links: Mapping[tuple[int, int], str]
     adapters: Mapping[tuple[int, str], str]
-    numa: Mapping[int, int]
 
 
 def read_matrix(text: str) -> Matrix | None:
@@ -60,13 +56,7 @@ def read_matrix(text: str) -> Matrix | None:
         return None
     names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
     adapters = {(device, name): rows[device][name] for device in devices for name in names}
-    nodes = {device: row.get("NUMA Affinity", row.get("Node Affinity", "")) for device, row in rows.items()}
-    return Matrix(
-        devices=devices,
-        links=links,
-        adapters=adapters,
-        numa={device: int(node) for device, node in nodes.items() if node.isdigit()},
-    )
+    return Matrix(devices=devices, links=links, adapters=adapters)
 
 
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:

@@ -83,7 +83,9 @@ def read_table(
     found = [split(line) for line in lines]
     end = 0
     for at, parts in enumerate(found):
-        start = head(parts) if len(parts) > 1 and at >= end else None  # the line of a body is no head
+        if at < end:  # the line of a body is no head
+            continue
+        start = head(parts) if len(parts) > 1 else None
         if start is not None:
             below, after = (found[at + n] if at + n < len(found) else [] for n in (1, 2))
             row = body(start, below, after)

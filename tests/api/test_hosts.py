@@ -102,8 +102,8 @@ def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:
 def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
     job = {"kind": "cpu", "backend": "gloo", "preload": [], "devices": 1}
-    speeds = measure_speed(launcher, ("127.0.0.1", "127.0.0.2", "127.0.0.3"), job)
-    assert [each.host for each in speeds] == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    speeds = measure_speed(launcher, ("127.0.0.1", "127.0.0.2"), job)
+    assert [each.host for each in speeds] == ["127.0.0.1", "127.0.0.2"]
     for each in speeds:
         assert [seconds > 0 for seconds in each.products_s] == [True]
         assert (each.link_s or 0.0) > 0.0

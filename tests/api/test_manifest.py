@@ -104,6 +104,11 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
         ("C550", 8, {"metax-tech.com/gpu": 8}),
         ("BI-V150", 16, {"iluvatar.com/gpu": 8}),
         ("MLU590-M9", 8, {"cambricon.com/mlu": 8}),
+        ("MI300X", 8, {"amd.com/gpu": 8}),
+        ("910B3", 8, {"huawei.com/Ascend910": 8}),
+        ("MTT-S5000", 8, {"mthreads.com/gpu": 8}),
+        ("BW1000", 8, {"hygon.com/dcu": 8}),
+        ("P800", 8, {"kunlunxin.com/xpu": 8}),
     ],
 )
 def test_pods_ask_for_the_devices_of_their_vendor(

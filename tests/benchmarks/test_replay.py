@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent
+PROGRAM = Path(__file__).parent.parent.parent / "benchmarks" / "replay.py"
 MODEL = {
     "name": "tiny",
     "num_layers": 4,
@@ -69,12 +74,19 @@ def probe(seconds: float) -> dict[str, Any]:
 
 
 def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tuple[dict[str, Any], str]:
-    data = tmp_path / "jobs.jsonl"
+    """Run the program in this process, and return its last line as data and all that it printed."""
+    data, logger = tmp_path / "jobs.jsonl", logging.getLogger("flagcore")
     data.write_text("\n".join(map(json.dumps, records)))
-    command = [sys.executable, str(ROOT / "benchmarks" / "replay.py"), str(data), "--seeds", "2", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+    level, printed = logger.level, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(PROGRAM.parent))
+        patch.setenv("FLAGCORE_HOME", os.environ["FLAGCORE_HOME"])  # the program changes it
+        patch.setattr(sys, "argv", [str(PROGRAM), str(data), "--seeds", "2", *options])
+        try:
+            runpy.run_path(str(PROGRAM), run_name="__main__")
+        finally:
+            logger.setLevel(level)
+    return json.loads(printed.getvalue().splitlines()[-1]), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +188,7 @@ def test_trials_at_once_take_less_wall_clock(tmp_path: Path) -> None:
 def test_few_records_are_no_sweep(tmp_path: Path) -> None:
     data = tmp_path / "jobs.jsonl"
     data.write_text("\n".join(map(json.dumps, sweep(best=(1, 4, 2))[:7])))
-    command = [sys.executable, str(ROOT / "benchmarks" / "replay.py"), str(data)]
+    command = [sys.executable, str(PROGRAM), str(data)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "no sweep" in done.stderr

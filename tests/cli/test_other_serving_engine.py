@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 
 import pytest
 import yaml
 
 from tests.cli.conftest import MODEL, Project, Ran
 from tests.cli.test_tune_serve import SERVER
+from tests.plugins.conftest import Install
+from tests.plugins.conftest import install as install
 
+Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 
 ENGINE = '''\
@@ -85,13 +90,10 @@ WORKLOAD: Workload = Engine(
 
 
 @pytest.fixture
-def acme(project: Project) -> Project:
+def acme(project: Project, install: Install, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project with the distribution on its import path, and a spec."""
-    (project.folder / "acme_serving.py").write_text(ENGINE)
-    info = project.folder / "acme_serving-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-serving\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[flagcore.engines]\nacme = acme_serving:WORKLOAD\n")
+    install("acme-serving", {"acme": "acme_serving:WORKLOAD"}, {"acme_serving": ENGINE}, group="flagcore.engines")
+    monkeypatch.setenv("PYTHONPATH", str(project.folder), prepend=os.pathsep)  # for trials
     spec(project)
     return project
 
@@ -114,12 +116,8 @@ def spec(project: Project, **space: list[object]) -> None:
     (project.folder / "spec.yaml").write_text(yaml.safe_dump(data))
 
 
-def run(project: Project, *arguments: str) -> Ran:
-    return project.run(*arguments, PYTHONPATH=str(project.folder))
-
-
-def test_it_is_tuned(acme: Project) -> None:
-    completed = run(acme, "tune", "spec.yaml", "--run-dir", str(acme.run_dir))
+def test_it_is_tuned(flag: Flag, acme: Project) -> None:
+    completed = flag("tune", "spec.yaml", "--run-dir", str(acme.run_dir))
     assert completed.code == 0, completed.err
     result = acme.result()
     assert {trial["state"] for trial in result["trials"]} == {"measured"}
@@ -127,10 +125,10 @@ def test_it_is_tuned(acme: Project) -> None:
     assert [measurement[slots]["slots"] for slots in (2, 4)] == [2, 4]
 
 
-def test_it_is_estimated_and_its_knobs_are_checked(acme: Project) -> None:
-    completed = run(acme, "estimate", "spec.yaml")
+def test_it_is_estimated_and_its_knobs_are_checked(flag: Flag, acme: Project) -> None:
+    completed = flag("estimate", "spec.yaml")
     assert completed.code == 0, completed.err
     spec(acme, slot=[1])
-    completed = run(acme, "estimate", "spec.yaml")
+    completed = flag("estimate", "spec.yaml")
     assert completed.code == 2
     assert "auto_tuner.space.slot" in completed.err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Project, Ran
+from tests.plugins.conftest import Install
+from tests.plugins.conftest import install as install
 
 Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
@@ -58,21 +59,12 @@ def flagcore_prepare_launch(launch, task):
 """
 
 
-def install(folder: Path, name: str, source: str) -> str:
-    """Leave a plugin's distribution as pip would, and return the folder for PYTHONPATH."""
-    site = folder / "site"
-    info = site / f"flagcore_{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / f"{name}_plugin.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flagcore-{name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[flagcore.plugins]\n{name} = {name}_plugin\n")
-    return str(site)
-
-
-def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> None:
-    path = install(project.folder, "broken", BROKEN)
+def test_a_broken_plugin_is_reported_and_others_still_work(
+    flag: Flag, project: Project, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("flagcore-broken", {"broken": "broken_plugin"}, {"broken_plugin": BROKEN})
     output = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
-    listing = project.run("plugins", "list", "--json", PYTHONPATH=path)
+    listing = flag("plugins", "list", "--json")
     assert listing.code == 0
     plugins = {plugin["name"]: plugin for plugin in json.loads(listing.out)}
     assert plugins["broken"]["status"] == "failed"
@@ -83,25 +75,27 @@ def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> 
         ("estimate", spec, "--json"),
         ("tune", spec, "--json", "--run-dir", str(project.run_dir)),
     ):
-        completed = project.run(*command, PYTHONPATH=path)
+        caplog.clear()
+        completed = flag(*command)
         assert completed.code == 0, completed.err
         assert json.loads(completed.out)
-        assert output in completed.err.splitlines()
+        assert output in caplog.messages
         assert "Traceback" not in completed.err
-    quiet_run = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
+    caplog.clear()
+    quiet_run = flag("estimate", spec, "--no-plugin", "broken", "--json")
     assert quiet_run.code == 0
-    assert "broken" not in quiet_run.err
+    assert "broken" not in quiet_run.err + caplog.text
 
 
-def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -> None:
-    path = install(project.folder, "newcomer", NEWCOMER)
-    devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
+def test_an_added_plugin_changes_detection_planning_and_runs(flag: Flag, project: Project, install: Install) -> None:
+    install("flagcore-newcomer", {"newcomer": "newcomer_plugin"}, {"newcomer_plugin": NEWCOMER})
+    devices = json.loads(flag("devices", "--json").out)
     assert {"newcomer-1"} <= {device["chip"] for device in devices}
     spec = project.spec(cluster={"chip": "auto", "memory_per_device": None}, control={"max_trials": 3, "repeats": 0})
-    estimate = project.run("estimate", spec, "--json", PYTHONPATH=path)
+    estimate = flag("estimate", spec, "--json")
     assert estimate.code == 0, estimate.err
     assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(estimate.out)} == {1}
-    completed = project.run("tune", spec, "--json", "--run-dir", str(project.run_dir), PYTHONPATH=path)
+    completed = flag("tune", spec, "--json", "--run-dir", str(project.run_dir))
     assert completed.code == 0, completed.err
     result = json.loads(completed.out)
     assert result["chip"] == "newcomer-1"
@@ -110,10 +104,13 @@ def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -
     assert launch_record["environment"]["NEWCOMER_FAST"] == "1"
 
 
-def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(project: Project) -> None:
-    path = install(project.folder, "newcomer", NEWCOMER)
+def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(
+    flag: Flag, project: Project, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("flagcore-newcomer", {"newcomer": "newcomer_plugin"}, {"newcomer_plugin": NEWCOMER})
+    monkeypatch.setenv("NEWCOMER_BREAKS", "1")
     spec = project.spec(cluster={"chip": "newcomer-1", "memory_per_device": None})
-    completed = project.run("tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1")
+    completed = flag("tune", spec, "-q", "--run-dir", str(project.run_dir))
     assert completed.code == 5
     assert "no wrapper here" in completed.err
     assert "Traceback" not in completed.err
@@ -137,10 +134,12 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
     assert json.loads(flag("plugins", "list", "--json").out) == []
 
 
-def test_a_plugin_that_cannot_be_switched_off_is_reported(project: Project) -> None:
-    completed = project.run("estimate", project.spec(), "--no-plugin", "cpuu")
+def test_a_plugin_that_cannot_be_switched_off_is_reported(
+    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    completed = flag("estimate", project.spec(), "--no-plugin", "cpuu")
     assert completed.code == 0
-    assert "did you mean cpu?" in completed.err
+    assert "did you mean cpu?" in caplog.text
 
 
 def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(flag: Flag) -> None:

@@ -56,6 +56,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
 
 
 @needs_megatron
+@pytest.mark.long
 def test_table_has_a_line_a_rank_and_reports_what_was_scaled_up(flag: Flag, project: Project) -> None:
     completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
     assert completed.code == 0, completed.err

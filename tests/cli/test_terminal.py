@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
-import subprocess
+import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from tests.cli.conftest import FLAG, Project, Ran
+from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
 
 
-def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
+@pytest.fixture
+def on_terminal(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return what `flag` prints on a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    environment = {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    environment = {**os.environ, **environment, "PYTHONPATH": root}
-    process = subprocess.Popen([*FLAG, *arguments], stdout=theirs, stderr=theirs, env=environment, cwd=project.folder)
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        output += piece
-    os.close(ours)
-    assert process.wait(60) == 0, output
-    return output.decode()
+
+    def call(*arguments: str, columns: int = 80) -> str:
+        ours, theirs = pty.openpty()
+        pieces: list[bytes] = []
+        reader = threading.Thread(target=read_all, args=(ours, pieces))
+        reader.start()
+        with monkeypatch.context() as patch, open(theirs, "w") as terminal, redirect_stdout(terminal):
+            patch.setenv("COLUMNS", str(columns))
+            patch.setenv("TERM", "xterm-256color")
+            with redirect_stderr(terminal):
+                completed = flag(*arguments)
+        reader.join(60)
+        output = b"".join(pieces).decode()
+        assert completed.code == 0, output
+        return output
+
+    return call
 
 
-def test_tables_fit_a_terminal_and_are_complete_elsewhere(flag: Flag, project: Project) -> None:
-    narrow_output = on_terminal(project, "explain", project.spec())
+def read_all(terminal: int, pieces: list[bytes]) -> None:
+    """Read until the other end is closed."""
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 65536):
+            pieces.append(piece)
+    os.close(terminal)
+
+
+def test_tables_fit_a_terminal_and_are_complete_elsewhere(
+    flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
+    narrow_output = on_terminal("explain", project.spec())
     assert max(map(len, narrow_output.splitlines())) <= 80
     assert "\x1b" not in narrow_output
-    wide_output = on_terminal(project, "explain", project.spec(), "--wide").replace("\r\n", "\n")
+    wide_output = on_terminal("explain", project.spec(), "--wide").replace("\r\n", "\n")
     assert wide_output == flag("explain", project.spec()).out
     assert max(map(len, wide_output.splitlines())) > 80
-    assert on_terminal(project, "explain", project.spec(), "--json").count("{") > 1
+    assert on_terminal("explain", project.spec(), "--json").count("{") > 1
 
 
 @pytest.mark.parametrize("width", [40, *(pytest.param(width, marks=pytest.mark.long) for width in (60, 120))])
-def test_sentences_fit_a_terminal_too_and_keep_every_word(width: int, flag: Flag, project: Project) -> None:
+def test_sentences_fit_a_terminal_too_and_keep_every_word(
+    width: int, flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
     arguments = ("explain", project.spec(), "tp=2, mbs=3")
-    narrow_output = on_terminal(project, *arguments, COLUMNS=str(width))
+    narrow_output = on_terminal(*arguments, columns=width)
     full_output = flag(*arguments).out
     longest = max(map(len, full_output.split()))
     assert max(map(len, narrow_output.splitlines())) <= max(width, longest + len("  - "))
     assert narrow_output.split() == full_output.split()
 
 
-def test_files_of_a_run_are_complete_regardless_of_the_terminal(project: Project) -> None:
+def test_files_of_a_run_are_complete_regardless_of_the_terminal(
+    on_terminal: Callable[..., str], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
     spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
-    output = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
+    output = on_terminal("tune", spec, "--run-dir", "run", columns=70)
     rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]
     assert len(rows) == 1
     assert len(rows[0]) > 70
@@ -82,10 +99,13 @@ def test_shells_get_completion(shell: str, flag: Flag) -> None:
     assert "flag" in script
 
 
-def test_commands_and_options_are_completed(project: Project) -> None:
+def test_commands_and_options_are_completed(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_FLAG_COMPLETE", "bash_complete")
+
     def completed(words: str, place: int) -> str:
-        request = {"_FLAG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(place)}
-        return project.run(**request).out
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(place))
+        return flag().out
 
     assert completed("flag ex", 1).split() == ["plain,explain"]
     assert "plain,--format" in completed("flag explain --", 2).split()

@@ -11,7 +11,7 @@ Install = Callable[..., None]
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Write a distribution as pip would leave it: modules and a dist-info folder, on the import path."""
-    before = set(sys.modules)
+    written: set[str] = set()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("FLAGCORE_DISABLE_PLUGINS", raising=False)
 
@@ -25,6 +25,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     ) -> None:
         for module, source in (modules or {}).items():
             (tmp_path / f"{module}.py").write_text(dedent(source))
+            written.add(module)
         info = tmp_path / f"{distribution.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         metadata = ["Metadata-Version: 2.1", f"Name: {distribution}", "Version: 1.0"]
@@ -34,5 +35,5 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
     yield write
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name in written:
+        sys.modules.pop(name, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +220,10 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = {rule.name for rule in legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules}
-    assert "acme_fused_needs_tensor_model_parallel_size" in rules
+    rules = legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules
+    (rule,) = [each for each in rules if each.name == "acme_fused_needs_tensor_model_parallel_size"]
+    columns = {"acme_fused": np.array([0, 1, 1]), "tensor_model_parallel_size": np.array([1, 1, 2])}
+    assert rule.broken(columns).tolist() == [False, True, False]
 
 
 def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() -> None:
@@ -360,49 +361,30 @@ def test_an_engine_that_serves_has_plugins_knobs_too(install: Install, tmp_path:
 
 
 LAUNCH = '''
-"""A launch command of a user's: takes Megatron's flags and the vendor's, and trains with megatron-core on CPU."""
-import argparse, json, os, pathlib, subprocess, sys
+"""A launch command of a user's: takes Megatron's flags and the vendor's, and prints what Megatron prints."""
+import argparse, json, os, pathlib, sys
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--micro-batch-size", type=int)
 parser.add_argument("--train-iters", type=int)
 parser.add_argument("--acme-fused", action="store_true")
 given, _ = parser.parse_known_args()
-job = json.loads(pathlib.Path(os.environ["JOB"]).read_text())
-job["candidate"]["micro_batch_size"] = given.micro_batch_size
-job["train"]["train_iters"], job["output"] = given.train_iters, given.folder
-file = pathlib.Path(given.folder, "job.json")
-file.write_text(json.dumps(job))
-subprocess.run([sys.executable, "-m", "flagcore.engines.megatron.trial", str(file)], check=True)
 pathlib.Path(given.folder, "argv.json").write_text(json.dumps([sys.argv, os.environ.get("ACME_WAIT")]))
 print(f"  acme_fused ................................ {given.acme_fused}")
-for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.json").read_text())["steps"], start=1):
+for number in range(1, given.train_iters + 1):
     print(f" iteration {number:8}/{given.train_iters:8} | consumed samples: {number:12} | "
-          f"elapsed time per iteration (ms): {1000 * step['step_time_s']:.1f} | "
-          f"learning rate: 1.000000E-04 | lm loss: {step['loss']:.6E} |")
+          f"elapsed time per iteration (ms): {100 - 10 * given.acme_fused:.1f} | "
+          f"learning rate: 1.000000E-04 | lm loss: 7.0E+00 |")
 '''
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 @pytest.mark.slow
-def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
+def test_a_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
-    model = {"name": "small", **SPEC["model"], "num_query_groups": 4, "kv_channels": 16}
-    train = {key: SPEC["train"][key] for key in ("seq_length", "global_batch_size", "precision")}
-    job = {
-        "model": model,
-        "train": {**train, "train_iters": 3, "seed": 1234},
-        "candidate": {"data_parallel_size": 2, "micro_batch_size": 4},
-        "device": {"type": "cpu", "backend": "gloo", "preload": [], "threads_per_rank": 1},
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
     (tmp_path / "launch.py").write_text(LAUNCH)
     command = [sys.executable, str(tmp_path / "launch.py"), "{folder}", "{flags}"]
     space = {"acme_fused": "auto", "acme_wait": [None, 2], "data_parallel_size": 2}
     file = with_space(tmp_path, space=space, train={"command": command})
-    spec = yaml.safe_load(file.read_text()) | {"envs": {"JOB": str(tmp_path / "job.json")}}
-    file.write_text(yaml.safe_dump(spec))
     outcome = api.tune(file, run_dir=tmp_path / "run")
     trials = outcome.data["trials"]
     assert [trial["state"] for trial in trials] == ["measured"] * 4, [trial["reason"] for trial in trials]

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 KNOWN = predictions()
 
 
-def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], list[str]]:
-    """Let the strategy run to its end, where `fits` says what does not run out of memory."""
+def walked(fits: np.ndarray, most: int, baseline: int | None = None) -> tuple[list[int], list[str]]:
+    """Let the strategy run at most so many trials, where `fits` says what does not run out of memory."""
     trials: list[Trial] = []
     reasons: list[str] = []
     if baseline is not None:
@@ -26,7 +26,7 @@ def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], li
     while True:
         rows = [row for trial in trials if (row := SPACE.find(trial.candidate)) is not None]
         seen = search_context(KNOWN, trials)
-        if not seen.open_rows.size:
+        if not seen.open_rows.size or len(trials) == most:
             return rows, reasons
         choice = STRATEGY.next(seen)
         reasons.append(choice.because)
@@ -35,15 +35,15 @@ def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], li
         trials.append(ran(choice.row, float(KNOWN.step_time_s[choice.row]) if fits[choice.row] else None, len(trials)))
 
 
-@pytest.mark.parametrize("share", [0.4, 1.0])
-def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> None:
+@pytest.mark.parametrize(("share", "most"), [(0.4, len(SPACE)), (1.0, 40)])
+def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float, most: int) -> None:
     fits = KNOWN.device_used_bytes <= np.quantile(KNOWN.device_used_bytes, share)
     tuner = FlagScale([SPACE.candidate(row).as_dict() for row in range(len(SPACE))])
     expected = []
-    while (row := tuner.next()) is not None:
+    while len(expected) < most and (row := tuner.next()) is not None:
         expected.append(row)
         tuner.tell(float(KNOWN.step_time_s[row]) if fits[row] else None)
-    rows, reasons = walked(fits)
+    rows, reasons = walked(fits, most)
     assert rows == expected
     named = {entry.pruned_by for entry in tuner.history if entry.pruned_by}
     assert named
@@ -51,7 +51,9 @@ def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> N
 
 
 def test_a_baseline_is_not_tried_again() -> None:
-    last = len(SPACE) - 1
-    rows, _ = walked(np.ones(len(SPACE), dtype=np.bool_), baseline=last)
-    assert rows[0] == last
-    assert rows.count(last) == 1
+    fits = np.ones(len(SPACE), dtype=np.bool_)
+    third = walked(fits, 3)[0][2]
+    rows, _ = walked(fits, 8, baseline=third)
+    assert rows[0] == third
+    assert rows.count(third) == 1
+    assert len(rows) == 8

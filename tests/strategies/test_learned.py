@@ -263,20 +263,37 @@ def test_expensive_failures_make_the_search_more_cautious() -> None:
     assert chances[0] < 0.99 * chances[1]  # type: ignore[operator]
 
 
-def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
-    known = predictions()
+def certain_experience() -> PastMeasurements:
+    """Measurements of all candidates in another task, each as predicted."""
     rows = np.arange(len(SPACE))
-    features = search_context(known).features(rows)
-    taught = Observations(
-        features,
-        np.zeros(rows.size),
-        np.full(rows.size, 0.01),
-        np.ones(rows.size, dtype=np.int64),
-    )
-    past = replace(PastMeasurements.empty(), time=taught)
-    best = int(np.argmin(known.step_time_s))
-    trials = [ran(best, float(known.step_time_s[best]), 0)]
-    assert STRATEGY.next(search_context(known, trials, past=past)).row is not None
+    noise, task = np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64)
+    times = Observations(search_context(predictions()).features(rows), np.zeros(rows.size), noise, task)
+    return replace(PastMeasurements.empty(), time=times)
+
+
+@pytest.mark.parametrize(
+    ("factors", "stops"),
+    [((1.0,), False), ((1.0, 1.0), True), ((1.0, 1.1), False), ((1.0, 1.0, 1.0), True)],
+    ids=["one measurement", "two as expected", "two, one slower", "three"],
+)
+def test_experience_ends_a_run_after_two_measurements_that_confirm_it(factors: tuple[float, ...], stops: bool) -> None:
+    known = predictions()
+    rows = np.argsort(known.step_time_s)
+    trials = [
+        ran(int(row), factor * float(known.step_time_s[row]), number)
+        for number, (row, factor) in enumerate(zip(rows, factors, strict=False))
+    ]
+    choice = STRATEGY.next(search_context(known, trials, past=certain_experience()))
+    assert (choice.row is None) == stops
+
+
+def test_a_part_of_the_step_that_no_trial_measured_keeps_a_confirmed_search_going() -> None:
+    known = predictions()
+    rows = np.argsort(known.step_time_s)
+    bubble = np.where(np.isin(np.arange(len(SPACE)), rows[:2]), 0.0, 0.5) * known.step_time_s
+    known = replace(known, time_s={"compute_s": known.step_time_s - bubble, "bubble_s": bubble})
+    trials = [ran(int(row), float(known.step_time_s[row]), number) for number, row in enumerate(rows[:2])]
+    assert STRATEGY.next(search_context(known, trials, past=certain_experience())).row is not None
 
 
 def test_no_fit_is_reported_without_an_empty_figure() -> None:

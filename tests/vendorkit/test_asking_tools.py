@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit.detection import list_with, use_with
 from flagcore.vendorkit.rows import Listing, Row
 from flagcore.vendorkit.smi import query_tool
 
@@ -53,3 +54,14 @@ def test_a_tool_that_hangs_is_reported(tmp_path: Path) -> None:
 def test_omissions_of_a_table_are_reported_with_the_tools_name(tmp_path: Path) -> None:
     message = asked(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
     assert message == Listing(TWO.rows, ("acme-smi: device 2 is lost",))
+
+
+def test_a_tool_may_have_arguments_and_a_plugin_its_own_reader_of_processes(tmp_path: Path) -> None:
+    asked(tmp_path, '[ "$1" = info ] && echo table')
+
+    def read(text: str) -> Listing:
+        return TWO if "table" in text else Listing()
+
+    assert list_with(read, "acme-smi", "acme-smi info")(10) == TWO
+    uses = use_with(read, "acme-smi info", processes=lambda _: {1: ("4711 python3",)})(10)
+    assert [uses[index].processes for index in (0, 1)] == [(), ("4711 python3",)]

@@ -30,16 +30,10 @@ def test_adapters_may_have_custom_names(names: tuple[str, str]) -> None:
     assert near_adapters(matrix) == {0: (names[0],), 1: (names[1],)}
 
 
-def test_a_numa_node_that_is_not_reported_is_left_out() -> None:
-    matrix = read_matrix(PLAIN.replace("64-95      0  ", "64-95      N/A"))
-    assert matrix is not None
-    assert matrix.numa == {1: 1}
-
-
 def test_one_device_alone_is_a_matrix_with_no_links() -> None:
     matrix = read_matrix("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n")
     assert matrix is not None
-    assert (matrix.devices, dict(matrix.links), matrix.numa) == ((0,), {}, {0: 0})
+    assert (matrix.devices, dict(matrix.links)) == ((0,), {})
 
 
 def test_devices_called_mlu_are_joined_by_their_own_links() -> None:

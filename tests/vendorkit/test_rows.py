@@ -1,6 +1,7 @@
 import pytest
 
-from flagcore.vendorkit.rows import parse_memory, parse_power
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.rows import Row, parse_memory, parse_power, read_table
 
 MIB = 2**20
 
@@ -26,3 +27,13 @@ def test_the_unit_of_power_may_be_reported_once_for_use_and_limit(
 @pytest.mark.parametrize("cell", ["826/65536 MiB", "826MiB / 65536MiB", "826 / 65536MiB"])
 def test_the_unit_of_memory_may_be_reported_once_for_used_and_total(cell: str) -> None:
     assert parse_memory(cell) == (826 * MIB, 65536 * MIB)
+
+
+def test_the_lines_below_a_device_are_no_unknown_devices() -> None:
+    def head(parts: list[str]) -> str | None:
+        return parts[0] if parts[0].startswith("GPU") else None
+
+    table = "| GPU 0 | on |\n| 0 more | 0000:03:00.0 | 1 |\n| 1 more | 0000:05:00.0 | 1 |\n"
+    row = Row(device=Device(index=0, chip="A1"))
+    assert read_table(table, head, lambda *_: row, lines_per_device=3).left_out == ()
+    assert len(read_table(table, head, lambda *_: row).left_out) == 1

@@ -10,15 +10,50 @@ from pathlib import Path
 
 import pytest
 
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
-FILES = {"nvidia": "nvidia0", "metax": "mxcd", "iluvatar": "iluvatar0", "cambricon": "cambricon_dev0"}
-PCI = {"nvidia": "0x10de", "metax": "0x9999", "iluvatar": "0x1e3e", "cambricon": "0xcabc"}
-NAMES = {"nvidia": "NVIDIA H200", "metax": "MetaX C500", "iluvatar": "Iluvatar BI-V150", "cambricon": "MLU590-M9"}
+VENDORS = ("nvidia", "metax", "iluvatar", "cambricon", "amd", "ascend", "mthreads", "hygon", "kunlunxin")
+FILES = {
+    "nvidia": "nvidia0",
+    "metax": "mxcd",
+    "iluvatar": "iluvatar0",
+    "cambricon": "cambricon_dev0",
+    "amd": "kfd",
+    "ascend": "davinci0",
+    "mthreads": "mtgpu.0",
+    "hygon": "kfd",
+    "kunlunxin": "xpu0",
+}
+PCI = {
+    "nvidia": "0x10de",
+    "metax": "0x9999",
+    "iluvatar": "0x1e3e",
+    "cambricon": "0xcabc",
+    "amd": "0x1002",
+    "ascend": "0x19e5",
+    "mthreads": "0x1ed5",
+    "hygon": "0x1d94",
+    "kunlunxin": "0x1d22",
+}
+NAMES = {
+    "nvidia": "NVIDIA H200",
+    "metax": "MetaX C500",
+    "iluvatar": "Iluvatar BI-V150",
+    "cambricon": "MLU590-M9",
+    "amd": "AMD Instinct MI300X",
+    "ascend": "Ascend910B3",
+    "mthreads": "MTT S5000",
+    "hygon": "BW1000 64G",
+    "kunlunxin": "P800 OAM",
+}
 VERSIONS = {
     "nvidia": "2.10.0+cu129",
     "metax": "2.6.0+metax3.3.0.2",
     "iluvatar": "2.7.1+corex.4.4.0",
     "cambricon": "2.7.1+cpu",
+    "amd": "2.11.0+rocm7.2",
+    "ascend": "2.10.0+cpu",
+    "mthreads": "2.11.0",
+    "hygon": "2.9.0+das.opt1.dtk2604",
+    "kunlunxin": "2.9.0+cu129",
 }
 TORCH = """
 from types import SimpleNamespace
@@ -31,10 +66,10 @@ cuda = backend
 {more}
 """
 MORE = {
-    "nvidia": "",
-    "metax": "",
     "iluvatar": "corex = True",
     "cambricon": "mlu = backend  # and cuda is an alias of it",
+    "ascend": "npu = backend  # and cuda is an alias of it",
+    "mthreads": "musa = backend  # and cuda is an alias of it",
 }
 
 
@@ -42,8 +77,8 @@ MORE = {
 def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("CUDA", "MACA", "MLU", "HIP", "ROCR", "ASCEND_RT", "MUSA", "XPU"):
+        monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
 
@@ -53,7 +88,7 @@ def node(root: Path, monkeypatch: pytest.MonkeyPatch, torch_of: str, *files: str
     for vendor in files:
         (root / "dev" / FILES[vendor]).touch()
     (root / "modules").mkdir()
-    text = TORCH.format(version=VERSIONS[torch_of], name=NAMES[torch_of], more=MORE[torch_of])
+    text = TORCH.format(version=VERSIONS[torch_of], name=NAMES[torch_of], more=MORE.get(torch_of, ""))
     (root / "modules" / "torch.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(root / "modules"))
 
@@ -85,7 +120,7 @@ def test_devices_on_the_bus_without_a_driver_are_reported_and_not_listed(
     node(tmp_path, monkeypatch, vendor)
     folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"
     folder.mkdir(parents=True)
-    for name, value in {"vendor": PCI[vendor], "class": "0x030200", "device": "0x4001"}.items():
+    for name, value in {"vendor": PCI[vendor], "class": "0x120000", "device": "0x4001"}.items():
         (folder / name).write_text(value + "\n")
     assert listed(tmp_path) == {}
     assert ["on the PCI bus" in record.getMessage() for record in caplog.records] == [True]

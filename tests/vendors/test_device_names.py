@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.plugins import LoadedPlugins
 
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon", "cpu")
+VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,12 @@ def loaded() -> LoadedPlugins:
         ("MLU590-M9", "MLU590-M9"),
         ("MLU590-M9DK", "MLU590-M9D"),
         ("Cambricon MLU580", "MLU580"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Ascend910B3", "910B3"),
+        ("MTT S5000", "MTT-S5000"),
+        ("BW1000 64G", "BW1000"),
+        ("K100_AI", "K100-AI"),
+        ("P800 OAM", "P800"),
     ],
 )
 def test_a_name_identifies_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> None:
@@ -66,7 +72,7 @@ def test_a_name_identifies_its_chip(loaded: LoadedPlugins, name: str, chip: str)
         *("NVIDIA A100-SXM-64GB", "GRID A100D-40C", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Tesla P100-SXM2..."),
         *("MetaX C550-PL", "MetaX C5000", "Mars X201", "MetaX", "NVIDIA C500", "MetaX C500 VF"),
         *("Iluvatar BI-V150X", "Iluvatar", "MetaX BI-V150", "BI", "MR-V200"),
-        *("MLU590", "MLU370", "MLU270-S4", "MLU370-X9", "MLU590-M9X", "MLUXXX-XX", "", "ERR!", "AMD Instinct MI300X"),
+        *("MLU590", "MLU370", "MLU270-S4", "MLU370-X9", "MLU590-M9X", "MLUXXX-XX", "", "ERR!", "AMD Instinct MI100"),
     ],
 )
 def test_a_name_outside_the_catalogue_identifies_no_chip(loaded: LoadedPlugins, name: str) -> None:

@@ -50,7 +50,7 @@ HT_MESH = "\n".join(
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> None:
     """Forget the answers of earlier tests' tools, which plugins keep for a while."""
-    for vendor in ("nvidia", "metax", "iluvatar", "cambricon"):
+    for vendor in ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin"):
         for name in ("_table", "_uses", "_descriptions"):
             import_module(f"flagcore_{vendor}.hooks").plugin.__dict__.pop(name, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ STACKS = {
 BUILDS = {vendor.name: vendor for vendor in VENDORS}
 
 
+@functools.cache
 def records(name: str, modules: Path | None) -> list[dict[str, Any]]:
     """Return what `flag doctor` reports with the modules in a folder in front of the installed ones."""
     stack = STACKS[name]

@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact
 
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
+VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 CHIPS = [chip for name in VENDORS for chip in importlib.import_module(f"flagcore_{name}.hooks").plugin.flagcore_chips()]
 BY_NAME = {chip.name: chip for chip in CHIPS}
 
@@ -44,12 +44,18 @@ def test_only_what_was_measured_by_this_project_reports_measured(chip: Chip) -> 
         assert chip.name == "H200"
 
 
-@pytest.mark.parametrize(("name", "devices"), [("BI-V150", 2), ("BI-V150S", 2), ("MR-V100-DUO", 2), ("MLU370-X8", 2)])
-def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str, devices: int) -> None:
-    assert BY_NAME[name].devices_per_card == devices
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        *(("BI-V150", 32), ("BI-V150S", 32), ("MR-V100-DUO", 32), ("MLU370-X8", 32)),
+        *(("910C", 64), ("310P3", 48), ("MI250", 64), ("MI250X", 64)),
+    ],
+)
+def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str, gib: int) -> None:
+    assert BY_NAME[name].devices_per_card == 2
     memory = BY_NAME[name].memory_bytes
     assert memory is not None
-    assert memory.value <= 32 * 2**30
+    assert memory.value <= gib * 2**30
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,7 @@ def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str,
     [
         *("C500X", "C588", "C600-A", "N260", "BI-V150S", "MR-V100-DUO", "MR-V50"),
         *("MLU580", "MLU580-H5", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
+        *("MI308X", "BW1100"),
     ],
 )
 def test_unpublished_peaks_are_empty(name: str) -> None:
@@ -78,6 +85,10 @@ def test_unpublished_peaks_are_empty(name: str) -> None:
         ("BI-V150", "fp16", 196.47e12 / 2),
         ("MR-V100", "fp16", 96.1e12),
         ("MR-V100", "bf16", 96.1e12),
+        # wangzy0327/hblas-bench DCU-bench.md, and public measurements of an MTT S5000 of 2026-07-13
+        ("BW1000", "fp16", 456.4e12),
+        ("BW1000", "fp32", 58.0e12),
+        ("MTT-S5000", "fp8", 899.4e12),
     ],
 )
 def test_no_peak_is_below_what_was_reached(name: str, precision: str, reached: float) -> None:

@@ -26,7 +26,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_shows_the_current_tool_output(example: ModuleType) -> None:
     text = (ROOT / "docs" / "portability.md").read_text("utf-8")
     assert example.page(text) == text, "run `python examples/portability.py --write`, and read the page again"

@@ -72,6 +72,11 @@ VENDORS = (
     Vendor("metax", "dev/mxcd", 0x9999, "MetaX C500", 64 << 30, "2.10.0+metax3.8.1.0"),
     Vendor("iluvatar", "dev/iluvatar0", 0x1E3E, "Iluvatar BI-V150", 32 << 30, "2.7.1+corex.4.4.0", "cuda", ("corex",)),
     Vendor("cambricon", "dev/cambricon_dev0", 0xCABC, "MLU590-M9", 96 << 30, "2.7.1+cpu", "mlu", ("mlu",)),
+    Vendor("amd", "dev/kfd", 0x1002, "AMD Instinct MI300X", 192 << 30, "2.11.0+rocm7.2"),
+    Vendor("ascend", "dev/davinci0", 0x19E5, "Ascend910B3", 64 << 30, "2.10.0+cpu", "npu", ("npu",)),
+    Vendor("mthreads", "dev/mtgpu.0", 0x1ED5, "MTT S5000", 80 << 30, "2.11.0", "musa", ("musa",)),
+    Vendor("hygon", "dev/kfd", 0x1D94, "BW1000 64G", 64 << 30, "2.9.0+das.opt1.dtk2604"),
+    Vendor("kunlunxin", "dev/xpu0", 0x1D22, "P800 OAM", 96 << 30, "2.9.0+cu129"),
 )
 pytestmark = pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor.name)
 

@@ -37,6 +37,7 @@ INSTANCES = "is cut into instances (MIG): its memory is not one process's"
 
 _NVIDIA = re.compile(
     r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|Titan|GRID|RTX|GTX|Jetson|Orin|Thor)\b|(A|H|L|T|V|P|GB|GH|B)\d{1,3}S?\b"
+    r"(?<!\bP800)"  # a card of Kunlunxin
 )
 _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 

@@ -220,7 +220,7 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **more, **recompute)
 
 
-@pytest.mark.parametrize("seed", [17, 2027])
+@pytest.mark.parametrize("seed", [17, pytest.param(2027, marks=pytest.mark.long)])
 def test_splits_of_random_candidates_are_the_best_ones_with_and_without_limits_of_memory(seed: int) -> None:
     draw, narrower = np.random.default_rng(seed), 0
     for _ in range(40):

@@ -357,6 +357,7 @@ def test_reading_jobs_imports_neither_torch_nor_megatron() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
+@pytest.mark.long
 def test_a_warm_trial_measures_what_a_cold_one_measures(tmp_path: Path) -> None:
     """Also after a trial of another split has run in a fork of the same template."""
     launcher, measured = LocalLauncher(), dict[str, Any]()

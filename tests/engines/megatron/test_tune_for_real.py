@@ -90,6 +90,7 @@ def test_resuming_repeats_no_finished_trial(tuned: api.Outcome) -> None:
     assert again.data == tuned.data
 
 
+@pytest.mark.long
 def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> None:
     control = {**SPEC["auto_tuner"]["control"], "max_step_time": 0.001, "max_trials": 1, "repeats": 0}
     spec = {**SPEC, "train": {**SPEC["train"], "global_batch_size": 16}}

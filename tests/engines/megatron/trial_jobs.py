@@ -1,15 +1,19 @@
 """Jobs for the trial program's tests, and a process that runs many of them after importing torch once.
 
-Run as a program: `python trial_jobs.py JOBS.json`, a list of [name, job]. Prints {name: exit code} as JSON.
+Run as a program: reads lines of JSON, each [folder, [[name, job], ...]], and answers each with {name: exit code}.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,42 +80,65 @@ def environment(*packages: Path) -> dict[str, str]:
 
 
 def run_jobs(folder: Path, jobs: dict[str, Any], *packages: Path) -> tuple[dict[str, int], str]:
-    """Run jobs one after the other in one warm process; return their exit codes and its stderr."""
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(list(jobs.items())), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, __file__, str(path)],
-        env=environment(*packages),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    """Run jobs one after the other in a warm process; return their exit codes and its stderr."""
+    process, log = _warm_process(packages)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    start = log.stat().st_size
+    print(json.dumps([str(folder), list(jobs.items())]), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    stderr = log.read_bytes()[start:].decode()
+    assert answer, stderr
+    return json.loads(answer), stderr
 
 
-def _main(path: str) -> None:
+@functools.cache
+def _warm_process(packages: tuple[Path, ...]) -> tuple[subprocess.Popen[str], Path]:
+    """Start a process that has imported torch and megatron once for all tests; it ends with this one."""
+    log = Path(tempfile.mkdtemp(prefix="flagcore-tests-")) / "stderr"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment(*packages),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    atexit.register(_end, process, log.parent)
+    return process, log
+
+
+def _end(process: subprocess.Popen[str], folder: Path) -> None:
+    """End the process, which reads jobs until its input is closed."""
+    process.communicate()
+    shutil.rmtree(folder)
+
+
+def _main() -> None:
     from flagcore import forked_ranks as ranks
     from flagcore.engines.megatron.trial import __main__ as program
     from flagcore.engines.megatron.trial import failures
     from flagcore.engines.megatron.trial.job import JobError, parse_job
 
-    codes = {}
-    for name, data in json.loads(Path(path).read_text(encoding="utf-8")):
-        print(f"--- {name}", file=sys.stderr)
-        try:
-            job = parse_job(data)
-        except JobError as error:
-            codes[name] = failures.report(error)
-            continue
-        program.prepare(job)
-        program.clear_output(job.output)
-        import_s = program.warm_up(job)
-        codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
-    print(json.dumps(codes))
+    for line in sys.stdin:
+        folder, jobs = json.loads(line)
+        os.chdir(folder)
+        codes = {}
+        for name, data in jobs:
+            print(f"--- {name}", file=sys.stderr, flush=True)
+            try:
+                job = parse_job(data)
+            except JobError as error:
+                codes[name] = failures.report(error)
+                continue
+            program.prepare(job)
+            program.clear_output(job.output)
+            import_s = program.warm_up(job)
+            codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
+        sys.stderr.flush()
+        print(json.dumps(codes), flush=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -45,7 +46,16 @@ FUZZED = ("train_hetero", "train_latent", "serve_many", "serve_vllm", "serve_lla
 
 
 def tree(name: str, *overrides: str) -> Imported:
-    return read_tree(Path(name), "tune", overrides)
+    if overrides:
+        return read_tree(Path(name), "tune", overrides)
+    whole, unresolved = composed(name)
+    return translate(copy.deepcopy(whole), unresolved, file=f"{name}/tune.yaml")
+
+
+@functools.cache
+def composed(name: str) -> tuple[dict[str, Any], Any]:
+    """Return a tree as hydra composes it, to read or to copy: composing takes long."""
+    return compose(Path(name), "tune", (), file=f"{name}/tune.yaml")
 
 
 def notes(found: Imported) -> dict[str, str]:
@@ -204,13 +214,18 @@ def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], b
     assert found.data["auto_tuner"]["space"]["recompute_num_layers"] == [4]
 
 
-@pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "MACA_PATH=/opt/maca"])
+@pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "BKCL_TIMEOUT=9", "MACA_PATH=/opt/maca"])
 def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path, flag: Flag) -> None:
     given = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
     done = flag("estimate", *given)
     assert done.code == 4
-    assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.err
+    assert ("metax" if "MACA" in variable else "kunlunxin") in done.err
     assert flag("estimate", *given, "--chip", "H100-SXM").code == 0
+
+
+def test_a_model_without_attention_is_reported() -> None:
+    found = tree("train_dense", "++experiment.task.entrypoint=flagscale/train/train_rwkv.py")
+    assert any("plain decoder" in note.text for note in found.notes if note.key == "experiment.task.entrypoint")
 
 
 def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
@@ -415,8 +430,7 @@ def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
-    assert unaccounted(whole) == []
+    assert unaccounted(copy.deepcopy(composed(name)[0])) == []
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -468,7 +482,7 @@ def test_interpolations_and_overrides_are_hydras() -> None:
     [pytest.param(name, marks=() if name in FUZZED else pytest.mark.long) for name in ALL],
 )
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
+    whole = composed(name)[0]
     same = translate(whole, file="x").data
     for path in _paths(whole):
         for odd in ("x", [1], 0, None, {"a": [True]}):

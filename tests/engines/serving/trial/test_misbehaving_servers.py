@@ -162,7 +162,7 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
     assert done.effective["parallel (the engine's own choice)"] == 4
 
 
-@pytest.mark.parametrize("key", ["request_rate", "concurrency"])
+@pytest.mark.parametrize("key", ["request_rate", pytest.param("concurrency", marks=pytest.mark.long)])
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=40).at(key, 1000)
     where = trials.platform(tmp_path, "queues", loads=(base,), highest=key, slo={"ttft_s.p90": 0.35}, repeats=2)
@@ -177,6 +177,7 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
     assert len(trials.servers(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_a_slow_server_keeps_a_low_rate(tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=4, request_rate=1000)
     where = trials.platform(tmp_path, "queues", loads=(base,), highest="request_rate", slo={"ttft_s.p90": 0.2})

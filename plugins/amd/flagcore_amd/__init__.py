@@ -1,0 +1,1 @@
+"""AMD Instinct GPUs as a flagcore plugin."""

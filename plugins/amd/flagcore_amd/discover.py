@@ -1,0 +1,56 @@
+"""Finds AMD GPUs with rocm-smi, or with amd-smi where it is missing. ROCm's torch uses the device name cuda."""
+
+from __future__ import annotations
+
+import re
+
+from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.rows import Listing
+from flagcore.vendorkit.smi import tool_output
+from flagcore_amd import smi
+
+PCI_VENDOR = 0x1002
+"""gpustack/runtime gpustack_runtime/detector/amd.py @88026d62."""
+ROCM_SMI = (
+    "rocm-smi --showproductname --showmeminfo vram --showuse --showpower --showtemp --showbus --showuniqueid "
+    "--showdriverversion --json"
+)
+AMD_SMI = "amd-smi static --asic --bus --driver --vram --json"
+METRICS = ("amd-smi", "metric", "--mem-usage", "--power", "--temperature", "--usage", "--json")
+
+_list = list_with(smi.read, ROCM_SMI, AMD_SMI)
+
+
+def _read(timeout_seconds: float) -> Listing:
+    """Return the devices with their readings, for which amd-smi has a command of its own."""
+    found = _list(timeout_seconds)
+    if not found.rows or any(row.reading for row in found.rows):
+        return found
+    return smi.with_metrics(found, smi.read_metrics(tool_output(*METRICS, timeout_seconds=timeout_seconds) or ""))
+
+
+def _trusts(report: TorchReport) -> bool:
+    return "+rocm" in report.version or all(smi.is_amd(each.chip) for each in report.devices)
+
+
+class AmdDetector(DeviceDetector):
+    """Reads rocm-smi's matrix of links, whose diagonal is 0."""
+
+    def matrix(self) -> str:
+        return re.sub(r"(?<=\s)0(?=\s)", "X", super().matrix())
+
+
+DETECTOR = AmdDetector(
+    vendor="amd",
+    tool="rocm-smi",
+    listing=_list,
+    reading=_read,
+    visible=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
+    device_file="dev/kfd",
+    pci_vendor=PCI_VENDOR,
+    pci_classes=("0x0380", "0x12"),  # without displays, as for other vendors
+    trusts=_trusts,
+    topology=("rocm-smi", "--showtopotype"),
+)

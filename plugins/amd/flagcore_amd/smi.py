@@ -1,0 +1,132 @@
+"""Reads the JSON of rocm-smi (one object per card) and of amd-smi (`static`, and `metric` for readings)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, strip_controls
+
+_NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORECASE)
+"""Accelerators and discrete GPUs. The graphics of a CPU, such as `Radeon 780M`, is not one."""
+_CARD = re.compile(r"card(\d+)")
+_UNITS = {**UNITS, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+"""amd-smi divides by powers of two: 196592 MB of an MI300X are 206141652992 bytes."""
+
+
+def is_amd(name: str) -> bool:
+    """Return whether `name` is that of an accelerator or of a discrete GPU of AMD."""
+    return _NAME.search(name) is not None
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the JSON of rocm-smi or of `amd-smi static`, each by its printed number."""
+    found = _parse(text)
+    if isinstance(found, dict) and any(_CARD.fullmatch(key) for key in found):
+        return listing_of(_cards(found))
+    return listing_of(_entries(found))
+
+
+def read_metrics(text: str) -> Mapping[int, Mapping[str, float]]:
+    """Return the readings of `amd-smi metric --json` by device."""
+    return {entry["gpu"]: _reading(entry) for entry in _list(_parse(text)) if isinstance(entry.get("gpu"), int)}
+
+
+def with_metrics(listing: Listing, readings: Mapping[int, Mapping[str, float]]) -> Listing:
+    """Return `listing` with `readings`."""
+    rows = (replace(row, reading=readings.get(row.device.index, row.reading)) for row in listing.rows)
+    return replace(listing, rows=tuple(rows))
+
+
+def _parse(text: str) -> object:
+    """Return the JSON value in `text`. Warnings may precede it."""
+    text = strip_controls(text)
+    start = re.search(r"(?m)^\s*[\[{]", text)
+    try:
+        return json.JSONDecoder().raw_decode(text[start.start() :].lstrip())[0] if start else None
+    except ValueError:
+        return None
+
+
+def _cards(found: Mapping[str, Any]) -> Iterator[Row | str]:
+    driver = _word(found.get("system"), "Driver version")
+    for key, card in found.items():
+        number = _CARD.fullmatch(key)
+        if number is None:
+            continue
+        name = _word(card, "Card Series", "Card series", "Device Name")
+        total, used = (_word(card, f"VRAM Total {word}Memory (B)") for word in ("", "Used "))
+        if name and not is_amd(name):
+            continue
+        if not name or not total.isdigit() or total == "0":
+            yield f"{key} has no name or no memory: it hangs, or the driver did not start it"
+        else:
+            unique = _word(card, "Unique ID")
+            yield Row(
+                device=Device(
+                    index=int(number[1]),
+                    chip=name,
+                    memory_bytes=int(total),
+                    driver=driver,
+                    uuid=f"GPU-{unique.removeprefix('0x')}" if unique.startswith("0x") else "",
+                ),
+                bus=_word(card, "PCI Bus"),
+                reading=reading(
+                    used_bytes=float(used) if used.isdigit() else None,
+                    watts=_word(
+                        card, "Current Socket Graphics Package Power (W)", "Average Graphics Package Power (W)"
+                    ),
+                    celsius=_word(card, "Temperature (Sensor junction) (C)", "Temperature (Sensor edge) (C)"),
+                    percent=_word(card, "GPU use (%)"),
+                ),
+            )
+
+
+def _entries(found: object) -> Iterator[Row | str]:
+    for entry in _list(found):
+        index, name = entry.get("gpu"), _word(entry.get("asic"), "market_name")
+        if not isinstance(index, int):
+            continue
+        total = _amount(entry.get("vram"), "size")
+        if total is None or not name:
+            yield f"GPU {index} has no name or no memory: it hangs, or the driver did not start it"
+        elif is_amd(name):
+            driver = _word(entry.get("driver"), "version", "driver_version")
+            yield Row(
+                device=Device(index=index, chip=name, memory_bytes=int(total), driver=driver),
+                bus=_word(entry.get("bus"), "bdf"),
+            )
+
+
+def _reading(entry: Mapping[str, Any]) -> Mapping[str, float]:
+    power, temperature, usage = (entry.get(key) for key in ("power", "temperature", "usage"))
+    words = (_value(power, "socket_power"), _value(temperature, "hotspot"), _value(usage, "gfx_activity"))
+    return reading(
+        used_bytes=_amount(entry.get("mem_usage"), "used_vram"), watts=words[0], celsius=words[1], percent=words[2]
+    )
+
+
+def _list(found: object) -> list[dict[str, Any]]:
+    entries = found.get("gpu_data") if isinstance(found, dict) else found
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def _word(fields: object, *names: str) -> str:
+    found = (fields.get(name) for name in names) if isinstance(fields, dict) else ()
+    return next((str(word) for word in found if word not in (None, "N/A")), "")
+
+
+def _value(fields: object, name: str) -> str:
+    """Return a number that is printed alone or as `{"value": 1, "unit": "W"}`."""
+    found = fields.get(name) if isinstance(fields, dict) else None
+    return str(found.get("value", "") if isinstance(found, dict) else found)
+
+
+def _amount(fields: object, name: str) -> float | None:
+    word = _value(fields, name)
+    unit = fields[name].get("unit", "MB") if isinstance(fields, dict) and isinstance(fields.get(name), dict) else "MB"
+    return float(word) * _UNITS[unit] if re.fullmatch(r"[1-9]\d*", word) and unit in _UNITS else None

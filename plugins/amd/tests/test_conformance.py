@@ -1,0 +1,10 @@
+import pytest
+from flagcore_amd import hooks
+
+from flagcore.testing import PluginConformance
+
+
+class TestAmd(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin

@@ -1,0 +1,22 @@
+"""Memory of a rank on an NPU in addition to its tensors."""
+
+from __future__ import annotations
+
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.device_memory import PlainMemory
+
+DRIVER_BYTES = 3460 * 2**20
+"""In use on an idle device of 64 GiB: npu-smi 24.1 to 26.0 shows 2.8 to 3.4 GiB on 910B1 to 910C
+(vllm-project/vllm-ascend issues 2534, 6245, 10504 and 12980). torch_npu reports 60.96 to 61.27 GiB as the total there
+(issue 19; sgl-project/sglang issue 29838)."""
+
+CONTEXT_BYTES = 1.0 * 2**30
+"""Estimated: context and HCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on an NPU."""
+
+SLACK = 0.02
+"""Estimated: torch_npu's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`."""
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)

@@ -1,0 +1,10 @@
+import pytest
+from flagcore_ascend import hooks
+
+from flagcore.testing import PluginConformance
+
+
+class TestAscend(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin

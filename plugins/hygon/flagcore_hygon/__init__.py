@@ -1,0 +1,1 @@
+"""Hygon DCUs as a flagcore plugin."""

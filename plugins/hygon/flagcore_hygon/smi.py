@@ -1,0 +1,82 @@
+"""Reads the JSON of hy-smi: one object per card, with units in the names of its fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, search, strip_controls
+
+_NAME = re.compile(r"(BW\d*|[KZ]100(L|SM|_AI)?)\b")
+_CARD = re.compile(r"card(\d+)")
+_NO_COMMA = re.compile(r'(?<=[\w.)])""(?=\w)')
+"""Releases for DTK 26.04 leave out the comma after a power."""
+
+
+def is_dcu(name: str) -> bool:
+    """Return whether `name` is that of a DCU. AMD's rocm-smi prints the same fields."""
+    return _NAME.match(name) is not None
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the JSON, each by its printed number."""
+    text = strip_controls(text)
+    driver = search(r"Driver [Vv]ersion\"?: *\"?([\w.+-]+)", text)[0] or ""
+    return listing_of(_cards(_parse(text), driver))
+
+
+def _parse(text: str) -> Mapping[str, object]:
+    """Return the JSON object in `text`. A title may precede it."""
+    text = _NO_COMMA.sub('", "', text)
+    try:
+        found = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:
+    for key, fields in found.items():
+        number = _CARD.fullmatch(key)
+        if number is None or not isinstance(fields, dict):
+            continue
+        card = {str(name): str(word) for name, word in fields.items()}
+        name, total = card.get("Card Series", ""), _bytes(card, "vram Total Memory")
+        if name and not is_dcu(name):
+            continue
+        if not name or not total:
+            yield f"{key} has no name or no memory: it hangs, or the driver did not start it"
+            continue
+        yield Row(
+            device=Device(
+                index=int(number[1]),
+                chip=name,
+                memory_bytes=int(total),
+                driver=driver,
+                uuid=_uuid(card.get("Unique ID", "")),
+            ),
+            bus=card.get("PCI Bus", "").partition(" ")[0],
+            reading=reading(
+                used_bytes=_bytes(card, "vram Total Used Memory"),
+                watts=card.get("Average Graphics Package Power (W)", ""),
+                celsius=_first(card, *(f"Temperature (Sensor {place}) (C)" for place in ("junction", "core", "edge"))),
+                percent=_first(card, "HCU use (%)", "DCU use (%)"),
+            ),
+        )
+
+
+def _uuid(unique: str) -> str:
+    """Return the name that HIP_VISIBLE_DEVICES accepts."""
+    digits = unique.lower().removeprefix("0x")
+    return f"GPU-{digits}" if re.fullmatch(r"[0-9a-f]{16}", digits) else unique
+
+
+def _first(card: Mapping[str, str], *names: str) -> str:
+    return next((card[name] for name in names if name in card), "")
+
+
+def _bytes(card: Mapping[str, str], name: str) -> float | None:
+    words = ((word, search(rf"(?i)^{name} \((\w+)\)$", key)[0]) for key, word in card.items())
+    return next((float(word) * UNITS[unit] for word, unit in words if unit in UNITS and word.isdigit()), None)

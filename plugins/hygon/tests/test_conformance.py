@@ -1,0 +1,10 @@
+import pytest
+from flagcore_hygon import hooks
+
+from flagcore.testing import PluginConformance
+
+
+class TestHygon(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin

@@ -1,0 +1,45 @@
+"""What hy-smi prints (tests/smi), in addition to the kit's checks."""
+
+from pathlib import Path
+
+import pytest
+from flagcore_hygon import smi
+
+SMI = Path(__file__).parent / "smi"
+
+
+def text(name: str) -> str:
+    return (SMI / name).read_text("utf-8")
+
+
+def test_readings_are_read_though_commas_are_missing() -> None:
+    row = smi.read(text("hy-smi-1.json")).rows[2]
+    assert (row.bus, row.device.uuid) == ("0000:3d:00.0", "TCA24620040201")
+    assert row.reading == {
+        "memory_used_bytes": 61044 << 20,
+        "power_watts": 513,
+        "temperature_celsius": 57,
+        "utilization_share": pytest.approx(0.985),
+    }
+
+
+def test_older_releases_call_the_device_dcu_and_print_a_hexadecimal_id() -> None:
+    row = smi.read(text("hy-smi-2.json")).rows[3]
+    assert row.device.uuid == "GPU-7100f95cee823044"
+    assert (row.reading["utilization_share"], row.reading["temperature_celsius"]) == (0, 61)
+
+
+def test_bytes_are_read_too() -> None:
+    older = text("hy-smi-2.json").replace("Memory (MiB)", "Memory (B)").replace('"65520"', '"68702699520"')
+    assert smi.read(older).rows[0].device.memory_bytes == 65520 << 20
+
+
+def test_a_card_without_memory_is_left_out() -> None:
+    listed = smi.read(text("hy-smi-2.json").replace('"65520"', '"N/A"', 1))
+    assert [row.device.index for row in listed.rows] == [1, 2, 3]
+    assert ["card0" in line for line in listed.left_out] == [True]
+
+
+@pytest.mark.parametrize("other", ["", "{", "[1]", '{"card0": 3}', "HCU     Temp     AvgPwr", "no {braces}"])
+def test_other_text_lists_no_device(other: str) -> None:
+    assert smi.read(other).rows == ()

@@ -1,0 +1,74 @@
+"""Reads xpu-smi's table, which has three lines a device. Intel's tool of the same name is ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    parse_memory,
+    parse_power,
+    read_table,
+    reading,
+    search,
+    strip_controls,
+    with_driver,
+)
+
+_TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
+_NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
+"""A device, two numbers of instances, a process, its type, its name and MiB."""
+
+
+def is_xpu(name: str) -> bool:
+    """Return whether `name` is that of a card, such as `P800 OAM`."""
+    return re.match(r"(Kunlunxin )?[PR]\d{3}", name) is not None
+
+
+def read(text: str) -> Listing:
+    """Return the devices of the table; virtual ones are left out."""
+    text = strip_controls(text)
+    title = _TITLE.search(text)
+    if title is None:
+        return Listing()
+    return with_driver(read_table(text, _head, _body, lines_per_device=3), title[1])
+
+
+def processes(text: str) -> Mapping[int, tuple[str, ...]]:
+    """Return by device the processes below the table, such as `4711 python3 (20.5 GiB)`."""
+    found: dict[int, tuple[str, ...]] = {}
+    for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
+        found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
+    return found
+
+
+def _head(parts: list[str]) -> tuple[int, str, str] | None:
+    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
+    bus = parts[1].split(" ")[0] if name else ""
+    return (int(name[1]), name[2], bus) if name and BUS.fullmatch(bus) else None
+
+
+def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, bus = head
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
+    if memory is None or memory[1] == 0:
+        return None
+    if name.endswith(" VF"):
+        return f"XPU {index} ({name}) is a part of another"
+    watts, limit = parse_power(parts[0])
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
+        bus=bus,
+        reading=reading(
+            used_bytes=memory[0],
+            watts=watts,
+            limit_watts=limit,
+            celsius=search(r"\b(\d+)C\b", parts[0])[0],
+            percent=search(r"(\d+)%", parts[2])[0],
+        ),
+    )

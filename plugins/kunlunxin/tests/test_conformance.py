@@ -1,0 +1,10 @@
+import pytest
+from flagcore_kunlunxin import hooks
+
+from flagcore.testing import PluginConformance
+
+
+class TestKunlunxin(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin

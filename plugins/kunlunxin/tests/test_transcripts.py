@@ -1,0 +1,56 @@
+"""What xpu-smi prints (tests/smi), in addition to the kit's checks."""
+
+from pathlib import Path
+
+import pytest
+from flagcore_kunlunxin import discover, smi
+
+from flagcore.testing import fakes
+from flagcore.vendorkit.matrix import islands, read_matrix
+
+SMI = Path(__file__).parent / "smi"
+
+INTEL = """
+|            Intel XPU-SMI v2.0    Driver: 96E1802BAF7F7118043A89B    Level Zero: 1.32.0             |
+|   0  P800 OAM                N/A  | 0000:03:00.0 N/A           |               Disabled |
+| N/A               N/A  45W / 190W | 3642MiB / 16288MiB         |      N/A       Default |
+"""
+
+
+def text(name: str) -> str:
+    return (SMI / name).read_text("utf-8")
+
+
+def test_readings_have_power_memory_temperature_and_load() -> None:
+    row = smi.read(text("xpu-smi-1.txt")).rows[1]
+    assert row.bus == "00000000:16:00.0"
+    assert row.reading == {
+        "memory_used_bytes": 71790 << 20,
+        "power_watts": 312,
+        "power_limit_watts": 400,
+        "temperature_celsius": 38,
+        "utilization_share": 0.96,
+    }
+
+
+def test_a_virtual_function_is_left_out_and_the_others_keep_their_index() -> None:
+    listed = smi.read(text("xpu-smi-2.txt"))
+    assert [row.device.index for row in listed.rows] == [0, 2]
+    assert listed.left_out == ("XPU 1 (P800 VF) is a part of another",)
+
+
+def test_processes_are_listed_by_device() -> None:
+    with fakes.machine({"xpu-smi": fakes.prints(text("xpu-smi-1.txt"))}):
+        assert discover.DETECTOR.uses_now()[1].processes == ("30413 python3 (70.0 GiB)",)
+    assert smi.processes(text("xpu-smi-2.txt")) == {}
+
+
+def test_links_join_each_half_of_a_server() -> None:
+    matrix = read_matrix(text("xpu-smi-3.txt"))
+    assert matrix is not None
+    assert islands(matrix, "XL") == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize("other", ["", "xpu-smi: error", INTEL])
+def test_other_text_lists_no_device(other: str) -> None:
+    assert smi.read(other).rows == ()

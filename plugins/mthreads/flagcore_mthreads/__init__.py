@@ -1,0 +1,1 @@
+"""Moore Threads GPUs as a flagcore plugin."""

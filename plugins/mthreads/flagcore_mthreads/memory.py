@@ -1,0 +1,21 @@
+"""What a rank takes on a Moore Threads GPU beyond its tensors."""
+
+from __future__ import annotations
+
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.device_memory import PlainMemory
+
+DRIVER_BYTES = 86 * 2**20
+"""What the runtime sees less than mthreads-gmi: 85813358592 bytes of 81920 MiB of an S5000 (public measurements of
+2026-07-13). An idle device shows 0 to 10 MiB in use."""
+
+CONTEXT_BYTES = 1.0 * 2**30
+"""Estimated: MUSA context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+
+SLACK = 0.02
+"""Estimated: torch_musa's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`."""
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)

@@ -1,0 +1,64 @@
+"""Reads mthreads-gmi's table, as versions 1.14 to 2.4 print it: three lines a device, and bars between its columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.rows import (
+    BUS,
+    UNITS,
+    Listing,
+    Row,
+    read_table,
+    reading,
+    search,
+    strip_controls,
+    with_driver,
+)
+
+TITLE = "mthreads-gmi:"
+
+_NAME = re.compile(r"(\d+) +(MTT \S.*)")
+_LOAD = re.compile(r"(\S+)% +(\d+)MiB ?\((\d+)MiB\)")
+_PROCESS = re.compile(r"(?m)^(\d+) +(\d+) +(\S.*?) +(\d+)MiB *$")
+
+
+def read(text: str) -> Listing:
+    """Return the devices of the table; virtual ones are left out."""
+    text = strip_controls(text)
+    if TITLE not in text:
+        return Listing()
+    found = read_table(text, _head, _body, split=lambda line: [part.strip() for part in line.split("|")])
+    return with_driver(found, search(r"Driver Version: ?([\w.-]+)", text)[0])
+
+
+def processes(text: str) -> Mapping[int, tuple[str, ...]]:
+    """Return by device the processes below the table, such as `4711 python3 (20.5 GiB)`."""
+    found: dict[int, tuple[str, ...]] = {}
+    for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
+        found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
+    return found
+
+
+def _head(parts: list[str]) -> tuple[int, str, str, tuple[str, str, str]] | None:
+    name, load = (_NAME.fullmatch(parts[0]), _LOAD.fullmatch(parts[2])) if len(parts) == 3 else (None, None)
+    if name is None or load is None or not BUS.fullmatch(parts[1]):
+        return None
+    return int(name[1]), name[2], parts[1], (load[1], load[2], load[3])
+
+
+def _body(head: tuple[int, str, str, tuple[str, str, str]], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, bus, (percent, used, total) = head
+    if len(parts) != 3 or total == "0":
+        return None
+    if not parts[0].startswith(("Physical", "MPC Parent")):
+        return f"GPU {index} ({name}) is a part of another: {parts[0]}"
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(total) * UNITS["MiB"]),
+        bus=bus,
+        reading=reading(
+            used_bytes=float(used) * UNITS["MiB"], celsius=search(r"^(\d+)C\b", parts[2])[0], percent=percent
+        ),
+    )

@@ -1,0 +1,10 @@
+import pytest
+from flagcore_mthreads import hooks
+
+from flagcore.testing import PluginConformance
+
+
+class TestMthreads(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks.plugin
