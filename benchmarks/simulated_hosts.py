@@ -29,6 +29,7 @@ LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 MEAN_SLOWDOWN = 1.34
 """Mean delay of large jobs by slow devices and links (Falcon, arXiv 2410.12588)."""
 NOISE = 0.01
+FIXED = {"peak_memory_bytes": 1 << 30, "warm": False}
 
 
 class Channel:
@@ -143,8 +144,7 @@ class Simulator:
                 self.take(host, json.loads(line))
 
     def hello(self, host: Host) -> None:
-        machine = {"time": time.time(), "python": "3.11.2", "free_disk_bytes": 1 << 40}
-        host.send(hello={"wire": agent.WIRE, "port": 29500, **machine})
+        host.send(hello={"wire": agent.WIRE, "time": time.time(), "python": "3.11.2"})
         self.after(self.random.uniform(0, agent.BEAT_SECONDS), lambda: self.heartbeat(host))
 
     def heartbeat(self, host: Host) -> None:
@@ -153,8 +153,8 @@ class Simulator:
             self.after(agent.BEAT_SECONDS, lambda: self.heartbeat(host))
 
     def take(self, host: Host, message: dict[str, Any]) -> None:
-        if "sweep" in message:
-            host.send(left=0)
+        if "prepare" in message:
+            host.send(ready={"port": 29500, "free_disk_bytes": 1 << 40, "left": 0})
         elif "stop" in message:
             self.exit(host, 143, "request")
         elif "order" in message:
@@ -175,7 +175,7 @@ class Simulator:
 
     def exit(self, host: Host, code: int, ended_by: str | None) -> None:
         seconds = time.monotonic() - host.started_at
-        host.send(exit={"code": code, "ended_by": ended_by, "duration_s": seconds, "peak_memory_bytes": 1 << 30})
+        host.send(exit={"code": code, "ended_by": ended_by, "duration_s": seconds, **FIXED})
 
     def begin(self) -> None:
         """Draw the events of a trial that runs on all hosts. The third trial loses a host if no earlier one did."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -38,11 +38,12 @@ from flagcore.i18n import N_, Message, _
 from flagcore.problem import Problem, build_problem, require_launchable
 from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.divide import divide
+from flagcore.stages.launch import nodes_left
 from flagcore.stages.learn import learn
-from flagcore.stages.limit import cap_limit
+from flagcore.stages.limit import cap_limit, seconds_used
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
-from flagcore.trial_plan import estimate_search_time, plan_shortened_steps, plan_time_limit, predicted_trial
+from flagcore.trial_plan import can_run_on, estimate_search_time, plan_shortened_steps, plan_time_limit, predicted_trial
 from flagcore.trial_pool import TrialPool
 from flagcore.trial_runner import TrialRunner
 
@@ -141,11 +142,12 @@ class _Search:
         self.started = time.monotonic()
         self.pruned, self.state, self.past = problem.pruned, learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
-        """Consecutive trials whose devices were busy, or that lost a host without a spare."""
+        """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
         if isinstance(dependencies.launcher, MultiHostLauncher):
             before = self.store.trials()
             cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
             dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
+        self.can_run_on = cache(partial(can_run_on, problem, self.workload))
         self.search_time = estimate_search_time(problem, self.workload) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()
@@ -180,7 +182,9 @@ class _Search:
                 return reason
             choice = rank(self.dependencies.strategy, self._context())
             if choice.row is None:
-                return choice.because
+                nodes = self._nodes_left
+                text = N_("no other candidate can run on the {nodes} nodes that are left")
+                return Message(text, nodes=nodes) if nodes else choice.because
             self._start(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
         return ""
 
@@ -235,10 +239,19 @@ class _Search:
     def repeat(self, search_ended: str) -> None:
         """Run the baseline, the best and its rivals again in rotation, to reduce the effect of noise."""
         while trial := next_repeat(self.control, self.state):
-            is_busy = self.consecutive_busy >= MAX_CONSECUTIVE_BUSY
-            if is_busy or not has_time_to_repeat(self.control, trial, self.elapsed):
+            is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
+            if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
             self._run(trial.candidate, Role.REPEAT, search_ended=search_ended)
+
+    @property
+    def _nodes_left(self) -> int | None:
+        return nodes_left(self.groups[self.pool.free_group or 0], self.dependencies.launcher)
+
+    def _has_nodes(self, candidate: Candidate) -> bool:
+        """Return whether a candidate can run on the hosts that are left."""
+        nodes, row = self._nodes_left, self.problem.space.find(candidate)
+        return nodes is None or bool(self.can_run_on(nodes)[row])
 
     def _probed(self) -> frozenset[Candidate]:
         return frozenset(each.candidate for each in self.state.probes if each.is_conclusive)
@@ -260,6 +273,8 @@ class _Search:
             None if limit is None else limit - self.elapsed,
             self._pending,
         )
+        if nodes := self._nodes_left:
+            context = replace(context, open_rows=context.open_rows[self.can_run_on(nodes)[context.open_rows]])
         return context if self.fidelity == RUN else _only_with_predicted_time(context)
 
     def _context_for_probes(self, probed: frozenset[Candidate]) -> SearchContext:
@@ -324,7 +339,10 @@ class _Search:
         )
         if fidelity == RUN:
             runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
-            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs))
+            nodes = self._nodes_left
+            if not self._has_nodes(candidate):
+                raise LaunchError(_("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs, nodes))
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:
@@ -339,7 +357,7 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
-        if not (trial.lost_host and self.problem.platform.task.spec.cluster.spares):
+        if not (trial.lost_host and self.problem.platform.task.spec.cluster.survives_loss):
             self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
         self._emit("trial_finished", trial)
@@ -380,9 +398,3 @@ def _only_with_predicted_time(context: SearchContext) -> SearchContext:
     """Return `context` without rows that have no predicted time. Probes need it: they do not run communication."""
     has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
     return replace(context, open_rows=context.open_rows[has_time])
-
-
-def seconds_used(trials: Sequence[Trial]) -> float:
-    """Return the seconds that earlier calls of a run took, including the time between trials."""
-    ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
-    return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])

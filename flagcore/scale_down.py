@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -49,17 +50,17 @@ class Smaller:
 
     def rule(self) -> Rule:
         """Return the rule that a candidate can run in trials."""
-        rules, replicas, times = self._rules(), self._replicas, self._times
+        rules, replicas, share = self._rules(), self._replicas, self._share
 
         def broken(columns: Columns) -> BoolArray:
-            small, wrong = self._fewer(columns), columns[replicas] % times != 0
+            small, wrong = self._fewer(columns), columns[replicas] * share.numerator % share.denominator != 0
             illegal: BoolArray = np.logical_or.reduce([wrong, *(rule.broken(small) for rule in rules)])
             return illegal
 
         return Rule(
             name="trial_nodes",
             knobs=tuple(dict.fromkeys([replicas, *(knob for rule in rules for knob in rule.knobs)])),
-            message=f"with 1/{times} of {replicas}, the candidate must be legal on the {self.nodes} nodes of trials",
+            message=f"with {share} of {replicas}, the candidate must be legal on the {self.nodes} nodes of trials",
             broken=broken,
         )
 
@@ -68,7 +69,7 @@ class Smaller:
 
         Raises SpecError if a step has no prediction.
         """
-        if self._times == 1:
+        if self._share == 1:
             return None
         small = predict_columns(self.task, self.workload, self.columns(columns), costs)
         step, added_bytes = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
@@ -89,6 +90,12 @@ class Smaller:
             more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0,
         )
 
+    def runs(self, columns: Columns, costs: Costs) -> BoolArray:
+        """Return which candidates can run in trials whose steps can be scaled."""
+        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        runs: BoolArray = ~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s)
+        return runs
+
     @property
     def _replicas(self) -> str:
         if not isinstance(self.workload, ScalesDown):
@@ -97,14 +104,15 @@ class Smaller:
         return self.workload.replicas
 
     @property
-    def _times(self) -> int:
-        return self.whole.spec.cluster.nodes // self.nodes
+    def _share(self) -> Fraction:
+        return Fraction(self.nodes, self.whole.spec.cluster.nodes)
 
     def _rules(self) -> tuple[Rule, ...]:
         return engine_legality(self.task, self.workload.rules, self.workload.merges)[0]
 
     def _fewer(self, columns: Columns) -> Columns:
-        return {**columns, self._replicas: np.maximum(columns[self._replicas] // self._times, 1)}
+        share, replicas = self._share, columns[self._replicas]
+        return {**columns, self._replicas: np.maximum(replicas * share.numerator // share.denominator, 1)}
 
 
 class TrialMemory:

@@ -11,6 +11,7 @@ import numpy as np
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.search_state import SearchTime
+from flagcore.domain.space import BoolArray
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.problem import Problem
@@ -49,12 +50,18 @@ def plan_time_limit(
     return time_limit(platform.task, workload, trial, (), launches)
 
 
-def plan_shortened_steps(problem: Problem, workload: Workload, trial: Trial, runs: int = 0) -> Shortened | None:
-    """Return how the steps of a trial are shortened; None if they are whole. Its candidate has `runs`."""
+def plan_shortened_steps(
+    problem: Problem, workload: Workload, trial: Trial, runs: int = 0, most_nodes: int | None = None
+) -> Shortened | None:
+    """Return how the steps of a trial are shortened; None if they are whole. Its candidate has `runs`.
+
+    The trial has at most `most_nodes` nodes if others were lost.
+    """
     row, task = _row(problem, trial.candidate), problem.platform.task
-    columns = problem.space.columns(np.array([row]))
-    if sizes := task.spec.control.trial_nodes:
-        smaller = Smaller(task, workload, sizes[min(runs, len(sizes) - 1)])
+    columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
+    nodes = min(sizes[min(runs, len(sizes) - 1)], most_nodes or task.spec.cluster.nodes)
+    if task.spec.control.trial_nodes or nodes < task.spec.cluster.nodes:
+        smaller = Smaller(task, workload, nodes)
         return smaller.shortened(columns, problem.platform.costs, problem.predictions.row(row))
     if trial.role is Role.REPEAT:
         return None
@@ -63,6 +70,11 @@ def plan_shortened_steps(problem: Problem, workload: Workload, trial: Trial, run
         return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
 
     return shorten(task, workload, trial.candidate, _expected_step(trial), predict_step)
+
+
+def can_run_on(problem: Problem, workload: Workload, nodes: int) -> BoolArray:
+    """Return which rows of the space can run on some of the nodes, with fewer replicas."""
+    return Smaller(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
 
 
 def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:

@@ -78,6 +78,9 @@ class OnTwoHosts(Player):
     def find_hosts(self) -> tuple[str, ...]:
         return ()
 
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(hosts)
+
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         return tuple(hosts[1:] if self.lost else hosts[:count])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,10 @@ import pytest
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec
-from flagcore.domain.trial import Trial
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.report.result import result
 from tests.test_loop import Ended
-from tests.test_loop_limits import Bench, Player, batch_of, seconds
+from tests.test_loop_limits import Bench, OnTwoHosts, Player, batch_of, seconds
 
 BATCH, NODES = 64, 4
 CLUSTER = ClusterSpec(chip="test-chip", nodes=NODES, devices_per_node=2, nic_bytes_per_second=1e9)
@@ -101,3 +103,36 @@ def test_the_last_runs_may_have_all_nodes(bench: Bench) -> None:
     assert best.measurement is not None
     assert best.measurement.scaled_from is None
     assert batch_of(bench.player.launches[-1]) == BATCH
+
+
+class Hosts(Nodes, OnTwoHosts):
+    """Plays launches on hosts, of which `gone` ends each trial that it has, until it is not usable any more."""
+
+    gone, losses = "d", 0
+
+    def start(self, launch: Launch) -> Ended:
+        played = super().start(launch)
+        if self.gone not in launch.hosts:
+            return played
+        self.losses += 1
+        return Ended(Exit(code=1, ended_by="host", duration_s=1.0, lost_host=self.gone))
+
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(host for host in hosts if host != self.gone or self.losses < 2)
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        return self.usable_hosts(hosts)[:count]
+
+
+@pytest.mark.parametrize(("gone", "nodes"), [("d", 3), ("", NODES)])
+def test_without_spares_trials_continue_on_the_hosts_that_are_left(bench: Bench, gone: str, nodes: int) -> None:
+    bench.player = player = Hosts()
+    player.gone = gone
+    bench.cluster = replace(CLUSTER, hosts=("a", "b", "c", "d"), min_nodes=2)
+    plan = bench.tune(BATCH, repeats=1, max_trials=3, max_step_time=None)
+    ran = [launch for launch in player.launches if gone not in launch.hosts or not gone]
+    assert {(len(launch.hosts), batch_of(launch)) for launch in ran} == {(nodes, BATCH * nodes // NODES)}
+    assert {(trial.state, nodes_of(trial)) for trial in plan.trials} == {(TrialState.MEASURED, nodes)}
+    assert [nodes_of(event.trial) for event in bench.events if event.trial.inconclusive] == [NODES] * player.losses
+    scaled_from = best_of(plan).measurement.scaled_from  # type: ignore[union-attr]
+    assert (scaled_from is None) == (nodes == NODES)

@@ -25,9 +25,10 @@ from flagcore.domain.trial import Role, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import Interrupted, LaunchError
 from flagcore.hooks import hookimpl
-from flagcore.loop import Dependencies, TuneResult, seconds_used, tune
+from flagcore.loop import Dependencies, TuneResult, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
+from flagcore.stages.limit import seconds_used
 from flagcore.store.trials import OptunaStore
 from flagcore.strategies import predicted
 from tests import small

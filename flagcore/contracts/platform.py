@@ -166,6 +166,9 @@ class MultiHostLauncher(Protocol):
     def has_allocation(self) -> bool:
         """Return whether flagcore runs in an allocation of several hosts. Must return at once."""
 
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `hosts` that have not failed too often."""
+
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return the first `count` of `hosts` that have not failed, for the next trial.
 

@@ -32,7 +32,8 @@ class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
     `groups` are node groups of different chips in the order of their ranks; they replace all other fields. The last
-    `spares` of `hosts` replace hosts that fail.
+    `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes` nodes; None:
+    on all.
     """
 
     chip: str = AUTO
@@ -41,9 +42,15 @@ class ClusterSpec:
     memory_bytes_per_device: int | None = None
     hosts: tuple[str, ...] = ()
     spares: int = 0
+    min_nodes: int | None = None
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether trials can run without a host that failed."""
+        return bool(self.spares or self.min_nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,13 @@ class Spec:
     def trial_nodes(self) -> tuple[int, ...]:
         """The numbers of nodes on which trials run."""
         return self.control.trial_nodes or (self.cluster.nodes,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of nodes, ascending, on which trials may run if hosts are lost. Each has a whole global batch."""
+        whole = self.cluster.nodes
+        fewest = self.cluster.min_nodes or whole
+        return tuple(n for n in range(fewest, whole + 1) if self.train.global_batch_size * n % whole == 0)
 
     def on_nodes(self, nodes: int) -> Spec:
         """Return the spec of a trial on fewer nodes: with a batch that is smaller by the same factor."""

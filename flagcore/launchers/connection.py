@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,13 +21,17 @@ from typing import Any
 
 from flagcore.launchers import agent
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
+from flagcore.launchers.orders import LOGS
 
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
 MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """Exceptions that a malformed message raises."""
-SENT = ("guard.py", "guarded.py", "agent.py")
+ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
+"""What a guard can report as the reason of the end of a trial."""
+SMALLEST_FILE_BYTES = 4096
+SENT = ("guard.py", "guarded.py", "template.py", "agent.py")
 
 BOOT = """
 import json, os, sys, tempfile
@@ -68,34 +73,38 @@ def agent_command() -> str:
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
 
 
+def _plain(text: object) -> str:
+    """Return text of a host for a message: one short line without control characters."""
+    return "".join(letter for letter in str(text)[:200] if letter.isprintable())
+
+
 def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
     """Return the exit of a trial on a host from the report of its agent. Raises INVALID."""
-    seconds, peak = float(end["duration_s"]), end["peak_memory_bytes"]
-    if not math.isfinite(seconds):
-        raise ValueError(seconds)
-    ended_by = None if end["ended_by"] is None else str(end["ended_by"])
+    seconds, peak, ended_by = float(end["duration_s"]), end["peak_memory_bytes"], end["ended_by"]
+    if not math.isfinite(seconds) or ended_by not in ENDED_BY:
+        raise ValueError(end)
     return {
         "code": int(end["code"]),
         "ended_by": ended_by,
         "duration_s": seconds,
         "peak_memory_bytes": None if peak is None else int(peak),
+        "warm": bool(end["warm"]),
     }
 
 
 class Connection:
     """An agent on `host`, connected to the standard input and output of a process on this machine.
 
-    `problem` is the reason why it cannot be used any more, or empty. `exit` is the exit record of its trial.
+    `problem` is the reason why it cannot be used any more, or empty. `ready` is the answer to `prepare`, `exit` the
+    exit record of its trial. `reading` is the last telemetry of its devices, with the time of arrival.
     """
 
-    def __init__(self, host: str, argv: Sequence[str], folder: str) -> None:
-        self.host, self.folder = host, folder
-        os.makedirs(folder, exist_ok=True)
-        self.log = os.path.join(folder, "connection.log")
-        with open(self.log, "wb") as errors:
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-            )
+    def __init__(self, host: str, argv: Sequence[str]) -> None:
+        self.host = host
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (kept open like the channel)
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True
+        )
         assert self.process.stdin
         assert self.process.stdout
         self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -104,13 +113,20 @@ class Connection:
         self.outgoing, self.received = bytearray(sources()), b""
         self.opened_at = self.last_input = self.last_beat = time.monotonic()
         self.hello: Mapping[str, Any] | None = None
-        self.started = False
-        self.left: int | None = None
-        """Number of processes of an earlier trial on the host; None until the agent reports it."""
-        self.exit: Mapping[str, Any] | None = None
+        self.reading: tuple[float, Sequence[Mapping[str, Any]]] = (-math.inf, ())
         self.problem = ""
         self.refused = False
         """Whether the problem is that the agent cannot start the program."""
+        self.assign("")
+
+    def assign(self, folder: str, most_bytes: int = 0) -> None:
+        """Use the connection for another trial. Its files of this host, up to `most_bytes`, are copied to `folder`."""
+        self.folder, self.most_bytes = folder, most_bytes
+        self.total_bytes = 0
+        self.sizes: dict[str, int] = {}
+        self.ready: Mapping[str, int] | None = None
+        self.started = False
+        self.exit: Mapping[str, Any] | None = None
         self.news: list[tuple[str, int, bytes]] = []
         """New content of the trial's files, in order: name, offset, bytes."""
 
@@ -170,30 +186,47 @@ class Connection:
                 name, offset = str(message["file"]), int(message["at"])
                 if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= offset <= agent.MAX_FILE_BYTES:
                     raise ValueError(name)
-                self.news.append((name, offset, base64.b64decode(message["data"], validate=True)))
+                self._take_piece(name, offset, base64.b64decode(message["data"], validate=True))
             elif "started" in message:
                 self.started = True
-            elif "left" in message:
-                self.left = int(message["left"])
+            elif "ready" in message:
+                self._take_ready(message["ready"])
+            elif "reading" in message:
+                self.reading = time.monotonic(), [dict(each) for each in message["reading"]]
             elif "exit" in message:
                 self.exit = _exit(message["exit"])
                 if self.exit["ended_by"] == "full_disk":
                     self.problem = "its disk is full"
             elif "problem" in message:
-                self.problem, self.refused = str(message["problem"]), True
+                self.problem, self.refused = _plain(message["problem"]), True
         except INVALID:
             if self.hello is not None or b'"hello"' in line:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
+    def _take_piece(self, name: str, at: int, data: bytes) -> None:
+        """Note new content of a file, unless the files are larger than the trial may write."""
+        known = self.sizes.get(name, 0)
+        grown = known + len(data) if name in LOGS else at + len(data)  # a log that starts again is appended
+        self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
+        self.total_bytes += self.sizes[name] - known
+        self.news.append((name, at, data))
+        if self.total_bytes > self.most_bytes:
+            self.problem = f"sent more than {self.most_bytes >> 20} MiB of files"
+
     def _take_hello(self, hello: Mapping[str, Any]) -> None:
         """Store what the agent reports about its host, and why the host cannot be used. Raises INVALID."""
         if hello["wire"] != agent.WIRE:
-            self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
+            self.problem = f"has an agent of version {_plain(hello['wire'])}, not {agent.WIRE}"
             return
-        kinds = {"port": int, "time": float, "python": str, "free_disk_bytes": int}
-        self.hello = {name: kind(hello[name]) for name, kind in kinds.items()}
-        if self.hello["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
-            self.problem = f"only {self.hello['free_disk_bytes'] >> 20} MiB of disk are free"
+        self.hello = {"time": float(hello["time"]), "python": _plain(hello["python"])}
+
+    def _take_ready(self, ready: Mapping[str, Any]) -> None:
+        """Note the state of the host before a trial, and why it cannot have one. Raises INVALID."""
+        self.ready = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
+        if self.ready["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+            self.problem = f"only {self.ready['free_disk_bytes'] >> 20} MiB of disk are free"
+        elif self.ready["left"]:
+            self.problem = "still has processes of a lost trial"
 
     def _closed(self) -> None:
         if self.open:
@@ -202,9 +235,12 @@ class Connection:
             self.problem = self._last_log_line() or f"the connection closed (exit status {self.process.poll()})"
 
     def _last_log_line(self) -> str:
-        with open(self.log, "rb") as file:
-            lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
+        lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    def read_log(self) -> bytes:
+        """Return what the process on this machine wrote to its standard error."""
+        return os.pread(self.log.fileno(), MAX_LINE_BYTES, max(0, os.fstat(self.log.fileno()).st_size - MAX_LINE_BYTES))
 
     def hang_up(self) -> None:
         """Close the channel. The agent then ends its trial."""
@@ -221,3 +257,4 @@ class Connection:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        self.log.close()

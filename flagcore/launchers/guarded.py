@@ -33,6 +33,11 @@ class Limits(NamedTuple):
     disk_bytes: int
 
 
+NO_FOLDER = "/dev/null/none"
+"""A folder that cannot exist, so that the guard writes no files and applies no disk limit."""
+UNLIMITED = Limits(float("inf"), None, 1 << 62)
+
+
 class GuardProcess(Protocol):
     """A process that runs the guard."""
 

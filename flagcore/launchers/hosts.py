@@ -6,32 +6,28 @@ import contextlib
 import json
 import math
 import os
-import resource
 import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
-from flagcore.launchers import guard, guarded
+from flagcore.launchers import guard, guarded, template
+from flagcore.launchers.agents import CLOSE_SECONDS, Agents
 from flagcore.launchers.connection import Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
+from flagcore.launchers.orders import FILES_PER_HOST, LOGS, allow_files, order_for_host, shared_variables, trial_files
 
 MAX_LOSSES = 2
-LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
-CLOSE_SECONDS = 2.0
 PAUSE_SECONDS = 25e-6
 """Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
-OTHER_FILES = 64
-SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
-"""Variables of this shell that are copied to every host, because no login shell sets them there."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +37,8 @@ class HostsLauncher:
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
     `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
     there are several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
-    FlagError on failure. `fix` is the advice in the message if there are no hosts.
+    FlagError on failure. `fix` is the advice in the message if there are no hosts. `agents` keeps the agents of trials
+    that succeed for the next trial; None: each trial has new agents.
     """
 
     name: str
@@ -58,6 +55,25 @@ class HostsLauncher:
     """Number of losses of each host."""
     ended_at: float = -math.inf
     """End of the last trial on the monotonic clock."""
+    agents: Agents | None = None
+
+    @contextlib.contextmanager
+    def keep_agents(self) -> Iterator[None]:
+        """Keep agents between trials until the end of the block."""
+        self.agents = agents = Agents(self.channel)
+        try:
+            yield
+        finally:
+            self.agents = None
+            agents.close()
+
+    def for_checks(self) -> HostsLauncher:
+        """Return a launcher with the same agents. Its trials do not count as trials of the search."""
+        return HostsLauncher(name=self.name, channel=self.channel, agents=self.agents)
+
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `hosts` that were lost less than MAX_LOSSES times."""
+        return tuple(host for host in hosts if self.failures[host] < MAX_LOSSES)
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return the first `count` of `hosts`; further hosts replace those that were lost more often.
@@ -67,7 +83,7 @@ class HostsLauncher:
         """
         if len(hosts) <= count:
             return tuple(hosts)
-        usable_hosts = [host for host in hosts if self.failures[host] < MAX_LOSSES]
+        usable_hosts = self.usable_hosts(hosts)
         if len(usable_hosts) < count:
             lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
             raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")
@@ -105,9 +121,8 @@ class HostsLauncher:
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
-        variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        defaults = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+        defaults = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
         launch = replace(launch, folder=folder, environment={**defaults, **launch.environment})
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
@@ -144,13 +159,20 @@ class HostsRunning:
 
     def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
+        self._ends_at = math.inf
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
-        _allow_files(2 * len(launch.hosts))
-        self.connections = [
-            Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
-        ]
+        agents = launcher.agents
+        allow_files(FILES_PER_HOST * sum(not (agents and agents.has(host)) for host in launch.hosts))
+        self.connections = [self._connect(host) for host in launch.hosts]
+
+    def _connect(self, host: str) -> Connection:
+        agents, folder = self.launcher.agents, os.path.join(self.launch.folder, HOSTS, host)
+        os.makedirs(folder, exist_ok=True)
+        connection = agents.take(host) if agents else Connection(host, self.launcher.channel(host))
+        connection.assign(folder, 2 * self.launch.disk_limit_bytes)
+        return connection
 
     def begin(self) -> None:
         """Wait for all agents, send each its order, and wait until the program runs on all hosts.
@@ -160,20 +182,19 @@ class HostsRunning:
         lost_markers = self.launcher.lost
         self._until(lambda each: each.hello is not None, "does not respond")
         for each in self.connections:
-            if each.host in lost_markers:
-                each.send(sweep=lost_markers[each.host])
-        self._until(lambda each: each.host not in lost_markers or each.left == 0, "still has processes of a lost trial")
+            each.send(prepare=lost_markers.get(each.host, ""))
+        self._until(lambda each: each.ready is not None, "does not prepare the trial")
         for each in self.connections:
             lost_markers.pop(each.host, None)
-        first = self.connections[0]
-        assert first.hello is not None
-        ports = ",".join(str(each.hello["port"]) for each in self.connections if each.hello)
-        values = {"master_addr": first.host, "master_port": str(first.hello["port"]), "node_ports": ports}
-        files = _trial_files(self.launch.folder)
+        ports = [str(each.ready["port"]) for each in self.connections if each.ready]
+        values = {"master_addr": self.connections[0].host, "master_port": ports[0], "node_ports": ",".join(ports)}
+        files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=_order_for_host(self.launch, host_values, files))
-        self._until(lambda each: each.started or each.exit is not None, "does not start the program")
+            each.send(order=order_for_host(self.launch, host_values, files))
+        seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
+        self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
+        self._ends_at = time.monotonic() + self.launch.timeout_seconds + START_SECONDS
         if self.launch.client:
             self._client = self._start_client()
 
@@ -188,18 +209,26 @@ class HostsRunning:
             except OSError as error:
                 raise LaunchError(str(error)) from error
 
-    def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
-        """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
-        deadline = time.monotonic() + START_SECONDS
-        while waiting := [each for each in self.connections if not done(each)]:
+    def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
+        """Wait until `done` of all connections.
+
+        Raises HostLost for the first host with a problem, LaunchError if no host can start the program.
+        """
+        deadline = time.monotonic() + seconds
+        while waiting := [each for each in self.connections if not (done(each) or each.refused)]:
             self._exchange(0.2)
             if time.monotonic() > deadline:
-                waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
+                waiting[0].problem = waiting[0].problem or f"{problem} within {seconds:.0f} s"
             for each in self.connections:
-                if each.refused:
-                    raise LaunchError(f"host {each.host}: {each.problem}")
-                if each.problem:
+                if each.problem and not each.refused:
                     raise HostLost(each.host, each.problem)
+        if refused := [each for each in self.connections if each.refused]:
+            error = f"host {refused[0].host}: {refused[0].problem}"
+            raise (
+                LaunchError(error)
+                if len(refused) == len(self.connections)
+                else HostLost(refused[0].host, refused[0].problem)
+            )
 
     def poll(self) -> Exit | None:
         return self.wait(0)
@@ -223,6 +252,10 @@ class HostsRunning:
 
     def _is_over(self) -> bool:
         """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
+        if time.monotonic() > self._ends_at:
+            for each in self.connections:
+                if each.open:
+                    each.problem = "has not reported the end of the trial after its time limit"
         any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
         if self._client:
             return any_failed or self._client.wait(0) is not None
@@ -275,7 +308,12 @@ class HostsRunning:
         )
         detail = first.host if first else ""
         return Exit(
-            code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
+            code=int(exit_record["code"]),
+            ended_by=ended_by,
+            duration_s=seconds,
+            peak_memory_bytes=peak,
+            detail=detail,
+            warm=all(each["warm"] for each in exit_records),
         )
 
     def _peak(self) -> int | None:
@@ -329,56 +367,32 @@ class HostsRunning:
                 file.write(lines + newline)
 
     def close(self) -> None:
-        """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""
+        """Return agents that have ended the trial. Close other channels: their agents then end the trial.
+
+        Hosts that did not confirm its end count as lost.
+        """
         if self._client:
             self._client.stop()
+        agents, to_close = self.launcher.agents, []
+        has_failed = self._exit is None or (
+            self._exit.ended_by != "request" and bool(self._exit.code or self._exit.ended_by)
+        )
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]
-            each.hang_up()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for each in self.connections:
+            if each.problem and (log := each.read_log()):
+                with contextlib.suppress(OSError):
+                    Path(each.folder, "connection.log").write_bytes(log)
+            if has_failed and each.exit:
+                each.send(fresh=True)
+            if each.problem or each.exit is None or not agents or not agents.give_back(each):
+                to_close.append(each)
+                each.hang_up()
+        self.connections, deadline = [], time.monotonic() + CLOSE_SECONDS
+        for each in to_close:
             each.close(deadline - time.monotonic())
         self.launcher.ended_at = time.monotonic()
 
 
 def _has_failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
-
-
-def _allow_files(more: int) -> None:
-    """Raise the limit of open files if it is too low for `more` files. Raises LaunchError above the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
-    if resource.RLIM_INFINITY != soft < needed_files:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
-        except ValueError:
-            problem = f"the channels to the hosts need {needed_files} open files, and {hard} are allowed"
-            raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
-
-
-def _trial_files(folder: str) -> dict[str, str]:
-    """Return the text of the files that the engine wrote into a trial's folder."""
-    names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
-    paths = [path for name in names if (path := Path(folder, name)).is_file()]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths}
-
-
-def _order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
-
-    def filled(text: str) -> str:
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
-
-    return {
-        "argv": [filled(word) for word in launch.argv],
-        "environment": {name: filled(value) for name, value in launch.environment.items()},
-        "directory": launch.directory or launch.folder,
-        "folder": launch.folder,
-        "files": files,
-        "limits": [launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes],
-        "master_addr": values["master_addr"],
-    }

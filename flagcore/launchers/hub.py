@@ -89,9 +89,11 @@ class Hub:
 async def serve(path: str, answer: Answer, connect: Connect) -> None:
     """Run a hub: answer requests, and connect channels to hosts, until flagcore closes the standard input."""
     tasks = set[asyncio.Task[None]]()
+    answers = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints messages of its nodes there
 
     async def reply(line: bytes) -> None:
-        os.write(1, json.dumps(await answer(json.loads(line))).encode() + b"\n")
+        os.write(answers, json.dumps(await answer(json.loads(line))).encode() + b"\n")
 
     async def channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = os.fsdecode((await reader.readline()).rstrip(b"\n"))

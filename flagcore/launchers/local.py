@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -19,12 +18,10 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded
-from flagcore.launchers.guarded import MARKER, Guarded, Limits, Spawn, spawn_guard
-from flagcore.launchers.template import NO_FOLDER, Template
+from flagcore.launchers.guarded import MARKER, NO_FOLDER, Guarded, Limits, Spawn, spawn_guard
+from flagcore.launchers.template import Template, Templates
 
 LOG = logging.getLogger("flagcore")
-OF_ONE_TRIAL = (MARKER, "MASTER_PORT")
-"""Variables that differ between trials, and that no module reads on import."""
 
 
 def free_port() -> int:
@@ -72,9 +69,7 @@ class LocalLauncher:
     name = "local"
 
     def __init__(self) -> None:
-        self._template: Template | None = None
-        self._template_of: object = None
-        """Program, environment, cores and control group of the template, or of a failed attempt to start one."""
+        self._templates = Templates()
 
     def start(self, launch: Launch) -> LocalRunning:
         """Start `launch` in a new session.
@@ -106,25 +101,19 @@ class LocalLauncher:
 
     def close(self) -> None:
         """End the template, unless a trial runs."""
-        if self._template and not self._template.busy:
-            self._template.close()
-            self._template = self._template_of = None
+        self._templates.close()
 
     def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
         """Return an idle template for `launch`; None if the trial has to start cold."""
-        if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
+        try:
+            template = self._templates.find(launch.argv, environment, directory) if launch.warm else None
+            if template:
+                template.wait_until_ready()
+            return template
+        except OSError as problem:
+            LOG.info("trials start cold: %s", problem)
+            self._templates.refuse()
             return None
-        template_environment = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
-        cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
-        template_key = (launch.argv[2], {**os.environ, **template_environment}, cores, group)
-        if template_key != self._template_of or (self._template and self._template.closed):
-            self.close()
-            self._template_of = template_key
-            try:
-                self._template = Template(launch.argv, template_environment, directory)
-            except OSError as problem:
-                LOG.info("trials start cold: %s", problem)
-        return self._template
 
 
 LAUNCHER: Launcher = LocalLauncher()

@@ -26,23 +26,20 @@ from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 from flagcore.launchers import guard, guarded
+from flagcore.launchers.guarded import NO_FOLDER, UNLIMITED
 
-NO_FOLDER = "/dev/null/none"
-"""A folder that cannot exist, so that the guard writes no files and applies no disk limit."""
-UNLIMITED = guarded.Limits(float("inf"), None, 1 << 62)
 START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
+OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES")
+"""Variables that differ between trials, and that no module reads on import."""
 
 
 class Template:
     """A template, which has one trial at a time. It is also the guard process of its last trial."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
-        """Start a template of `python -m PACKAGE ARGUMENT...` and wait until it is ready.
-
-        Raises OSError if it cannot start or must not be forked.
-        """
-        self.busy = self.closed = False
+        """Start a template of `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""
+        self.ready = self.busy = self.closed = False
         self._channel, template_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
         command = (argv[0], "-m", __name__, *argv[2:])
         spawn = functools.partial(
@@ -51,12 +48,22 @@ class Template:
         variables = {**environment, guarded.MARKER: secrets.token_hex(8)}
         with template_socket:
             self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when the template is ready."""
+        return self._channel.fileno()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the imports. Raises OSError if the template must not be forked."""
+        if self.ready:
+            return
         try:
             self._channel.settimeout(START_SECONDS)
             answer = self._channel.recv(4096)
             self._channel.settimeout(None)
             if answer != READY:
                 raise OSError(os.fsdecode(answer) or "it ended")
+            self.ready = True
         except BaseException:
             self.close()
             raise
@@ -84,6 +91,38 @@ class Template:
             self._process.close()
 
     kill = close
+
+
+class Templates:
+    """The template for trials with the same program, environment, cores and control group."""
+
+    def __init__(self) -> None:
+        self.template: Template | None = None
+        self._key: object = None
+        """Program, environment, cores and control group of the template, or of one that must not be forked."""
+
+    def find(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> Template | None:
+        """Return an idle template for a trial, which may still start; None if the trial has to start cold."""
+        if tuple(argv[:2]) != (sys.executable, "-m") or (self.template and self.template.busy):
+            return None
+        variables = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
+        cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
+        key = (argv[2], {**os.environ, **variables}, cores, group)
+        if key != self._key or (self.template and self.template.closed):
+            self.close()
+            self._key = key
+            self.template = Template(argv, variables, directory)
+        return self.template
+
+    def refuse(self) -> None:
+        """Start later trials of the same program cold, because its template must not be forked."""
+        self.template = None
+
+    def close(self) -> None:
+        """End the template, unless a trial runs."""
+        if self.template and not self.template.busy:
+            self.template.close()
+            self.template = self._key = None
 
 
 def serve(channel: socket.socket, program: ModuleType) -> None:

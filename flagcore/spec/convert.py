@@ -231,7 +231,7 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, f
     if cluster.groups is not None:
         return _groups(cluster, cluster.groups, file)
     if cluster.hostfile is None:
-        return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares)
+        return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
     usable = without_spares(hosts, cluster.spares, file)
     nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
@@ -242,7 +242,8 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, f
         if key in cluster.model_fields_set and value not in (number, AUTO):
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
-    return replace(_nodes(cluster.model_copy(update=numbers), ("cluster",), file), hosts=hosts, spares=cluster.spares)
+    whole = _nodes(cluster.model_copy(update=numbers), ("cluster",), file)
+    return replace(whole, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes)
 
 
 def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:

@@ -127,6 +127,8 @@ class ClusterSection(GroupSection):
     """File with one `host slots=8` per line, relative to the spec's folder; a trial uses all hosts, or `nodes`."""
     spares: NoDevices = 0
     """Number of spare hosts, which replace hosts that fail."""
+    min_nodes: Devices | None = None
+    """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are identical."""
 

@@ -23,6 +23,16 @@ def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
     return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
 
+def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
+    """Return the number of nodes of the next trial if too few usable hosts are left for a trial on all; else None."""
+    spec = platform.task.spec
+    if spec.cluster.min_nodes is None or not isinstance(launcher, MultiHostLauncher):
+        return None
+    usable = len(launcher.usable_hosts(spec.cluster.hosts))
+    sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
+    return None if usable >= max(spec.trial_nodes) else sizes[-1]
+
+
 def launch(
     platform: Platform,
     workload: Workload,

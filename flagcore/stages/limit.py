@@ -103,3 +103,9 @@ def search_time(task: Task, workload: Workload, predictions: Predictions, rows: 
         steps_s=predicted if is_training and math.isfinite(predicted) else None,
         at_most_s=min(at_most, control.max_time or math.inf),
     )
+
+
+def seconds_used(trials: Sequence[Trial]) -> float:
+    """Return the seconds that earlier calls of a run took, including the time between trials."""
+    ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
+    return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])

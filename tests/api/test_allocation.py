@@ -66,3 +66,11 @@ def test_spares_and_host_files_need_hosts(monkeypatch: pytest.MonkeyPatch) -> No
         assert raised.value.key == key
     monkeypatch.delenv("SLURM_JOB_ID")
     assert spec("auto").launcher == "local"
+
+
+def test_min_nodes_needs_hosts_and_a_global_batch_that_fewer_nodes_divide() -> None:
+    assert spec({"min_nodes": 1}, launcher="slurm").sizes == (1, 2)
+    for train, tuner in ((TRAIN, {}), ({**TRAIN, "global_batch_size": 3}, {"launcher": "slurm"})):
+        with pytest.raises(SpecError) as raised:
+            spec({"min_nodes": 1}, train, **tuner)
+        assert raised.value.key == "cluster.min_nodes"

@@ -11,7 +11,6 @@ from flagcore.api.hardware.hosts import require_hosts
 from flagcore.contracts import Telemetry, device_use
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.local import LAUNCHER
 
 pytestmark = pytest.mark.slow
 
@@ -23,28 +22,22 @@ def free_bytes(reader: Telemetry) -> int:
     return free or 0
 
 
-def test_devices_of_hosts_are_read_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.api.hardware.host_telemetry.RETRY_SECONDS", 0.1)
+def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
     started: list[str] = []
 
     def shell(host: str) -> list[str]:
         started.append(host)
-        return ["sh", "-c", "exit 255" if len(started) == 3 else agent_command()]
+        return ["sh", "-c", agent_command()]
 
     launcher = HostsLauncher(name="shell", channel=shell)
-    _, devices = require_hosts(launcher, ("a", "b"))
-    assert {device.host for device in devices} == {"a", "b"}
-    with host_telemetry(launcher, devices) as telemetry:
-        assert telemetry is not None
+    with launcher.keep_agents():
+        _, devices = require_hosts(launcher, ("a", "b"))
+        assert {device.host for device in devices} == {"a", "b"}
+        telemetry = host_telemetry(launcher, devices)
         readers = [telemetry(device) for device in (devices[0], devices[-1])]
-        for reader in readers:
-            assert free_bytes(reader) > 0
-        threads = [thread for thread in telemetry._threads if thread.is_alive()]
-        assert len(threads) == 2
-    assert len(started) == 5
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_this_machine_needs_no_channel() -> None:
-    with host_telemetry(LAUNCHER, ()) as telemetry:
-        assert telemetry is None
+        assert min(map(free_bytes, readers)) > 0
+        assert sorted(started) == ["a", "b"]
+        assert launcher.agents is not None
+        launcher.agents.of_hosts["a"].problem = "lost"
+        assert [device_use(reader).free_bytes is None for reader in readers] == [True, False]
+    assert device_use(readers[1]).free_bytes is None

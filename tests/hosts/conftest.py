@@ -78,16 +78,25 @@ class Project:
         (self.folder / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in bed.names))
 
     def write_spec(
-        self, *, sleeps: float = 0.1, launcher: str = "ssh", trials: int = 20, repeats: int = 0, compare: bool = False
+        self,
+        *,
+        sleeps: float = 0.1,
+        launcher: str = "ssh",
+        trials: int = 20,
+        repeats: int = 0,
+        compare: bool = False,
+        batch: int = 8,
+        **cluster: object,
     ) -> None:
         """Write the spec of a tune whose steps take so long."""
+        cluster = cluster or {"spares": 1}
         hosts = {"hostfile": "hosts.txt"} if launcher == "ssh" else {"devices_per_node": 1}
         limits = {"train_iters": 3, "max_time_per_task": 30, "max_trials": trials, "repeats": repeats}
         control = {**limits, "compare_hosts": compare}
         spec = {
             **SPEC,
-            "cluster": {"chip": "cpu", "memory_per_device": "512MiB", "spares": 1, **hosts},
-            "train": {**SPEC["train"], "command": [sys.executable, "-S", "-E", "train.py"]},
+            "cluster": {"chip": "cpu", "memory_per_device": "512MiB", **cluster, **hosts},
+            "train": {**SPEC["train"], "global_batch_size": batch, "command": [sys.executable, "-S", "-E", "train.py"]},
             "auto_tuner": {**SPEC["auto_tuner"], "launcher": launcher, "control": control},
             "envs": {"TRAIN_SLEEPS": str(sleeps), "TEST_TOKEN": SECRET},
         }

@@ -38,6 +38,23 @@ def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None
     check_kept_once(project.run_dir, result)
 
 
+def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
+    bed = project.bed
+    project.write_spec(sleeps=0.5, trials=4, repeats=1, batch=12, min_nodes=2, nic_bytes_per_second=1e9)
+    tune = Tune(project)
+    assert tune.wait_for_a_trial(1) == [*bed.names]
+    bed.poweroff("h3")
+    result = tune.finish()
+    bed.boot("h3")
+    assert tune.resumed == 0, tune.output()
+    nodes = [(trial["shortened"] or {"nodes": 3})["nodes"] for trial in result["trials"]]
+    assert (nodes[0], set(nodes[1:])) == (3, {2})
+    assert result["best"]["shortened"]["nodes"] == 2
+    assert result["best"]["measured"]["step_time_s"]["scaled_from"]
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)
+
+
 def test_a_killed_tune_goes_on_in_another_allocation_of_slurm(project: Project) -> None:
     if reason := missing(*SLURM):
         pytest.skip(reason)
@@ -69,9 +86,8 @@ def test_secrets_stay_secret_and_agents_listen_on_no_port(project: Project) -> N
     for host in ("h0", *hosts):
         assert not [pid for pid in bed.processes(host) if SECRET.encode() in guard.read_proc(pid, "cmdline")]
     for host in hosts:
-        folders = [*(bed.root(host) / "tmp").glob("flagcore-*")]
-        assert len(folders) > 0
-        assert not [folder for folder in folders if shows_secret(folder)]
+        assert [*(bed.root(host) / "tmp").glob("flagcore-*")]
+        assert not [folder for folder in ("tmp", "run") if shows_secret(bed.root(host) / folder)]
         assert bed.listening(host) == before[host]
     tune.finish()
     assert not shows_secret(project.run_dir)

@@ -191,15 +191,19 @@ def test_processes_of_a_lost_trial_end_before_the_next_one(tmp_path: Path, mark:
     assert host_launcher.lost == {}
 
 
-HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_disk_bytes": 99999999999}}'
+HELLO = '{"hello": {"wire": 2, "time": 0, "python": "3.11"}}'
+READY = '{"ready": {"port": 4000, "free_disk_bytes": 99999999999, "left": 0}}'
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         ['{"hello": {"wire": 99, "port": 4000}}'],
-        ['{"hello": {"wire": 1}}'],
-        [HELLO.replace("99999999999", "0")],
+        ['{"hello": {"wire": 2}}'],
+        [HELLO, READY.replace("99999999999", "0")],
+        [HELLO, READY.replace("left", "right")],
+        [HELLO, READY, '{"reading": 3}'],
+        [HELLO, READY, '{"reading": ["x"]}'],
         ["Welcome!", HELLO, "{oops"],
         [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
@@ -213,7 +217,10 @@ HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_
         [HELLO, "[" * 100_000],
         [HELLO, '{"exit": 3}'],
         [HELLO, '{"exit": {}}'],
-        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null, "warm": false}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": "host", "duration_s": 1, "peak_memory_bytes": 1, "warm": false}}'],
+        [HELLO, READY, '{"problem": "no"}'],
+        [HELLO, READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
         [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
     ],
 )
@@ -295,8 +302,8 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
     assert host_launcher.failures == {"b": 1}
 
 
-def test_a_host_may_take_longer_to_answer_than_to_be_lost(tmp_path: Path) -> None:
-    slow_connection = connection.Connection("a", ["cat"], str(tmp_path))
+def test_a_host_may_take_longer_to_answer_than_to_be_lost() -> None:
+    slow_connection = connection.Connection("a", ["cat"])
     slow_connection.last_input -= 2 * connection.SILENCE_SECONDS
     slow_connection.beat()
     assert slow_connection.open
@@ -359,3 +366,101 @@ def test_each_host_knows_a_free_port_of_all(tmp_path: Path, mark: str) -> None:
     assert ended is not None
     (line,) = set((tmp_path / "trial" / "stdout.log").read_text().split())
     assert len([int(port) for port in line.split(",")]) == 3
+
+
+def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: Path, mark: str) -> None:
+    started: list[str] = []
+
+    def channel(host: str) -> list[str]:
+        started.append(host)
+        return shell(host)
+
+    host_launcher = HostsLauncher(name="shell", channel=channel)
+
+    def code(script: str, name: str, seconds: float = 30.0) -> int | None:
+        running = host_launcher.start(launch(script, tmp_path / name, hosts=("a", "b")))
+        ended = running.wait(seconds) or running.stop()
+        return ended.code
+
+    def wait_until_idle_agents(number: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(host_launcher.agents._idle) != number:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with host_launcher.keep_agents():
+        assert code("pwd; echo $NODE_RANK > rank", "1") == 0
+        assert code("[ $NODE_RANK = 1 ] && exit 7; sleep 60", "2") == 7
+        assert code("pwd; cat rank; sleep 60", "3", 1.0) != 0
+        assert started == ["a", "b"]
+        assert len({(tmp_path / name / "stdout.log").read_text() for name in ("1", "3")}) == 2
+        assert "rank" not in {path.name for path in (tmp_path / "3").iterdir()}
+        for pid in processes(mark):
+            if b"launchers.agent" in guard.read_proc(pid, "cmdline"):
+                os.kill(pid, signal.SIGTERM)
+        wait_until_idle_agents(0)
+        assert code("true", "4") == 0
+        assert started == ["a", "b"] * 2
+        wait_until_idle_agents(2)
+
+
+WARMED = """
+import os, sys
+template = 0
+def ready(arguments):
+    global template
+    template = os.getpid()
+def main(arguments):
+    print(template, os.environ["NODE_RANK"])
+    return int(arguments[0]) if os.environ["NODE_RANK"] == "1" else 0
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "warmed").mkdir()
+    (tmp_path / "warmed" / "__main__.py").write_text(WARMED)
+    host_launcher, templates = launcher(), list[set[str]]()
+    with host_launcher.keep_agents():
+        for number, (code, warm) in enumerate([(0, True), (0, True), (3, True), (0, True), (0, False)]):
+            argv, environment = (sys.executable, "-m", "warmed", str(code)), {"PYTHONPATH": str(tmp_path)}
+            how = Launch(
+                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=warm
+            )
+            ended = host_launcher.start(how).wait(40)
+            assert ended is not None
+            assert (ended.code, ended.warm) == (code, warm)
+            templates.append(set((tmp_path / str(number) / "stdout.log").read_text().splitlines()))
+    assert len(templates[0]) == 2
+    assert templates[0] == templates[1] == templates[2]
+    assert not templates[2] & templates[3]
+    assert templates[4] == {"0 0", "0 1"}
+
+
+def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "warmed").mkdir()
+    (tmp_path / "warmed" / "__main__.py").write_text(WARMED.replace("global template", "raise ValueError"))
+    host_launcher = launcher()
+    with host_launcher.keep_agents():
+        for number in range(2):
+            argv, environment = (sys.executable, "-m", "warmed", "0"), {"PYTHONPATH": str(tmp_path)}
+            how = Launch(
+                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=True
+            )
+            ended = host_launcher.start(how).wait(40)
+            assert ended is not None
+            assert (ended.code, ended.warm) == (0, False)
+
+
+def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore.launchers.hosts.START_SECONDS", 4.0)
+    beats = f"cat > /dev/null & echo '{HELLO}'; echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
+    host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
+    host_launcher.reached.add("b")
+    running = host_launcher.start(launch("true", tmp_path / "trial", timeout_seconds=1.0))
+    ended = running.wait(30)
+    assert ended is not None
+    assert (ended.ended_by, ended.lost_host) == ("host", "b")

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from flagcore.api.hardware.host_telemetry import host_telemetry
+from flagcore.api.hardware.hosts import require_hosts
+from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
@@ -86,6 +89,20 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
         assert sorted(lines) == [f"{rank} of 3 at localhost, token hidden" for rank in range(3)]
     assert all(pod.poll() is None for pod in pods)
     assert not any(os.environ[TOKEN].encode() in guard.read_proc(pid, "cmdline") for pid in processes())
+
+
+def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
+    join("pod-1"), join("pod-2")
+    with LAUNCHER.keep_agents():
+        hosts, devices = require_hosts(LAUNCHER, PODS)
+        reader = host_telemetry(LAUNCHER, devices)(devices[-1])
+        ended = LAUNCHER.start(launch("true", tmp_path / "trial", hosts)).wait(30)
+        assert ended is not None
+        assert ended.code == 0
+        deadline = time.monotonic() + 30
+        while not device_use(reader).free_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:

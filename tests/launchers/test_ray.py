@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from flagcore import api
+from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 from flagcore.launchers.ray import LAUNCHER, find_hosts, hold
+from tests.hosts.conftest import SPEC, TRAIN
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.long
@@ -118,6 +122,33 @@ def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: 
         assert processes(mark)
         tuner.send_signal(signal.SIGKILL)
     assert len(hold(find_hosts(4))) == 4
+
+
+@pytest.mark.timeout(300)
+def test_a_spare_replaces_a_node_that_dies(cluster: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    control = {"max_trials": 3, "train_iters": 3, "repeats": 0, "compare_hosts": False}
+    spec = {
+        **SPEC,
+        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1, "memory_per_device": "512MiB", "spares": 1},
+        "train": {**SPEC["train"], "command": [sys.executable, "-S", "-E", str(tmp_path / "train.py")]},
+        "auto_tuner": {**SPEC["auto_tuner"], "launcher": "ray", "control": control},
+        "envs": {"TRAIN_SLEEPS": "0.3"},
+    }
+    lost: list[str] = []
+
+    def on_event(event: Event) -> None:
+        if event.kind == "trial_started" and event.trial.number == 1:
+            record = json.loads((tmp_path / "run/trials/0/launch.json").read_text())
+            lost.append(record["hosts"][0])
+            cluster["cluster"].remove_node(cluster[lost[0]], allow_graceful=False)
+
+    api.tune(spec, run_dir=tmp_path / "run", on_event=on_event)
+    hosts = [json.loads(path.read_text())["hosts"] for path in sorted(tmp_path.glob("run/trials/*/launch.json"))]
+    trials = json.loads((tmp_path / "run/result.json").read_text())["trials"]
+    assert {trial["state"] for trial in trials} == {"measured"}
+    assert lost[0] not in hosts[-1]
+    assert len(hosts[-1]) == 2
 
 
 @pytest.mark.parametrize("gracefully", [True, False])

@@ -17,6 +17,7 @@ from flagcore.contracts import (
     InstalledVersion,
     KeyWarnings,
     MultiHostLauncher,
+    ScalesDown,
     Workload,
     labels_of,
     untested_reason,
@@ -29,8 +30,18 @@ from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
 from flagcore.errors import FlagError, SpecError, join_errors
-from flagcore.i18n import _
-from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
+from flagcore.i18n import N_, _
+from flagcore.plugins import (
+    LAUNCHERS,
+    STRATEGIES,
+    LoadedPlugins,
+    engines,
+    launcher,
+    load_plugins,
+    names,
+    strategy,
+    workload_of,
+)
 from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
@@ -187,7 +198,24 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         spec: Spec = convert_all(parts)["spec"]
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
-    return _with_hosts(spec)
+    spec = _with_hosts(spec)
+    if problem := _min_nodes_problem(spec):
+        raise SpecError(key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=problem, fix=_("leave it out"))
+    return spec
+
+
+def _min_nodes_problem(spec: Spec) -> str:
+    """Return why trials cannot continue on fewer nodes, empty if they can or need not."""
+    if spec.cluster.min_nodes is None:
+        return ""
+    if not isinstance(workload_of(spec.work), ScalesDown):
+        return _("needs an engine with data-parallel replicas")
+    if not spec.on_each_host:
+        return _("needs auto_tuner.launcher and hosts")
+    if not spec.sizes[:-1]:
+        text = N_("allows no number below cluster.nodes = {nodes} that divides the global batch")
+        return _(text, nodes=spec.cluster.nodes)
+    return ""
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:

@@ -1,6 +1,6 @@
 """Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.hardware.host_report FILE...`.
 
-With `watch` instead, it writes the telemetry of each device to `devices.json` every second until it is ended.
+With `watch` instead, it prints the telemetry of each device every second until it is ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from flagcore.domain.chip import Device
 from flagcore.errors import FlagError, NoDevice
 from flagcore.plugins import LoadedPlugins
 
-FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
 """For larger files, only the size and the beginning are hashed."""
@@ -94,9 +93,7 @@ def main(arguments: Sequence[str]) -> None:
             files = {path: digest(path) for path in arguments}
             print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files}))
     while watch:
-        with open("new", "w", encoding="utf-8") as file:
-            json.dump([reading(reader) for reader in readers], file)
-        os.replace("new", FIGURES)
+        print(json.dumps([reading(reader) for reader in readers]), flush=True)
         time.sleep(PERIOD_SECONDS)
 
 

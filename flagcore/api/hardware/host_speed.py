@@ -40,7 +40,7 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
     variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
         argv = (sys.executable, "-m", PROGRAM, json.dumps(job), *words)
-        trial = HostsLauncher(name=launcher.name, channel=launcher.channel).start(
+        trial = launcher.for_checks().start(
             Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SECONDS)
         )
         try:

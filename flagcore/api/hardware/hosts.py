@@ -66,13 +66,13 @@ def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
-    own_launcher = HostsLauncher(name=launcher.name, channel=launcher.channel)
+    own_launcher = launcher.for_checks()
     argv = (sys.executable, "-m", PROGRAM, *files)
     try:
         trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    hello = trial.connections[0].hello or {}
+    hello, ready = trial.connections[0].hello or {}, trial.connections[0].ready or {}
     clock = float(hello["time"]) - time.time()
     exit_record = trial.wait(SECONDS + 30) or trial.stop()
     host_report = HostReport(
@@ -80,7 +80,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
         python=str(hello["python"]),
         clock_s=clock,
-        free_disk_bytes=int(hello["free_disk_bytes"]),
+        free_disk_bytes=ready["free_disk_bytes"],
     )
     try:
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
@@ -147,15 +147,13 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 
 
 def require_hosts(
-    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
+    launcher: HostsLauncher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
     `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. With `compare`,
     slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
     """
-    if not isinstance(launcher, HostsLauncher):
-        return tuple(hosts), ()
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}

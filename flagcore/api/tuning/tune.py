@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,16 @@ from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
-from flagcore.contracts import CommandChanges, Event, InstalledDefaults, OnEvent, TrialStore, Workload, require_prober
+from flagcore.contracts import (
+    CommandChanges,
+    Event,
+    InstalledDefaults,
+    OnEvent,
+    Telemetry,
+    TrialStore,
+    Workload,
+    require_prober,
+)
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
@@ -39,6 +49,7 @@ from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
 from flagcore.i18n import _, ngettext
+from flagcore.launchers.hosts import HostsLauncher
 from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
@@ -119,10 +130,9 @@ class _EngineRun:
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
-        devices = self._require_hosts() if self.spec.on_each_host and runs else ()
-        with loaded_plugins(self.without) as loaded, host_telemetry(self.launcher, devices) as telemetry:
+        with ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
-                loaded.use_devices(devices, telemetry or (lambda device: None))
+                loaded.use_devices(*self._require_hosts(agents))
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))
@@ -132,14 +142,18 @@ class _EngineRun:
         _raise_failure(result, outcome)
         return outcome
 
-    def _require_hosts(self) -> tuple[Device, ...]:
-        """Reserve the hosts of the spec and return their devices. Raises NoDevice."""
+    def _require_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
+        """Reserve the hosts of the spec. Return their devices, and telemetry until `agents` ends. Raises NoDevice."""
+        if not isinstance(self.launcher, HostsLauncher):
+            return (), lambda device: None
+        agents.enter_context(self.launcher.keep_agents())
         cluster = self.spec.cluster
+        not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         hosts, devices = require_hosts(
-            self.launcher, cluster.hosts, cluster.spares, self._files(), compare=self.spec.control.compare_hosts
+            self.launcher, cluster.hosts, not_needed, self._files(), compare=self.spec.control.compare_hosts
         )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
-        return devices
+        return devices, host_telemetry(self.launcher, devices)
 
     def _files(self) -> list[str]:
         """Return the files that a `train.command` may read on every host: those in the command, and the model."""

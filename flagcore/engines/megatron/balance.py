@@ -9,18 +9,19 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Splits, Training, distinct
-from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, stage
+from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, MTP, stage
 from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search, search_equal
 from flagcore.engines.megatron.stages import chunk_layers, layout_text
 from flagcore.engines.megatron.time.pace import DEPENDS_ON, Pace
+from flagcore.engines.megatron.time.pipeline import shape_seconds
 from flagcore.engines.megatron.time.step import Blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: the placement of the leading dense layers (an index of `Fronts.all`), the
-    layers of each stage and the leading ones among them as (candidates, stages), and the seconds of the slowest stage.
-    The seconds are inf without a split.
+    """The best split of each candidate: how the leading dense layers lie (a number of `all_fronts`), the layers of each
+    stage and how many of them are leading ones, (candidates, stages), and the seconds of the slowest stage, inf if
+    there is no split.
     """
 
     choice: IntArray
@@ -42,11 +43,15 @@ def split_layers(
         return train, layout
     first, which = layout[rows].distinct(DEPENDS_ON)
     few = layout[rows[first]]
-    found = best_splits(train, few, Pace.of(train, few, costs, blocks[rows[first]]))
+    pace = Pace.of(train, few, costs, blocks[rows[first]])
+    found = best_splits(train, few, pace)
+    if train.options.early_mtp:
+        early = best_splits(train, few, pace, early=True)
+        found = found.or_else(early, early.seconds * EQUAL + shape_seconds(train, few, costs) < found.seconds)
     alike, split = distinct([found.choice.astype(np.float64), few.pipeline, few.virtual, *found.ends.T])
-    layers, leading = stage_layers(train, few[alike], found[alike])
     even = (found.seconds == np.inf) | _even(train, few, found)
-    number, splits = np.where(even, 0.0, 1.0 + split), splits_of(train, few[alike], layers, leading)
+    splits = splits_of(train, few[alike], *stage_layers(train, few[alike], found[alike]))
+    number = np.where(even, 0.0, 1.0 + split)
     column = np.zeros_like(layout.pipeline)
     column[rows] = number[which]
     return replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
@@ -61,8 +66,10 @@ def layouts(train: Training, layout: Layout) -> list[str]:
             continue
         held = splits.holdings[number]
         leading = held[:, DENSE] * (train.model.num_moe_experts is not None)
-        chunks = _chunks(held[:, LAYERS], leading, int(layout.pipeline[row]), int(layout.virtual[row]))
-        found.append(layout_text(chunks, train.model.mtp_num_layers))
+        length, depths = int(layout.pipeline[row]), train.model.mtp_num_layers
+        early = bool(depths and not held[length - 1, MTP])
+        chunks = _chunks(held[:, LAYERS], leading, length, int(layout.virtual[row]), early=early)
+        found.append(layout_text(chunks, depths, early=early))
     return found
 
 
@@ -77,40 +84,48 @@ def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
 
 
 def best_splits(
-    train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None, least: FloatArray | float = 0.0
+    train: Training,
+    layout: Layout,
+    pace: Pace,
+    most: FloatArray | None = None,
+    least: FloatArray | float = 0.0,
+    *,
+    early: bool = False,
 ) -> _Found:
-    """Return the best split of each candidate. `most` is the maximum number of layers of each stage by its leading
-    layers, as (candidates, leading layers, stages); `least` is the minimum number of layers of the last stage.
+    """Return the best split of each candidate, with at most so many layers on each stage, by the leading ones
+    on it: (candidates, leading layers, stages), and at least so many on the one with multi-token prediction, which is
+    the last one or, with `early`, the one before.
     """
     total, leading = train.model.num_layers, leading_layers(train)
     if train.options.equal_stages:
         return _best_equal(train, layout, pace, most)
-    several = list(Fronts.all(leading))
     found, possible = _none(train, layout.pipeline.size), np.ones(layout.pipeline.size, dtype=np.bool_)
+    if early:  # Megatron does not add the gradients of two copies of the embedding on the first device
+        possible &= (layout.pipeline > 2) | (layout.virtual == 1)
     if most is not None:
-        later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0
+        later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
         possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
-    for number, fronts in enumerate(several):
+    for number, fronts in enumerate(all_fronts(train)):
+        if fronts.early != early:
+            continue
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline) & ~np.isnan(found.seconds))
-        if number and most is None:  # without virtual stages a first stage with other layers has all leading ones
+        if number and not early and most is None:
+            # without virtual stages a first stage with other layers has all leading ones
             rows = rows[(layout.virtual[rows] > 1) | (found.choice[rows] > 0) | (found.ends[rows, 0] <= leading)]
         if not rows.size:
             continue
-        count, places = layout.pipeline[rows] - 1.0 - len(fronts.dense), range(len(fronts.dense))
-        limits = middle = None
+        count, limits, middle = layout.pipeline[rows] - len(fronts.leading), None, None
         if most is not None:
-            last = layout.pipeline[rows].astype(np.int64) - 1
-            limits = [
-                *(most[rows, count, place] for place, count in enumerate(fronts.dense)),
-                most[rows, fronts.last, last],
-            ]
+            end = layout.pipeline[rows].astype(np.int64)
+            held = zip(fronts.leading, fronts.places, strict=True)
+            limits = [most[rows, number, place + end * (place < 0)] for number, place in held]
             middle = most[rows, 0, len(fronts.dense) :]
         middles, at_least = Middles.of(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
         best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, at_least)
         better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
         rows = rows[better]
         found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0
-        found.ends[rows[:, None], [*places, -1]] = best.layers[:, better].T
+        found.ends[rows[:, None], fronts.places] = best.layers[:, better].T
     return found
 
 
@@ -132,9 +147,14 @@ def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | 
 
 
 def _none(train: Training, size: int) -> _Found:
-    """Return the result for `size` candidates without a split."""
-    widest = max(len(each.dense) for each in Fronts.all(leading_layers(train))) + 1
+    """Return that there is no split for so many candidates."""
+    widest = max(len(each.leading) for each in all_fronts(train))
     return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
+
+
+def all_fronts(train: Training) -> list[Fronts]:
+    """Return all ways to place the leading dense layers and multi-token prediction."""
+    return Fronts.every(leading_layers(train), early=train.options.early_mtp)
 
 
 def leading_layers(train: Training) -> int:
@@ -147,11 +167,10 @@ def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
     """Return which splits are even."""
     each = train.model.num_layers / layout.pipeline
     even: BoolArray = each % layout.virtual == 0
-    for number, fronts in enumerate(Fronts.all(leading_layers(train))):
-        places = [*range(len(fronts.dense)), -1]
-        alike = (found.ends[:, places] == each[:, None]).all(axis=1)
+    for number, fronts in enumerate(all_fronts(train)):
+        alike = (found.ends[:, fronts.places] == each[:, None]).all(axis=1) & (not fronts.early)
         if train.model.num_moe_experts is not None:
-            for place, count in zip(places, (*fronts.dense, fronts.last), strict=True):
+            for place, count in zip(fronts.places, fronts.leading, strict=True):
                 here = np.minimum(place % layout.pipeline, layout.pipeline - 1.0)
                 alike &= stage(train.model, layout, here, train.options).dense == count
         even &= (found.choice != number) | alike
@@ -160,8 +179,9 @@ def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
 
 def stage_layers(
     train: Training, layout: Layout, found: _Found, most: FloatArray | None = None
-) -> tuple[FloatArray, FloatArray]:
-    """Return the layers of each stage of each split and the leading dense layers among them, as (splits, stages).
+) -> tuple[FloatArray, FloatArray, BoolArray]:
+    """Return the layers of each stage of each split, the leading dense ones among them, (splits, stages), and where
+    multi-token prediction is on the stage before the last.
 
     Stages between the first and the last have equal numbers of layers as far as `most` allows. If the layers do not
     divide, the first of these stages have one layer less, because they store the most micro-batches.
@@ -169,15 +189,19 @@ def stage_layers(
     longest, total = int(layout.pipeline.max()), train.model.num_layers
     layers, leading = np.zeros((2, layout.pipeline.size, longest))
     place, last = np.arange(longest), layout.pipeline.astype(np.int64) - 1
-    for number, fronts in enumerate(Fronts.all(leading_layers(train))):
+    early = np.zeros(layout.pipeline.size, dtype=np.bool_)
+    for number, fronts in enumerate(all_fronts(train)):
         rows = np.flatnonzero(found.choice == number)
         if not rows.size:
             continue
+        early[rows] = fronts.early
         ends, count = found.ends[rows], len(fronts.dense)
         layers[rows, :count], leading[rows, :count] = ends[:, :count], fronts.dense
         layers[rows, last[rows]], leading[rows, last[rows]] = ends[:, -1], fronts.last
+        if fronts.between:
+            layers[rows, last[rows] - 1] = ends[:, -2]
         limits = np.full((rows.size, longest), np.inf) if most is None else most[rows, 0, :longest]
-        middle = (place >= count) & (place < last[rows, None])
+        middle = (place >= count) & (place < last[rows, None] - fronts.between)
         rest = total - ends.sum(axis=1)
         middles = Middles.of(middle.sum(axis=1).astype(np.float64), None if most is None else limits[:, count:])
         level = middles.level(rest)[:, None]
@@ -186,25 +210,27 @@ def stage_layers(
         surplus = held.sum(axis=1) - rest
         held -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
         layers[rows] += held
-    return layers, leading
+    return layers, leading, early
 
 
-def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray) -> Splits:
-    """Return splits with these layers per stage. The final norm is on the stage of the last layer or of the loss."""
+def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray, early: BoolArray) -> Splits:
+    """Return the splits with these layers on their stages. The final norm follows the last layer, or is at the loss."""
     model, place = train.model, np.arange(layers.shape[1])
     end = layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
-    norm = last
+    norm, mtp = last, (place == end - early[:, None]) * float(model.mtp_num_layers)
     if model.mtp_num_layers and not train.options.equal_stages:
-        rows = zip(layers, leading, layout.pipeline, layout.virtual, strict=True)
-        chunks = [_chunks(held, dense, int(length), int(virtual)) for held, dense, length, virtual in rows]
-        norm = place == end - np.array([each[-1] == 0 for each in chunks])[:, None]
+        rows = zip(layers, leading, layout.pipeline.astype(int), layout.virtual.astype(int), early, strict=True)
+        norm = np.zeros_like(last)
+        for row, (held, dense, length, virtual, is_early) in enumerate(rows):
+            chunks = _chunks(held, dense, length, virtual, early=is_early)
+            norm[row, np.flatnonzero(chunks)[-1] % length] = True
     dense = layers if model.num_moe_experts is None else leading
-    table = np.stack((first, last, norm, layers, dense, last * float(model.mtp_num_layers)), axis=2).astype(np.float64)
+    table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
     return Splits.of(table, layout.pipeline, train.options.splits)
 
 
-def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int) -> list[int]:
-    """Return the layers of each virtual stage, in the order of the model."""
+def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:
+    """Return the layers of each virtual stage, in order of the model, of a split over so many devices."""
     held, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
-    return chunk_layers(held, dense, virtual)
+    return chunk_layers(held, dense, virtual, early=early)

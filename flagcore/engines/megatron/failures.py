@@ -30,7 +30,7 @@ FAILURES = (
     FailurePattern(pattern=r"^invalid configuration:", state=TrialState.INVALID),
     _line(r"[\w./-]+\.py: error: .*", TrialState.INVALID),
     _line(r".*(?:Watchdog caught collective operation timeout|Timed out waiting \d+ms).*", TrialState.TIMED_OUT),
-    _line(r".*No space left on device.*", TrialState.FAILED),
+    _line(r".*(?:No space left on device|Read-only file system).*", TrialState.FAILED),
     FailurePattern(
         pattern=r"(?P<reason>(?:Unexpected result \w+ .*)?found (?:NaN|Inf) in local .*)", state=TrialState.FAILED
     ),

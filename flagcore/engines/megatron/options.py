@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.command.user_command import readable_command, release_of
 from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
-from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS
+from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -20,6 +21,9 @@ Settings = Mapping[str, SettingValue]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRIAL, COMMAND = "trial", "command"
+MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
+"""Releases whose layouts may have multi-token prediction at all, and on a stage before the loss (megatron-core's
+`pipeline_parallel_layer_layout.py`)."""
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather"},
@@ -82,6 +86,7 @@ def options(task: Task) -> Options:
         **fields,
         schedule=schedule(settings.get("pipeline_schedule")),
         equal_stages=not takes_layouts(task.spec),
+        early_mtp=takes_early_mtp(task.spec),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
@@ -106,11 +111,17 @@ def release(spec: Spec) -> str | None:
 
 
 def takes_layouts(spec: Spec) -> bool:
-    """Return whether the release that runs a job supports `pipeline_model_parallel_layout`.
+    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model.
 
     Other releases only set the numbers of layers of the first and the last stage.
     """
-    return BY_NAME[LAYOUT].is_available(release(spec))
+    since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
+    return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
+
+
+def takes_early_mtp(spec: Spec) -> bool:
+    """Return whether a layout may have multi-token prediction on a stage before the loss."""
+    return spec.model.mtp_num_layers > 0 and in_versions(EARLY_MTP_SINCE, release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:
@@ -156,6 +167,11 @@ def check(task: Task, settings: Settings) -> None:
     for key, (is_wrong, problem) in refusals.items():
         if is_wrong and key in enabled:
             raise _refused(key, settings, problem)
+    if settings.get(LAYOUT) and model.mtp_num_layers:
+        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
+        if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):
+            since, where = (MTP_LAYOUTS_SINCE, "") if last.mtp else (EARLY_MTP_SINCE, " before the loss")
+            raise _refused(LAYOUT, settings, f"has multi-token prediction{where}, which needs Megatron {since}")
 
 
 def _refused(key: str, settings: Settings, problem: str) -> SpecError:

@@ -8,7 +8,7 @@ one layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -27,11 +27,32 @@ MOST_LEADING = 4
 class Fronts:
     """The placement of the leading dense layers: their number on each of the first stages, and on the last one.
 
-    A virtual stage before another dense layer has no layer with experts.
+    A virtual stage with a dense layer behind it holds no layer with experts. With `early` multi-token prediction is on
+    the stage before the loss, which has no layer on its last virtual stage. That stage is `between` the first ones and
+    the last, or one of the first.
     """
 
     dense: tuple[int, ...]
     last: int = 0
+    early: bool = False
+    between: bool = False
+
+    @classmethod
+    def every(cls, leading: int, *, early: bool) -> list[Fronts]:
+        """Return all ways to place so many leading layers, with `early` also those with such a stage."""
+        found = list(cls.all(leading))
+        between = [replace(each, early=True, between=True) for each in found if not each.last]
+        return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The leading layers of the first stages, the stage between, and the last one."""
+        return (*self.dense, *[0] * self.between, self.last)
+
+    @property
+    def places(self) -> list[int]:
+        """The columns of these stages in an array of the ends of splits."""
+        return [*range(len(self.dense)), *[-2] * self.between, -1]
 
     @classmethod
     def all(cls, leading: int) -> Iterator[Fronts]:
@@ -47,31 +68,33 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return which pipelines can have this placement."""
-        before = pipeline - 1.0
-        return before == len(self.dense) if self.last else before >= len(self.dense)
+        """Return which pipelines can have them so."""
+        before = pipeline - 1.0 - self.between
+        return before == len(self.dense) if self.last or self.early > self.between else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the minimum number of layers of these stages: one per virtual stage, except for the last virtual stage
-        of the model.
+        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last, nor beside
+        early multi-token prediction.
 
         If all devices have leading layers, each may have them on several virtual stages.
         """
-        here = (*self.dense, self.last)
-        rounds = np.minimum(min(here), np.maximum(virtual - 1.0, 1.0))
+        rounds = np.minimum(min(self.leading), np.maximum(virtual - 1.0, 1.0))
         found, on = [], np.ones(virtual.shape, dtype=np.bool_)
-        for count in here:
-            on = on & (count > rounds) & (rounds < virtual)
+        for count in self.leading:
+            on = on & (count > rounds) & (rounds < virtual - self.early)
             chunks = rounds + on if self.last else np.full_like(virtual, float(count > 0))
             found.append(count + virtual - chunks)
-        return [*found[:-1], np.maximum(found[-1] - 1.0, float(self.last))]
+        for place in (-1, -2)[: 1 + self.early]:
+            found[place] = np.maximum(found[place] - 1.0, float(self.leading[place]))
+        return found
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
         """Return the maximum number of layers of these stages."""
         full = len(self.dense) - (self.last == 0)
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
-        return [*limits, *[any_number] * (len(self.dense) + 1 - full)]
+        last = np.where(virtual > 1, np.inf, 0.0) if self.early else any_number
+        return [*limits, *[any_number] * (len(self.leading) - 1 - full), last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +151,14 @@ def search(
     fronts: Fronts,
     middles: Middles,
     most: Sequence[FloatArray] | None = None,
-    last: FloatArray | float = 0.0,
+    mtp: FloatArray | float = 0.0,
 ) -> Ends:
-    """Return the best split with this placement of the leading layers, within the limits of the first stages and of the
-    last stage.
+    """Return the best split with these leading layers, and at most so many layers on the first stages and the last, and
+    at least so many on the stage with multi-token prediction.
     """
     least = np.stack(fronts.least(virtual))
-    least[-1] = np.maximum(least[-1], last)
+    place = -1 - fronts.early
+    least[place] = np.maximum(least[place], mtp)
     limits = np.stack(fronts.most(virtual) if most is None else [*map(np.minimum, fronts.most(virtual), most)])
     ends, possible = _start(total, least, limits, middles, virtual)
     slowest = np.full(virtual.shape, np.inf)
@@ -177,7 +201,7 @@ def search_equal(
     least = np.full_like(units, max(leading, 1.0))
 
     def both(first: FloatArray, rest: FloatArray) -> tuple[FloatArray, FloatArray]:
-        last = pace.seconds((rest - first) * virtual, 0, last=True)
+        last = pace.seconds((rest - first) * virtual, 0, mtp=True, last=True)
         return pace.seconds(first * virtual, leading, first=True), last
 
     def ends(middle: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -238,11 +262,11 @@ def _start(
 
 
 def _stage_seconds(pace: Pace, fronts: Fronts, layers: FloatArray) -> FloatArray:
-    ends = len(layers) - 1
+    end = len(layers) - 1
     return np.stack(
         [
-            *(pace.seconds(layers[place], count, first=place == 0) for place, count in enumerate(fronts.dense)),
-            pace.seconds(layers[ends], fronts.last, last=True),
+            pace.seconds(each, leading, first=place == 0, mtp=place == end - fronts.early, last=place == end)
+            for place, (each, leading) in enumerate(zip(layers, fronts.leading, strict=True))
         ]
     )
 

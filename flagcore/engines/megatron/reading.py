@@ -121,7 +121,7 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     spec, warmup = task.spec, task.spec.control.warmup_iters
     measured_times_s = tuple(step_times_s[warmup:])
     if not measured_times_s:
-        raise NoMetrics(f"the trial left {len(step_times_s)} step times, and the first {warmup} are warm-up")
+        raise NoMetrics(f"the log has {len(step_times_s)} step times, and the first {warmup} are warm-up")
     if not all(isinstance(step, float) and math.isfinite(step) and step > 0 for step in measured_times_s):
         raise NoMetrics("a step time is not a positive number")
     median = statistics.median(measured_times_s)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.balance import best_splits, leading_layers, splits_of, stage_layers
-from flagcore.engines.megatron.memory.training import stages_in_use
+from flagcore.engines.megatron.memory.training import stages_in_use, states_of
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
+from flagcore.engines.megatron.parallel.parameters import layer_parameters
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.time.pace import Pace
+from flagcore.engines.megatron.time.pipeline import shape_seconds
 from flagcore.engines.megatron.time.step import Blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: the seconds of its slowest stage (inf if no split fits), and the layers of each
-    stage and the leading dense layers among them, as (candidates, stages).
+    """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
+    and the leading dense ones among them, (candidates, stages), and whether multi-token prediction is on the stage
+    before the last.
     """
 
     seconds: FloatArray
     layers: FloatArray
     leading: FloatArray
+    early: BoolArray
 
 
 def fit_splits(
@@ -34,69 +39,116 @@ def fit_splits(
     new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
-    if rows.size:
-        rows = _candidates_with_room(train, layout, costs, rows)
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
+    rows, known = _candidates_with_room(train, layout, costs, rows)
+    if not rows.size:
+        return train, layout, changed
     subset = replace(layout[rows], split=np.ones(rows.size))
-    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]))
+    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]), known)
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
-        first, which = distinct([subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T])
+        columns = [subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T, found.early.astype(np.float64)]
+        first, which = distinct(columns)
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
-        splits = splits_of(train, subset[first], found.layers[first], found.leading[first])
+        splits = splits_of(train, subset[first], found.layers[first], found.leading[first], found.early[first])
         column = layout.split.copy()
         column[rows], changed[rows] = before + which, True
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
     return train, layout, changed
 
 
-def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
-    """Return the best splits that fit memory.
+def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> _Found:
+    """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
-    With multi-token prediction, the final norm is on the last stage but one if the last virtual stage has no layer.
-    These splits are searched separately.
+    With multi-token prediction the final norm is on the stage before if the last virtual stage of that with multi-token
+    prediction has no layer: these splits are searched apart.
     """
 
-    def search(most: FloatArray, last: FloatArray | float = 0.0) -> _Found:
-        best = best_splits(train, layout, pace, most, last)
-        return _Found(best.seconds, *stage_layers(train, layout, best, most))
-
-    most = _layer_limits(train, layout, costs)
+    most, end = _layer_limits(train, layout, costs, known), layout.pipeline - 1.0
     if not train.model.mtp_num_layers or train.options.equal_stages:
-        return search(most)
-    before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
-    rows, leading, place = np.nonzero(_possible(train, layout) & (np.arange(most.shape[2]) >= end[:, None, None] - 1.0))
-    limits, moved = _Room(train, layout[rows], costs, leading, place, end[rows] - 1.0).limits(), most.copy()
-    moved[rows, leading, place] = np.where(place == end[rows], np.minimum(limits, before[rows]), limits)
-    one, two = search(most, before + 1.0), search(moved)
-    better = (two.seconds < one.seconds)[:, None]
-    layers, dense = np.where(better, two.layers, one.layers), np.where(better, two.leading, one.leading)
-    return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
+        best = best_splits(train, layout, pace, most)
+        return _Found(best.seconds, *stage_layers(train, layout, best, most))
+    results = []
+    for early, is_empty in product((False, True)[: 1 + train.options.early_mtp], (False, True)):
+        mtp = end - early
+        norm, empty = (mtp - is_empty) % layout.pipeline, _layers_beside_nothing(train, layout, early=early)
+        limits = _limits_with_mtp(train, layout, costs, most, norm, mtp) if early or is_empty else most
+        at_least: FloatArray | float = empty[:, 0] + 1.0
+        if is_empty:
+            every, place, at_least = np.arange(end.size), mtp.astype(np.int64), 0.0
+            limits[every, :, place] = np.minimum(limits[every, :, place], empty)
+        best = best_splits(train, layout, pace, limits, at_least, early=early)
+        seconds = best.seconds + early * shape_seconds(train, layout, costs)
+        results.append(_Found(seconds, *stage_layers(train, layout, best, limits)))
+    found = results[0]
+    for other in results[1:]:
+        found = found.or_else(other, other.seconds < found.seconds)
+    return found
 
 
-def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
-    """Return the `rows` whose stages may have enough memory for all layers.
+def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> FloatArray:
+    """Return the most layers of the stage with multi-token prediction if its last virtual stage has none, by how many
+    of them are leading dense ones: (candidates, leading ones).
+    """
+    kinds, virtual = np.arange(leading_layers(train) + 1.0), layout.virtual[:, None]
+    if not early:
+        return layers_before_last(train.model, layout)[:, None] + 0.0 * kinds
+    return np.where(virtual > 1, virtual - 1.0 + np.maximum(kinds - 1.0, 0.0), 0.0)
+
+
+def _limits_with_mtp(
+    train: Training, layout: Layout, costs: Costs, most: FloatArray, norm: FloatArray, mtp: FloatArray
+) -> FloatArray:
+    """Return `most` with the limits of the stages that `norm` and multi-token prediction change."""
+    place = np.arange(most.shape[2])
+    limits: FloatArray = most.copy()
+    changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
+    rows, leading, stage = np.nonzero(_possible(train, layout) & changed[:, None])
+    limits[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, norm[rows], mtp[rows]).limits()
+    return limits
+
+
+def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
+    """Return those of `rows` whose stages may have room for all layers, and the most layers of their last two stages
+    without leading ones. With multi-token prediction, whose norm moves, these are the limits without a norm.
 
     Only the layers after the leading dense ones are checked: some stage has at least their mean number, and the last
     stage but one has the most free memory of all stages except the last. A dense layer may move up to `virtual - 1`
     other layers to virtual stages with fewer micro-batches in flight. Pipelines with virtual stages and leading layers
     on every device are always returned.
     """
-    leading, subset = leading_layers(train), layout[rows]
-    total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
-    mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
-    no_norm: FloatArray = np.full(rows.size, -1.0)
+    leading = leading_layers(train)
+    total, rows = train.model.num_layers - leading, rows[_weights_fit(train, layout[rows], costs)]
+    subset, none = layout[rows], np.zeros(rows.size, dtype=np.int64)
+    mean, unknown = np.ceil(total / subset.pipeline), (subset.virtual > 1) & (subset.pipeline <= leading)
+    end, nowhere = subset.pipeline - 1.0, np.full(rows.size, -1.0)
+    norm = nowhere if train.model.mtp_num_layers else end
+    last = [end, nowhere] if train.options.early_mtp else [end]
+    places = [(end - 1.0, nowhere), *((end, mtp) for mtp in last)]
     even = replace(subset, split=np.zeros(rows.size))
-    stages = [_stage(train, even, none, subset.pipeline - before, no_norm, mean) for before in (2.0, 1.0)]
+    stages = [_stage(train, even, none, place, norm, mtp, mean) for place, mtp in places]
     fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
-    kept = np.flatnonzero(fits[0] | fits[1] | unknown)
+    kept = np.flatnonzero(np.logical_or.reduce(fits) | unknown)
     rows, subset, none, unknown = rows[kept], replace(subset[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
-    end = subset.pipeline.astype(np.int64) - 1
-    before, behind = (_Room(train, subset, costs, none, place, no_norm[kept]).limits() for place in (end - 1, end))
-    return rows[(before * end + behind + (subset.virtual - 1.0) * leading >= total) | unknown]
+    rooms = [
+        _Room(train, subset, costs, none, place[kept].astype(np.int64), norm[kept], mtp[kept]) for place, mtp in places
+    ]
+    limits = np.stack([room.limits() for room in rooms])
+    most = limits[0] * end[kept] + limits[1:].max(axis=0) + (subset.virtual - 1.0) * leading
+    kept = np.flatnonzero((most >= total) | unknown)
+    return rows[kept], limits[:2, kept]
+
+
+def _weights_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
+    """Return where the states of the weights of the mean number of layers fit, and where leading layers may matter."""
+    leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
+    mean = np.ceil((train.model.num_layers - leading) / layout.pipeline)
+    weights = {name: count * mean for name, count in layer_parameters(train, layout, moe=has_experts).items()}
+    needed = sum(state.total for state in states_of(train, layout, weights))
+    return (needed <= (costs.memory.capacity_bytes() or np.inf)) | (layout.pipeline <= leading)
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
@@ -107,30 +159,45 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
     return found & (place < layout.pipeline[:, None, None])
 
 
-def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the maximum number of layers that fits each stage, by the leading dense layers among them, as (candidates,
-    leading layers, stages).
+def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArray) -> FloatArray:
+    """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
+    (candidates, leading ones, stages).
 
     Between the first and the last stage, later stages without leading layers need less memory. If the second stage may
     have as many layers as the last but one, so may all stages between them.
     """
-    possible, end = _possible(train, layout), layout.pipeline[:, None, None] - 1.0
+    possible, last = _possible(train, layout), layout.pipeline - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
-    between, most = possible & (kinds == 0) & (place > 1) & (place < end - 1.0), np.zeros(possible.shape)
-    rows, leading, stage = np.nonzero(possible & ~between)
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0]).limits()
-    second, before = most[:, 0, 1], most[np.arange(len(most)), 0, np.maximum(end[:, 0, 0].astype(np.int64) - 1, 1)]
+    between = possible & (kinds == 0) & (place > 1) & (place < last[:, None, None] - 1.0)
+    most, unknown, end, every = (
+        np.zeros(possible.shape),
+        possible & ~between,
+        last.astype(np.int64),
+        np.arange(last.size),
+    )
+    if not train.model.mtp_num_layers:
+        for stage, limits in zip((end - 1, end), known, strict=True):
+            most[every, 0, stage] = limits
+            unknown[every, 0, stage] = False
+    rows, leading, stage = np.nonzero(unknown)
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows]).limits()
+    most *= possible
+    second, before = most[:, 0, 1], most[every, 0, np.maximum(end - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
-    rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
-    room = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
-    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0)
+    reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
+    wanted = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))
+    rows, leading, stage = np.nonzero(between & wanted[:, None, None])
+    room = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows])
+    share = (stage - 1.0) / (last[rows] - 2.0)
+    guess = np.floor(1.0 / ((1.0 - share) / np.maximum(second[rows], 0.5) + share / before[rows]))
+    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0, guess)
     return most
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The free bytes of stage `place` of each candidate, whose first `leading` layers are dense. `norm` is the stage
-    with the final norm.
+    """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
+    `norm` is the stage with the final norm, `mtp` the one with multi-token prediction.
     """
 
     train: Training
@@ -139,20 +206,22 @@ class _Room:
     leading: IntArray
     place: IntArray
     norm: FloatArray
+    mtp: FloatArray
 
     def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages of some rows for each number of layers; negative if the layers do not
         fit.
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
-        stages = [_stage(self.train, layout, self.leading[rows], place, self.norm[rows], each) for each in layers]
+        norm, mtp = self.norm[rows], self.mtp[rows]
+        stages = [_stage(self.train, layout, self.leading[rows], place, norm, mtp, each) for each in layers]
         return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
 
     def limits(self) -> FloatArray:
         """Return the maximum number of layers that fits; if the minimum of a stage does not fit, a smaller number."""
         total, every = self.train.model.num_layers, np.arange(self.place.size)
-        last = self.place == self.layout.pipeline - 1.0
-        fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
+        may_end_empty = (self.place == self.layout.pipeline - 1.0) | (self.place == self.mtp)
+        fits = np.maximum(self.leading, self.layout.virtual - may_end_empty) - 1.0
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
         one, two = self.bytes(every, mean, mean + 1.0)
         fits = np.where(two >= 0, mean + 1.0, np.where(one >= 0, mean, fits))
@@ -183,18 +252,23 @@ class _Room:
 
 
 def _stage(
-    train: Training, layout: Layout, leading: IntArray, place: FloatArray, norm: FloatArray, layers: FloatArray
+    train: Training,
+    layout: Layout,
+    leading: IntArray,
+    place: FloatArray,
+    norm: FloatArray,
+    mtp: FloatArray,
+    layers: FloatArray,
 ) -> Stage:
-    """Return stage `place` of each candidate with these layers, of which the first `leading` are dense. `norm` is the
-    stage with the final norm.
+    """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
+    the final norm, `mtp` the one with multi-token prediction.
     """
-    last = 1.0 * (place == layout.pipeline - 1.0)
     part = Part(
         first=1.0 * (place == 0),
-        last=last,
+        last=1.0 * (place == layout.pipeline - 1.0),
         final_norm=1.0 * (place == norm),
         layers=layers,
         dense=layers if train.model.num_moe_experts is None else leading.astype(np.float64),
-        mtp=last * train.model.mtp_num_layers,
+        mtp=1.0 * (place == mtp) * train.model.mtp_num_layers,
     )
     return stage_with(part, train.model, layout, place, train.options)

@@ -14,6 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore.engines.megatron.options import settings_in_force
 from flagcore.engines.megatron.split import SPLIT, Split, balanced, derived
@@ -98,7 +99,14 @@ def _width_rules(task: Task) -> Sequence[Rule]:
 
 def _length_rules(task: Task) -> Sequence[Rule]:
     length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
+    is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
     return (
+        Rule(
+            name="context_parallel_implementation",
+            knobs=(CP,),
+            message=f"{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local",
+            broken=lambda c: (c[CP] > 1) & is_local,
+        ),
         Rule(
             name="context_length",
             knobs=(CP,),

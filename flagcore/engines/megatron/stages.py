@@ -51,71 +51,75 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
     )
 
 
-def layout_text(chunks: Sequence[int], mtp_num_layers: int) -> str:
-    """Return the layout text of (virtual) stages with these numbers of layers, in the order of the model. Equal
-    neighbours are written once.
+def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = False) -> str:
+    """Return the layout of (virtual) stages with so many layers, in order of the model; equal neighbours once.
+
+    With `early` multi-token prediction is on the stage before the loss.
     """
     stages = ["t" * count if count < 3 else f"t*{count}" for count in chunks]
+    stages[-1 - early] += "m" * mtp_num_layers
     middle = [
         f"{stage}|" * number if number < 3 or not stage else f"({stage}|)*{number}"
         for stage, number in ((stage, len(list(equal))) for stage, equal in groupby(stages[1:-1]))
     ]
-    return f"E{stages[0]}|{''.join(middle)}{stages[-1]}{'m' * mtp_num_layers}L"
+    return f"E{stages[0]}|{''.join(middle)}{stages[-1]}L"
 
 
-def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
-    """Return the layers of each virtual stage, in the order of the model, from the layers of each device.
+def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
+    """Return the layers of each virtual stage, in order of the model, from those of each device.
 
-    `leading` are the leading dense layers of each device. The virtual stages of a device differ by at most one layer,
-    and larger ones come first. On the last device, each virtual stage has the layers of an even split, except for the
-    last one. It has the remaining layers, because it also has the loss.
+    `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
+    on the next one, or one more. The last device has as many as in an even split, and what is left on the very last
+    virtual stage: it has the loss, too. It has none there if multi-token prediction is `early`, on the stage before.
     """
     largest, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
-    if _goes_round(layers, leading, virtual):
-        return _around(layers, leading, virtual)
+    if _goes_round(layers, leading, virtual, early=early):
+        return _around(layers, leading, virtual, early=early)
     chunks = []
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
-        if device == last:
+        empty = int(early and device == last)
+        parts = virtual - empty
+        if device == last and not early:
             sizes = _filled(count, virtual, max(largest, first))
-        elif virtual > 1 and (device < dense or first > -(-count // virtual)):
-            sizes = [first, *_spread(count - first, virtual - 1)]
+        elif parts > 1 and (device < dense or first > -(-count // parts)):
+            sizes = [first, *_spread(count - first, parts - 1)]
         else:
-            sizes = _spread(count, virtual)
-        chunks.append(sizes)
+            sizes = _spread(count, parts)
+        chunks.append([*sizes, *[0] * empty])
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 
 
-def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int) -> bool:
-    """Return whether leading layers must be on further virtual stages than the first of each device, because there are
-    too few other layers.
+def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> bool:
+    """Return whether the leading layers lie on more virtual stages than the first of each device, for want of others.
 
-    Every virtual stage has a layer, except the last one.
+    Every virtual stage has a layer but the very last, and the one before it beside early multi-token prediction.
     """
     if virtual == 1 or not all(leading):
         return False
-    least = [virtual - 1] * (len(layers) - 1) + [virtual - 2]
+    least = [virtual - 1] * (len(layers) - 1 - early) + [virtual - 2] * (1 + early)
     return any(count - first < few for count, first, few in zip(layers, leading, least, strict=True))
 
 
-def _around(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
-    """Return the layers of each virtual stage if the leading layers alternate over the devices as often as possible."""
+def _around(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
+    """Return the same where the leading layers go round the devices as often as they can."""
     left, order = [*leading], 0
-    while order < len(layers) * (virtual - 1) + 1 and left[order % len(layers)]:
+    while order < len(layers) * (virtual - 1) + (not early) and left[order % len(layers)]:
         left[order % len(layers)] -= 1
         order += 1
     chunks = []
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
         number = -(-(order - device) // len(layers))
         sizes = _spread(first, number)
-        remaining, parts = count - first, virtual - number
+        is_last = device == len(layers) - 1
+        remaining, parts = count - first, virtual - number - (early and is_last)
         if not parts:
             sizes[-1] += remaining
-        elif device == len(layers) - 1:
+        elif is_last and not early:
             sizes += _filled(remaining, parts, -(-sum(layers) // (len(layers) * virtual)))
         else:
             sizes += _spread(remaining, parts)
-        chunks.append(sizes)
+        chunks.append([*sizes, *[0] * (virtual - len(sizes))])
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 
 

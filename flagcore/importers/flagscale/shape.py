@@ -85,6 +85,8 @@ def _note_other_layers(flags: Flags) -> None:
     for prefixes, model in texts:
         if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
             flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
+    if "rwkv" in str(flags.source.at(key := "experiment.task.entrypoint")):
+        flags.source.note(key, "predictions are those of a plain decoder with attention", "model")
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:

@@ -27,6 +27,7 @@ from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.module import Float16Module
@@ -344,6 +345,25 @@ LAYOUT_FIELDS = (
 )
 
 
+def tell_shapes(job: dict[str, Any], config: Any) -> None:
+    """Return the shapes that stages send where multi-token prediction is before the loss, for one virtual stage.
+
+    There the output has a hidden state for each depth, too, and Megatron sends shapes first.
+    """
+    tokens, batch = job["seq_length"] // config.context_parallel_size, job["candidate"]["micro_batch_size"]
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    number, end = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size - 1
+
+    def shapes(_: Any, __: Any, ___: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+        depths = 1 + (config.mtp_num_layers or 0)
+        before, behind = depths if number == end else 1, depths if number == end - 1 else 1
+        found = ([tokens * times, batch, config.hidden_size] for times in (before, behind))
+        return tuple(shape if wanted else None for shape, wanted in zip(found, (recv_prev, recv_next), strict=True))
+
+    P2PCommunicator._communicate_shapes = shapes
+
+
 def join(job: dict[str, Any]) -> None:
     """Become rank `rank` of `world` ranks."""
     candidate = job["candidate"]
@@ -404,6 +424,7 @@ def train(job: dict[str, Any]) -> dict[str, int]:
 def _train(job: dict[str, Any]) -> dict[str, int]:
     ALLOCATOR.forget()
     config, candidate = configuration(job), job["candidate"]
+    tell_shapes(job, config)
     chunks = build(job, config)
     sharded = bool(candidate.get("use_distributed_optimizer"))
     wrapped = [

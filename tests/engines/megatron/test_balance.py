@@ -13,10 +13,11 @@ import pytest
 from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.balance import layouts, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
+from flagcore.engines.megatron.options import options
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import Part, placed, stage, stage_with
 from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts, with_layout
@@ -24,9 +25,11 @@ from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, costs_in_run, step_time
+from flagcore.errors import SpecError
 from flagcore.stages.build import build
 from tests import small
 from tests.engines.megatron.candidates import layout, train
+from tests.engines.megatron.test_memory_published import DEEPSEEK_V3
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 DENSE = dataclasses.replace(
@@ -58,12 +61,26 @@ def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
 
 
 def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
-    """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one."""
-    model, length, chunks = work.model, int(split.pipeline[0]), int(split.virtual[0])
-    cuts = combinations(range(1, model.num_layers + 1), length * chunks - 1)
-    counts = [tuple(np.diff([0, *interrupted, model.num_layers]).tolist()) for interrupted in cuts]
+    """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one, and
+    none on the last one and none needed before it where multi-token prediction is early.
+    """
+    length, chunks = int(split.pipeline[0]), int(split.virtual[0])
+    most = work.options.early_mtp and (length > 2 or chunks == 1)
+    held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
+    splits = Splits.of(held, np.full(len(held), float(length)))
+    rows = split[np.zeros(len(held), dtype=np.int64)]
+    rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
+    return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
+
+
+def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArray:
+    model, layers = work.model, work.model.num_layers
+    cuts = combinations(range(1, layers + 1), length * chunks - 1 - early)
+    counts = [(*np.diff([0, *cut, layers]).tolist(), *[0] * early) for cut in cuts]
     if work.options.equal_stages:
         counts = [each for each in counts if equal(each, length, model)]
+    if early and chunks > 1:  # no leading layer is on a last virtual stage
+        counts = [each for each in counts if sum(each[:-length]) >= model.moe_first_dense_layers]
     table = np.array(counts, dtype=np.float64).reshape(-1, length * chunks)
     before, experts = np.cumsum(table, axis=1) - table, model.num_moe_experts is not None
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table) * experts
@@ -74,21 +91,19 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     norm = last.copy()
     if model.mtp_num_layers and not work.options.equal_stages:
         for row, each in enumerate(devices.astype(np.int64)):
-            norm[row] = place[row] == length - 1 - (virtual_stages(each, model, chunks)[-1] == 0)
+            norm[row] = place[row] == np.flatnonzero(virtual_stages(each, model, chunks, early))[-1] % length
     dense = devices[:, :, 1] if experts else devices[:, :, 0]
-    held = np.stack((first, last, norm, devices[:, :, 0], dense, last * model.mtp_num_layers), axis=2)
-    splits = Splits.of(held, np.full(len(held), float(length)))
-    rows = split[np.zeros(len(held), dtype=np.int64)]
-    rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
-    return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
+    mtp = (place == length - 1 - early) * float(model.mtp_num_layers)
+    return np.stack((first, last, norm, devices[:, :, 0], dense, mtp), axis=2)
 
 
-def virtual_stages(held: IntArray, model: Model, virtual: int) -> list[int]:
+def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> list[int]:
     """Return the layers of virtual stages, which must be what the devices hold."""
-    found = chunk_layers(held[:, 0].tolist(), held[:, 1].tolist(), virtual)
+    found = chunk_layers(held[:, 0].tolist(), held[:, 1].tolist(), virtual, early=bool(early))
     counts = np.array(found)
     leading = np.clip(model.moe_first_dense_layers - (np.cumsum(counts) - counts), 0, counts)
-    assert counts[:-1].all()
+    assert counts[: -1 - early].all()
+    assert not (early and counts[-1])
     np.testing.assert_array_equal(counts.reshape(virtual, -1).sum(axis=0), held[:, 0])
     if model.num_moe_experts is not None:
         np.testing.assert_array_equal(leading.reshape(virtual, -1).sum(axis=0), held[:, 1])
@@ -194,7 +209,9 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     model = dataclasses.replace(model, num_layers=layers, moe_first_dense_layers=leading, mtp_num_layers=depths)
     work = train(model, sequence=int(draw.choice([1024, 4096])), transformer_engine=bool(draw.integers(2)))
     equal_stages = bool(draw.random() < 0.15)
-    work = dataclasses.replace(work, options=dataclasses.replace(work.options, equal_stages=equal_stages))
+    early = bool(depths) and not equal_stages and bool(draw.random() < 0.7)
+    options = dataclasses.replace(work.options, equal_stages=equal_stages, early_mtp=early, overlap_p2p_comm=not early)
+    work = dataclasses.replace(work, options=options)
     extra = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
     recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]
     microbatches = pipeline * draw.choice([1, 2, 4, 8])
@@ -270,6 +287,31 @@ def test_layout_of_a_derived_split_means_that_split() -> None:
         assert found[0].options.splits is not None
         np.testing.assert_array_equal(options.splits.holdings[1], found[0].options.splits.holdings[1])
         assert again.split.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("early", "text"), [(False, "Et*3|t|t|(tt|)*28mL"), (True, "Ett|(tt|)*29tm|L")])
+def test_multi_token_prediction_leaves_a_stage_to_the_loss_where_that_is_faster(early: bool, text: str) -> None:
+    model = dataclasses.replace(DEEPSEEK_V3, num_layers=61, moe_first_dense_layers=3, mtp_num_layers=1)
+    work = train(model, transformer_engine=True)
+    work = dataclasses.replace(work, options=dataclasses.replace(work.options, early_mtp=early))
+    split = layout(pipeline=32, data=8, expert=8, microbatches=64)
+    assert layouts(*derived(work, split, costs(1e15))) == [text]
+
+
+@pytest.mark.parametrize(
+    ("version", "since"), [("0.12.0", None), ("0.13.0", None), ("0.14.0", "mL"), ("0.15.2", "mL"), ("0.16.0", "m|L")]
+)
+def test_a_release_refuses_layouts_with_multi_token_prediction_that_it_does_not_support(
+    version: str, since: str | None
+) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=3, mtp_num_layers=1)
+    for end in ("mL", "m|L"):
+        task = small.task(model, settings={LAYOUT: f"Et|tt{end}"}, engine_version=version)
+        if since is not None and len(end) <= len(since):
+            options(task)
+        else:
+            with pytest.raises(SpecError, match="multi-token prediction"):
+                options(task)
 
 
 def test_a_split_that_is_no_faster_than_the_even_one_stays_even() -> None:

@@ -85,6 +85,12 @@ CAUSES = {
     ),
     "another error beside a broken connection": (PEER, 1, "failed", "IndexError: index out of range in self"),
     "a full disk": ("[rank0]: OSError: [Errno 28] No space left on device", 1, "failed", "OSError: [Errno 28]"),
+    "a helper that cannot be built": (
+        "/usr/bin/ld: cannot open output file helpers_cpp.so: Read-only file system\n" + PEER.splitlines()[0],
+        1,
+        "failed",
+        "/usr/bin/ld: cannot open output file helpers_cpp.so: Read-only file system",
+    ),
     "a rank that was killed": ("", -9, "failed", "failed (exitcode: -9) local_rank: 1"),
     "a rank that waits for ever": (
         "[rank0]: RuntimeError: [/gloo/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation",

@@ -148,6 +148,8 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seven layers, interleaved": ({**DENSE, "num_layers": 7}, {PP: 2, VP: 2, LETTERS: "Ett|tt|tt|tL"}),
     "experts and a dense layer": ({**SHARED, "num_layers": 5}, {PP: 3, LETTERS: "Ett|tt|tL", **EP2}),
     "two tokens and no layer at the loss": ({**DEEP, "num_layers": 5}, {PP: 3, LETTERS: "Ett|ttt|mL", **EP2}),
+    "two tokens before the loss": ({**DEEP, "num_layers": 5}, {PP: 4, LETTERS: "Ett|tt|tm|L", **EP2}),
+    "two tokens alone": ({**DENSE, "num_layers": 5, **TWO}, {PP: 4, LETTERS: "Ett|ttt|m|L"}),
 }
 """Layouts as they are derived; memory of all their stages."""
 CASES |= {
@@ -167,6 +169,9 @@ LOOSE = {
     "seven layers, interleaved, stage 1": 0.007,
     "experts and a dense layer, stage 1": 0.006,
     "two tokens and no layer at the loss, stage 1": 0.008,
+    "two tokens before the loss, stage 0": 0.004,
+    "two tokens before the loss, stage 1": 0.005,
+    "two tokens alone, stage 1": 0.007,
 }
 """What a pipeline's loop still holds of virtual stages is known to within two of its tensors."""
 
@@ -240,7 +245,9 @@ def allocated(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
 def test_memory_of_a_rank_matches_megatron(allocated: dict[str, dict[str, int]], name: str) -> None:
     model, rank, knobs = CASES[name]
     found, counted = rank_memory(*of_physics(model, knobs, steps=steps(knobs)), rank), allocated[name]
-    assert found.static[0] == pytest.approx(counted["static"], rel=2e-4)
+    assert found.static[0] == pytest.approx(
+        counted["static"], rel=1e-3 if name == "two tokens alone, stage 3" else 2e-4
+    )
     assert found.peak[0] == pytest.approx(peak(counted), rel=LOOSE.get(name, 1e-3))
 
 

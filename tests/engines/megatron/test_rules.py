@@ -79,6 +79,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "context parallelism wants two chunks a device": ("context_length", {CP: 4}, {CP: 2}, {"seq_length": 100}),
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),
+    "local attention has no context parallelism": (
+        "context_parallel_implementation",
+        {CP: 2},
+        {CP: 1},
+        {"command": ("torchrun", "pretrain_gpt.py", "--transformer-impl", "local")},
+    ),
     "sequence parallelism splits the sequence": (
         "sequence_length",
         {TP: 4, SP: True},

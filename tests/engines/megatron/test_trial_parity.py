@@ -134,6 +134,8 @@ PREDICTS_TWO_LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, sequence": {**TP2, **SP},
     "pipeline": PP2,
     "layout": {**PP2, LAYOUT: "Ettt|tmL"},
+    "layout, before the loss": {"pipeline_model_parallel_size": 3, LAYOUT: "Ett|ttm|L"},
+    "layout, interleaved, before the loss": {"pipeline_model_parallel_size": 3, LAYOUT: "Et|t|t|t|m|L"},
 }
 FUSED_LOSS_LAYOUTS: dict[str, dict[str, Any]] = {"tensor, fused loss": {**TP2, "cross_entropy_loss_fusion": True}}
 LOW_PRECISION_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -150,7 +152,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]
     "latent attention, tensor": (LATENT, {}, {"tensor": TP2, "tensor, sequence": {**TP2, **SP}}, 3e-4),
     "tied embeddings": (TIED, {}, TIED_LAYOUTS, 1e-5),
     "no gate": (PLAIN, {}, PLAIN_LAYOUTS, 1e-5),
-    "multi-token prediction": (PREDICTS_TWO, {}, PREDICTS_TWO_LAYOUTS, 1e-5),
+    "multi-token prediction": (PREDICTS_TWO, {"global_batch_size": 12}, PREDICTS_TWO_LAYOUTS, 1e-5),
     "fused loss": (DENSE, {}, FUSED_LOSS_LAYOUTS, 1e-4),
     "dense in bf16": (DENSE, {"precision": "bf16"}, LOW_PRECISION_LAYOUTS, 1e-3),
     "dense in fp16": (DENSE, {"precision": "fp16"}, LOW_PRECISION_LAYOUTS, 1e-3),

@@ -216,13 +216,18 @@ def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], b
     assert found.data["auto_tuner"]["space"]["recompute_num_layers"] == [4]
 
 
-@pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "MACA_PATH=/opt/maca"])
+@pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "BKCL_TIMEOUT=9", "MACA_PATH=/opt/maca"])
 def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path, flag: Flag) -> None:
     arguments = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
     done = flag("estimate", *arguments)
     assert done.code == 4
-    assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.err
+    assert ("metax" if "MACA" in variable else "kunlunxin") in done.err
     assert flag("estimate", *arguments, "--chip", "H100-SXM").code == 0
+
+
+def test_a_model_without_attention_is_reported() -> None:
+    found = tree("train_dense", "++experiment.task.entrypoint=flagscale/train/train_rwkv.py")
+    assert any("plain decoder" in note.text for note in found.notes if note.key == "experiment.task.entrypoint")
 
 
 def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:

@@ -11,13 +11,14 @@ from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.spec import Spec
-from flagcore.engines.megatron.command.arguments import ArgumentProblem
+from flagcore.engines.megatron.command.arguments import ArgumentProblem, release_table
 from flagcore.engines.megatron.command.launch import trial_command
 from flagcore.engines.megatron.command.release import import_folders
 from flagcore.engines.megatron.command.trial import KNOB_REASON, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
     argument_table,
+    detected_release,
     release_of,
     user_command,
 )
@@ -26,7 +27,7 @@ from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.release_check import release_problems
 from flagcore.errors import SpecError, join_errors
 from flagcore.files import read_regular
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
@@ -83,6 +84,10 @@ def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecEr
     if not command.launcher and not command.prefix and nodes * (devices or 1) > 1:
         problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
         yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
+    for option in command.options:
+        if option.lacks_value and option.name not in ("master-port", "nproc-per-node"):
+            fix = "write its value; a command of the script that prints it may not be run when the script is read"
+            yield SpecError(key=KEY, value=option.words[0], problem="has no value", fix=fix)
     nnodes = command.option("nnodes")
     node_starters = {"srun", "mpirun", "mpiexec", "orterun", "ssh"}
     nodes = 1 if spec.on_each_host else nodes
@@ -129,6 +134,11 @@ def command_warnings(spec: Spec) -> list[str]:
     table = argument_table(spec, command)
     flags_by_dest = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = []
+    release, detected = spec.train.engine_version, detected_release(spec, command)
+    is_found = Path(command.directory, command.file or "").is_file()
+    if release and detected and is_found and release_table(release).release != release_table(detected).release:
+        text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")
+        lines.append(_(text, release=release, key=KEY, detected=detected))
     for dest, value, other, consequence in _contradictions(spec, table.effective(command.arguments)):
         flag = flags_by_dest.get(dest, f"--{dest.replace('_', '-')}") if dest else _("no precision")
         shown_flag = f"{flag} {value}" if dest in flags_by_dest and value is not True else flag
@@ -190,7 +200,7 @@ def _change_line(change: Change) -> str:
     before, after = _truncate(change.before), _truncate(change.after)
     if not after:
         return _("{flag} removed", flag=before)
-    return f"{before} -> {after.removeprefix(change.flag).strip()}" if before else after
+    return f"{before} -> {after.removeprefix(change.flag).lstrip(' =')}" if before else after
 
 
 def _truncate(text: str) -> str:

@@ -71,6 +71,12 @@ RULES = (
         adds=("--eval-iters", "0"),
         when=_always,
     ),
+    TrialRule(
+        dests="eval_interval",
+        why=NO_EVALUATION,
+        adds=("--eval-interval", "{steps}"),
+        when=lambda effective: "eval_interval" not in effective,
+    ),
     TrialRule(dests="skip_train|test_mode", why=STEPS),
     TrialRule(dests="exit_(interval|duration_in_mins|on_missing_checkpoint|signal.*)", why=NO_EXIT),
     TrialRule(

@@ -4,9 +4,9 @@
 # written. All others are skipped with status 0; a file per command in FLAGCORE_TRACE has its kind, its directory, the
 # number of its words, its expanded words, and the variables that it would have received, each ended by NUL.
 
-__fc_tools=' arch awk basename bc cat cut date df dirname du egrep expr false fgrep find free gawk getconf grep head
- hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt printenv pwd readlink realpath rev rocm-smi
- mx-smi ixsmi cnmon sed seq sort stat tac tail test tr true uname uniq wc which whoami '
+__fc_tools=' arch awk basename bc cat comm cut date df dirname du egrep expr false fgrep find free gawk getconf getent grep head
+ hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt paste printenv pwd readlink realpath rev rocm-smi
+ mx-smi ixsmi cnmon sed seq shuf sort ss stat tac tail test tr true uname uniq wc which whoami '
 __fc_tools=${__fc_tools//$'\n'/ }
 __fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap '
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
@@ -83,7 +83,7 @@ __fc_runs() {
   ((${#__fc_words[@]})) || return 0
   if [[ ${__fc_words[0]} == '[' || ${__fc_words[0]} =~ ^[A-Za-z0-9_./:+-]+$ ]] && ! __fc_writes "$__fc_redirections"; then
     case ${__fc_words[0]##*/} in
-      command | env | find | sed | sort | source | .) ;;
+      command | env | find | sed | shuf | sort | source | .) ;;
       *) __fc_harmless "${__fc_words[@]}" && return 0 ;;
     esac
   fi
@@ -103,8 +103,10 @@ __fc_harmless() {
   case ${name##*/} in
     sed) [[ " $* " != *' -i'* && " $* " != *' --in-place'* ]]; return ;;
     find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
-    sort) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
+    sort | shuf) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
     env) (($# == 0)); return ;;
+    git) [[ ${1-} == rev-parse || ${1-} == describe ]]; return ;;
+    scontrol) [[ ${1-} == show ]]; return ;;
     tail) [[ " $* " != *' -'[fF]* && " $* " != *' --f'* ]]; return ;;
     conda | mamba | micromamba) [[ ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
     lmod | modulecmd*) return 0 ;;

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
-from flagcore.engines.megatron.command.rules import EQUIVALENT_ARGUMENTS, RULES, TrialRule
+from flagcore.engines.megatron.command.rules import EQUIVALENT_ARGUMENTS, NO_PROFILES, RULES, TrialRule
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
 PORT_PLACEHOLDER = "{master_port}"
 """Placeholder for the port that a launcher assigns to a trial."""
 RENDEZVOUS_OPTIONS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone")
 """torchrun's options for a dynamic rendezvous."""
+PROFILER = "nsys"
 KNOB_REASON = "the candidate's value"
 
 
@@ -52,7 +54,7 @@ def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collec
 
 def limit_to_trial(command: UserCommand, table: ArgumentTable, steps: int, run_folder: str) -> ChangedCommand:
     """Return `command` changed to run exactly `steps` steps and to write only into the folder `run_folder`."""
-    changes: list[Change] = []
+    command, changes = _without_profiler(command)
     effective = table.effective(command.arguments)
     for rule in RULES:
         if rule.applies(effective):
@@ -62,6 +64,15 @@ def limit_to_trial(command: UserCommand, table: ArgumentTable, steps: int, run_f
             command = changed.command
             changes += changed.changes
     return ChangedCommand(command=command, changes=tuple(changes))
+
+
+def _without_profiler(command: UserCommand) -> tuple[UserCommand, list[Change]]:
+    names = [Path(word).name for word in command.prefix]
+    if PROFILER not in names:
+        return command, []
+    start = names.index(PROFILER)
+    change = Change(flag=PROFILER, before=" ".join(command.prefix[start:]), after="", why=NO_PROFILES)
+    return replace(command, prefix=command.prefix[:start]), [change]
 
 
 def _added_words(rule: TrialRule, table: ArgumentTable, steps: int, run_folder: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ WRAPPERS = {
     *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer", "uv", "conda", "poetry"),
 }
 """Programs that run the rest of their command line as a command."""
-TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env"}
+TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
 PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
@@ -41,6 +41,11 @@ class Option:
 
     name: str
     words: tuple[str, ...]
+
+    @property
+    def lacks_value(self) -> bool:
+        """Whether its value is missing, for example because a script's variable is empty."""
+        return not self.value and self.name not in TORCHRUN_SWITCHES
 
     @property
     def value(self) -> str:
@@ -114,8 +119,11 @@ def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> 
 
 def release_of(spec: Spec, command: UserCommand) -> str | None:
     """Return the release of Megatron-LM that a command runs: `train.engine_version`, or else the detected one."""
-    if spec.train.engine_version:
-        return spec.train.engine_version
+    return spec.train.engine_version or detected_release(spec, command)
+
+
+def detected_release(spec: Spec, command: UserCommand) -> str | None:
+    """Return the release of Megatron-LM that the program of a command imports."""
     variables = {**spec.envs, **command.environment}
     interpreter = _interpreter(command, variables.get("PATH"))
     return _cached_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
@@ -229,7 +237,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
     while index < len(words) and words[index].startswith("-"):
         name, equals, _ = words[index].partition("=")
         name = name.lstrip("-").replace("_", "-")
-        count = 1 if equals or name in TORCHRUN_SWITCHES else 2
+        following = "".join(words[index + 1 : index + 2])
+        has_no_value = equals or name in TORCHRUN_SWITCHES or following.startswith("-") or following.endswith(".py")
+        count = 1 if has_no_value else 2
         yield Option(name=name, words=tuple(words[index : index + count]))
         index += count
 

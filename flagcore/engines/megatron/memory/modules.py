@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 
@@ -38,6 +38,11 @@ class Module:
     @property
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
+
+    def only(self, rows: BoolArray) -> Module:
+        """Return this module in some rows, and an empty one in the others."""
+        tensors = {name: value * rows for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * rows, self.extras)
 
 
 def stored(modules: Sequence[Module]) -> FloatArray:

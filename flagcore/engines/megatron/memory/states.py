@@ -16,7 +16,7 @@ from flagcore.engines.megatron.memory.activations import gathered_tokens
 from flagcore.engines.megatron.memory.modules import Sizes
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, layer_parameters, padded_vocab
-from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
+from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, depths_received
 from flagcore.engines.transformer import attended, projection_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
@@ -140,7 +140,7 @@ def bytes_held_after_step(
     if the layer or its experts are recomputed, their input with its gradient. `at_most` assumes that all layers are
     recomputed if any is.
     """
-    model, inputs = train.model, layout.virtual - (stage.index == 0)
+    model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
     routing = np.zeros(())
     if model.num_moe_experts is not None:
         number = block_layers(layout, stage.index, train.options)

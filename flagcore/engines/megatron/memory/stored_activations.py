@@ -13,7 +13,7 @@ from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
-from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, in_flight
+from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, depths_received, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """The inputs of linear layers, which weight gradients need."""
@@ -87,7 +87,9 @@ class Kinds:
         return found[0], found[-1]
 
     def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
-        """Return the modules after the layers of the last stage. Multi-token prediction offloads nothing."""
+        """Return the modules after the layers of the last stage, and of the stage with multi-token prediction, which
+        offloads nothing.
+        """
         depth = train.model.mtp_num_layers
         if not depth:
             return self.head
@@ -95,7 +97,11 @@ class Kinds:
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.offloaded)
         above = last.above(depth + layers, _crossed(train, layout, stage))
-        return Layer.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
+        modules = depths(train, layout, self.sizes, last.stored, above, layers)
+        if not np.any((stage.mtp > 0) != (stage.last > 0)):
+            return Layer.of([*modules, *self.rows.head])
+        is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.rows.head))]
+        return Layer.of([each.only(here) for each, here in zip([*modules, *self.rows.head], is_here, strict=True)])
 
 
 def _layers(
@@ -160,14 +166,20 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)
-    above = np.maximum(above, stage.first * (kinds.rows.entry.work - one / layout.virtual))
+    above = np.maximum(
+        np.where(stage.layers > 0, above, 0.0), stage.first * (kinds.rows.entry.work - one / layout.virtual)
+    )
     loop, loop_at_loss = _schedule_tensors(layout, stage)
+    loop_at_loss = loop_at_loss + (loop_at_loss + 2.0) * depths_received(train.model, stage)
     above = above + loop * kinds.sizes.hidden
     ends = kinds.ends(train, layout, stage)
     at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
+    waiting, count = _waiting(train, stage, kinds), stage.last
+    if np.any(_early(stage)):
+        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * kinds.sizes.hidden, above - ends.stored)
+        above, count = np.where(_early(stage), at_mtp, above), count + _early_in_flight(train, layout, stage)
     above = np.where(stage.last > 0, at_loss, above)
-    waiting = _waiting(train, stage, kinds)
-    end_bytes = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
+    end_bytes = ends.stored * count + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
     return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
 
 
@@ -257,6 +269,18 @@ class _Work:
         return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
 
 
+def _early(stage: Stage) -> BoolArray:
+    """Return where a stage has multi-token prediction without the loss."""
+    is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
+    return is_early
+
+
+def _early_in_flight(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the micro-batches in flight on the last virtual stage of a device with early multi-token prediction."""
+    chunks = in_flight(layout, stage.index, train.options) * layout.virtual
+    return np.where(_early(stage), np.maximum(chunks - (layout.virtual - 1.0) * layout.pipeline, 1.0), 0.0)
+
+
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of layers, without and with experts, outside of a block at the start of each virtual stage."""
     again = np.minimum(block * layout.virtual, stage.layers)
@@ -294,7 +318,7 @@ def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
     add_parts(parts, moe.parts, found.moe * stage.in_flight)
     add_parts(parts, {"norms": found.inputs}, stage.in_flight)
-    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last)
+    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last + _early_in_flight(train, layout, stage))
     add_parts(parts, {"embedding": kinds.rows.entry.stored}, stage.first * stage.in_flight)
     return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
 

@@ -24,7 +24,7 @@ from flagcore.engines.megatron.memory.states import (
 from flagcore.engines.megatron.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, stage_parameters
-from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
+from flagcore.engines.megatron.parallel.pipeline import Stage, some_of, stage, stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,19 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     return memories
 
 
+def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
+    """Return the states of the dense weights and of the expert weights."""
+    dense, experts = split_parameters(params)
+    of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
+    padded = dense + padding(layout, dense, experts=False)
+    total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
+    if train.model.num_moe_experts is None:
+        none = np.zeros(())
+        return total, State(none, none, none, none)
+    padded = experts + padding(layout, experts, experts=True)
+    return total, state(train, layout, padded, experts=True, linear=experts)
+
+
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:
     """Return the memory of one global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
     rank_stage = stage(train.model, layout, stage_of_rank(layout, rank), train.options)
@@ -145,37 +158,31 @@ def component_table(
 class _Estimate:
     """The data that all stages of a call share.
 
-    `selective` is the estimate with selective recompute in place of full recompute of every layer; the latter must not
-    be predicted to need more. `without_full` is the estimate without full recompute and recompute of whole mixtures of
-    experts, which keep more bytes after a step. Both are None where they would not differ.
+    `selective` is the estimate of the candidates `uniform` with selective recompute in place of full recompute of
+    every layer; the latter must not be predicted to need more. It is None without such candidates.
     """
 
     train: Training
     layout: Layout
     kinds: Kinds
+    uniform: IntArray
     selective: _Estimate | None = None
-    without_full: _Estimate | None = None
 
     @classmethod
     def of(cls, train: Training, layout: Layout) -> _Estimate:
-        modules, is_uniform = train.options.recompute_modules, layout.uniform == 1
-        recomputes_layers = np.any(layout.uniform + layout.block > 0) or bool(train.options.recompute_stage_layers)
-        has_experts = train.model.num_moe_experts is not None
-        estimate = cls(train, layout, Kinds.of(train, layout))
-        if is_uniform.any():
-            estimate = replace(estimate, selective=estimate._with_selective(modules))
-        if has_experts and (recomputes_layers or ("moe" in modules and layout.selective.any())):
-            estimate = replace(estimate, without_full=estimate._with_selective(modules - {"moe"}))
-        return estimate
+        uniform = np.flatnonzero(layout.uniform == 1)
+        estimate = cls(train, layout, Kinds.of(train, layout), uniform)
+        modules = train.options.recompute_modules
+        return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
-    def _with_selective(self, modules: frozenset[str]) -> _Estimate:
-        """Return the estimate with selective recompute of `modules` in place of any other recompute."""
-        zeros = np.zeros_like(self.layout.data)
-        selective = np.maximum(self.layout.selective, self.layout.uniform == 1)
+    def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
+        """Return the estimate of some candidates with selective recompute of `modules` in place of any other."""
+        layout, zeros = self.layout[rows], np.zeros(rows.shape)
+        selective = np.maximum(layout.selective, layout.uniform == 1)
         options = replace(self.train.options, recompute_stage_layers=(), recompute_modules=modules)
         train = replace(self.train, options=options)
-        layout = replace(self.layout, selective=selective, uniform=zeros, block=zeros)
-        return _Estimate(train, layout, Kinds.of(train, layout, self.kinds.rows))
+        layout = replace(layout, selective=selective, uniform=zeros, block=zeros)
+        return _Estimate(train, layout, Kinds.of(train, layout), np.flatnonzero(zeros))
 
     def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
         engine_buffers = buffers(self.train, self.layout, stage_, self.kinds.sizes)
@@ -185,29 +192,17 @@ class _Estimate:
         activations = stage_activations(self.train, self.layout, stage_, self.kinds)
         total = activations.stored + activations.above
         if self.selective is not None:
-            total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(stage_)), total)
+            less = self.selective.activation(some_of(stage_, self.uniform))
+            total[self.uniform] = np.minimum(total[self.uniform], less)
         return total
 
     def parts(self, stage_: Stage) -> Parts:
         """Return the activations by component, with the bytes above the stored ones as `backward`."""
         activations = stage_activations(self.train, self.layout, stage_, self.kinds)
         parts = activation_parts(self.train, self.layout, stage_, self.kinds, activations)
-        states = self.states(stage_parameters(self.train, self.layout, stage_))
+        states = states_of(self.train, self.layout, stage_parameters(self.train, self.layout, stage_))
         gathered = gathered_bytes(self.train, self.layout, *states)
         return {**parts, "backward": self.activation(stage_) + gathered - activations.stored}
-
-    def states(self, params: Parts) -> tuple[State, State]:
-        """Return the states of the dense weights and of the expert weights."""
-        train, layout = self.train, self.layout
-        dense, experts = split_parameters(params)
-        of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
-        padded = dense + padding(layout, dense, experts=False)
-        total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
-        if train.model.num_moe_experts is None:
-            none = np.zeros(())
-            return total, State(none, none, none, none)
-        padded = experts + padding(layout, experts, experts=True)
-        return total, state(train, layout, padded, experts=True, linear=experts)
 
     def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
         """Return the memory of one stage; `workspace_bytes` is the size of one workspace of the matrix library.
@@ -217,15 +212,35 @@ class _Estimate:
         """
         train, layout, sizes = self.train, self.layout, self.kinds.sizes
         params = stage_parameters(train, layout, stage_)
-        states = self.states(params)
+        states = states_of(train, layout, params)
         base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
         static = base + bytes_held_after_step(train, layout, stage_, sizes)
         step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)
         activation = self.activation(stage_) + gathered
         optimizer_peak = bytes_held_after_step(train, layout, stage_, sizes, at_most=True) + step
-        if self.without_full is not None:
-            for other in (self.without_full, self.selective or self.without_full):
-                other_peak = bytes_held_after_step(other.train, other.layout, stage_, sizes) + step
-                optimizer_peak = np.minimum(optimizer_peak, np.maximum(other_peak, other.activation(stage_) + gathered))
+        if self._may_hold_more():
+            rows = np.flatnonzero(optimizer_peak > activation)
+            optimizer_peak[rows] = np.minimum(
+                optimizer_peak[rows], self._peak_without_full(stage_, rows, step, gathered)
+            )
         peak = base + np.maximum(activation, optimizer_peak)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
+
+    def _may_hold_more(self) -> bool:
+        """Return whether full recompute, or recompute of whole mixtures of experts, keeps more bytes after a step."""
+        options, layout = self.train.options, self.layout
+        if self.train.model.num_moe_experts is None:
+            return False
+        recomputes_layers = np.any(layout.uniform + layout.block > 0) or bool(options.recompute_stage_layers)
+        return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
+
+    def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
+        """Return the peak of a step of some candidates with less recompute: the least of two estimates."""
+        modules, part, peaks = self.train.options.recompute_modules, some_of(stage_, rows), []
+        gathered = gathered if gathered.ndim == 0 else gathered[rows]
+        for fewer in {modules - {"moe"}, modules}:
+            other = self._with_selective(fewer, rows)
+            held = bytes_held_after_step(other.train, other.layout, part, other.kinds.sizes) + step[rows]
+            peaks.append(np.maximum(held, other.activation(part) + gathered))
+        least: FloatArray = np.minimum.reduce(peaks)
+        return least

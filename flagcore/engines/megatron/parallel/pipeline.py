@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import (
     DEFAULTS,
     ArrayRecord,
@@ -21,7 +21,7 @@ from flagcore.engines.megatron.parallel.layout import (
 from flagcore.engines.schedules import formulas
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
-LAYERS, DENSE = 3, 4
+LAYERS, DENSE, MTP = 3, 4, 5
 """Indices of fields of `Part` in the holdings of a split."""
 
 
@@ -113,6 +113,12 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     return stage_with(part, model, layout, index, options)
 
 
+def some_of(stage: Stage, rows: IntArray) -> Stage:
+    """Return the stage of some candidates."""
+    values = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    return Stage(**{name: value.take(rows) if np.ndim(value) else value for name, value in values.items()})
+
+
 def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
     """Return stage `index` of each candidate with these parts."""
     deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
@@ -150,6 +156,11 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
         devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
     number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
     return replace(layout, split=number), replace(options, splits=Splits.of(devices, lengths.astype(np.float64)))
+
+
+def depths_received(model: Model, stage: Stage) -> FloatArray:
+    """Return how many depths of multi-token prediction the stage with the loss receives from another one."""
+    return stage.last * (model.mtp_num_layers - stage.mtp)
 
 
 def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
@@ -193,7 +204,8 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     each = np.floor(layers / virtual)
     spread = remaining * each + np.minimum(remaining, (layers - each * virtual) * size)
     before = virtual - 1.0
-    left = np.clip(layers - layers_before_last(model, layout), 0.0, layers)
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the loss, behind early multi-token prediction
+    left = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
     current = np.minimum(remaining, before * size)
     filled = current * (layers - left) / before + (remaining - current) * left
     held_layers = rounds * size * layers + np.where(part.last > 0, filled, spread)

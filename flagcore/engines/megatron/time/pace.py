@@ -42,7 +42,8 @@ class _Passes(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks(ArrayRecord):
-    """Passes through a layer (an MoE layer if the model has any), a leading dense layer, embedding, and head.
+    """Passes through a layer (an MoE layer if the model has any), a leading dense layer, embedding, head, and
+    multi-token prediction without its layers.
 
     `once_s` is added once per stage in seconds. `recomputed_layers` is the number of layers of a stage that are
     recomputed in full, inf for all.
@@ -52,6 +53,7 @@ class _Blocks(ArrayRecord):
     leading_layer: _Passes
     embedding: _Passes
     head: _Passes
+    mtp: _Passes
     once_s: FloatArray
     recomputed_layers: FloatArray
 
@@ -73,17 +75,20 @@ class Pace:
         has_experts = train.model.num_moe_experts is not None
         dense_weights, embedding = _weights(train, rows, dense=1.0), _weights(train, rows, first=1.0)
         layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights
-        head_weights = _weights(train, rows, last=1.0, mtp=depths) - depths * layer_weights  # without its layers
+        head_weights = _weights(train, rows, last=1.0)
+        mtp_weights = _weights(train, rows, mtp=depths) - depths * layer_weights
         accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
         one_pass, two_passes = (
             costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
         )
         is_trained = 0.0 if train.options.adapters else 1.0
 
+        def gradients(weights: FloatArray) -> FloatArray:
+            return is_trained * (two_passes - one_pass) * weights / (8.0 * layer_weights)
+
         def passes(block: Block | StageTime, weights: FloatArray) -> _Passes:
-            gradients = is_trained * (block.weight + (two_passes - one_pass) * weights / (8.0 * layer_weights))
-            forward, backward = block.forward, block.backward
-            return _Passes(forward.total, forward.launches, backward.total + gradients, backward.launches)
+            backward_s = block.backward.total + is_trained * block.weight + gradients(weights)
+            return _Passes(block.forward.total, block.forward.launches, backward_s, block.backward.launches)
 
         def layers(block: Block, weights: FloatArray) -> _Passes:
             repeated = _Passes(zeros, zeros, block.repeated.total[index], block.repeated.launches[index])
@@ -94,6 +99,7 @@ class Pace:
             leading_layer=layers(parts.dense, dense_weights),
             embedding=passes(parts.embedding, embedding)[index],
             head=passes(parts.head, head_weights)[index],
+            mtp=_Passes(zeros, zeros, gradients(mtp_weights)[index], zeros),
             once_s=is_trained * (2.0 * one_pass - two_passes)[index],
             recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
         )
@@ -103,10 +109,12 @@ class Pace:
     def __getitem__(self, rows: IntArray) -> Pace:
         return replace(self, blocks=self.blocks[rows])
 
-    def seconds(self, layers: FloatArray, leading: int, *, first: bool = False, last: bool = False) -> FloatArray:
+    def seconds(
+        self, layers: FloatArray, leading: int, *, first: bool = False, mtp: bool = False, last: bool = False
+    ) -> FloatArray:
         """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
         blocks = self.blocks
-        total = blocks.layer * (layers - leading + self.depths * last)
+        total = blocks.layer * (layers - leading + self.depths * mtp)
         if leading:
             total = total + blocks.leading_layer * float(leading)
         share = np.minimum(blocks.recomputed_layers / np.maximum(layers, 1.0), 1.0)
@@ -117,6 +125,8 @@ class Pace:
             total = total + blocks.embedding
         if last:
             total = total + blocks.head
+        if mtp and self.depths:
+            total = total + blocks.mtp
         forward = self._with_launches(total.forward, total.launches)
         return forward + self._with_launches(total.backward, total.backward_launches)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
-from flagcore.engines.megatron.parallel.pipeline import Stage
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
+from flagcore.engines.megatron.parallel.pipeline import Stage, depths_received
 from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
 from flagcore.engines.schedules.critical_path import StageTimes
@@ -34,7 +34,7 @@ def pipeline_time(
     boundary; otherwise all messages take the mean time. `found` are representative stages in order, the last stage
     last; a stage that is not among them equals the previous one.
     """
-    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout)
+    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout, found[-1])
     refill = blocking * _refill_seconds(costs)
     mean_message = messages.mean(layout, placement) + refill
     send = mean_message if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean_message)
@@ -43,11 +43,11 @@ def pipeline_time(
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
         subset = layout[rows]
-        numbers = _representatives(int(length), [stage.index[rows] for stage in found])
+        places = _representatives(int(length), [stage.index[rows] for stage in found]) * rows.size
+        places += np.arange(rows.size)
 
-        def of(values: list[FloatArray], rows: IntArray = rows, numbers: list[IntArray] = numbers) -> FloatArray:
-            column = [value[rows] for value in values]
-            return np.stack([pick(indices, column) for indices in numbers])
+        def of(values: list[FloatArray], rows: IntArray = rows, places: IntArray = places) -> FloatArray:
+            return np.concatenate([value.take(rows) for value in values]).take(places)
 
         name = train.options.schedule or "interleaved"
         forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
@@ -67,15 +67,27 @@ def pipeline_time(
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
 
 
-def sender_waits(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where sending a message blocks the sender, else 0."""
-    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
+def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> FloatArray:
+    """Return 1 where sending a message blocks the sender, else 0.
+
+    If the last stage receives depths of multi-token prediction, stages send the shapes of their messages first, and
+    wait for the device (megatron-core 0.16 `p2p_communication.py`).
+    """
+    shapes = False if last is None else depths_received(train.model, last) > 0
+    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm & ~np.asarray(shapes), 0.0, 1.0)
 
 
-def message_seconds(train: Training, layout: Layout, costs: Costs, placement: Placement) -> FloatArray:
+def message_seconds(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, waits: FloatArray
+) -> FloatArray:
     """Return the seconds of one message between two stages, the mean over a pipeline."""
-    refill = sender_waits(train, layout) * _refill_seconds(costs)
-    return Messages.of(train, layout, costs, placement).mean(layout, placement) + refill
+    return Messages.of(train, layout, costs, placement).mean(layout, placement) + waits * _refill_seconds(costs)
+
+
+def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds of a micro-batch on a stage that messages with shapes add to messages that overlap."""
+    waits = 1.0 - sender_waits(train, layout)
+    return 2.0 * layout.virtual * waits * message_seconds(train, layout, costs, Placement.of(layout, costs), waits)
 
 
 def _refill_seconds(costs: Costs) -> float:
@@ -94,9 +106,12 @@ def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[Float
     return [np.maximum(time.busy - each, each) for time, each in zip(times, exchange, strict=True)]
 
 
-def _representatives(length: int, indices: list[FloatArray]) -> list[IntArray]:
-    """Return, for each stage of a pipeline, the number of its representative stage for each candidate."""
-    last = len(indices) - 1
-    starts = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])
-    representatives = [np.maximum(np.count_nonzero(starts <= stage, axis=0), 1) - 1 for stage in range(length - 1)]
-    return [*representatives, np.full(indices[0].shape, last)]
+def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
+    """Return the number of the representative of each stage of a pipeline: (stages, candidates)."""
+    numbers = np.full((length, indices[0].size), -1)
+    for index in indices[:-1]:
+        for stage in range(int(index.min()), length - 1):
+            numbers[stage] += index <= stage
+    np.maximum(numbers, 0, out=numbers)
+    numbers[-1] = len(indices) - 1
+    return numbers

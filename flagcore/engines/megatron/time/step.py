@@ -126,8 +126,8 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     m = layout.microbatches
     pipeline_s, message = pipeline_time(train, layout, costs, placement, distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
-    is_overlapped = (layout.virtual > 1) & train.options.overlap_p2p_comm
-    messages = np.minimum(2.0 * message * np.where(is_overlapped, layout.pipeline - 1.0, m * layout.virtual), idle)
+    waits = sender_waits(train, layout, distinct_stages[-1])
+    messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
     largest = [_largest_params(placement, distinct_stages, params, number) for number in range(len(groups))]
     group_params = [(each.collectives, pair) for each, pair in zip(groups, largest, strict=True)]
     optimizer_s = [
@@ -160,7 +160,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     times = _stage_times(train, layout, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
     forward = tuple(float(time.forward.total[0]) for time in times)
     backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
-    send = float(message_seconds(train, layout, costs, placement)[0]) if count > 1 else 0.0
+    waits = sender_waits(train, layout, all_stages[-1])
+    send = float(message_seconds(train, layout, costs, placement, waits)[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
     result = Passes(
@@ -172,7 +173,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         weight_s=tuple(float(time.weight[0]) for time in times),
         paired_s=tuple(float(each[0]) for each in overlapped_passes(train, times)),
         send_s=send,
-        sender_waits=bool(sender_waits(train, layout)[0]),
+        sender_waits=bool(waits[0]),
         weight_share=train.weight_share,
     )
     return replace(result, predicted_s=pipeline_seconds(result))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flagcore.domain.model import Model
+from flagcore.engines.megatron.parallel.layout import StageLayers
 from flagcore.engines.megatron.stages import parse_layout
 
 T = TypeVar("T")
@@ -158,11 +159,16 @@ class Job:
         return min(self.num_microbatches, count)
 
     @property
+    def stage_layers(self) -> tuple[StageLayers, ...]:
+        """The layers of each (virtual) stage in a layout, empty without one."""
+        layout = self.candidate.pipeline_model_parallel_layout
+        return parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers) if layout else ()
+
+    @property
     def virtual_stages(self) -> int | None:
         """Model chunks on each pipeline stage, None if the schedule is not interleaved."""
-        if layout := self.candidate.pipeline_model_parallel_layout:
-            parts = len(parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers))
-            chunks = parts // self.candidate.pipeline_model_parallel_size
+        if layout := self.stage_layers:
+            chunks = len(layout) // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None
         if number := self.candidate.virtual_pipeline_model_parallel_size:
             return number if number > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import socket
 import time
@@ -98,7 +99,18 @@ def _make_groups(job: Job) -> None:
         expert_tensor_parallel_size=candidate.expert_tensor_parallel_size,
         distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
+        get_embedding_ranks=functools.partial(_embedding_ranks, job) if job.model.mtp_num_layers else None,
     )
+
+
+def _embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
+    """Return the ranks of a pipeline that share the embedding, as Megatron-LM's `pretrain_gpt.py`.
+
+    They are the first one, that with multi-token prediction, and the last one if its head is tied.
+    """
+    stages, tied = job.stage_layers, not job.model.untie_embeddings_and_output_weights
+    mtp = [place % len(ranks) for place, stage in enumerate(stages) if stage.mtp] or [-1]
+    return sorted({ranks[0], ranks[mtp[0]], *ranks[-1:] * tied})
 
 
 def _report(

@@ -68,6 +68,21 @@ def test_other_number_of_nodes_is_refused(tmp_path: Path) -> None:
         WORKLOAD.ready(dataclasses.replace(two, cluster=ClusterSpec(nodes=2)))
 
 
+def test_launch_option_without_a_value_is_refused(tmp_path: Path) -> None:
+    words = LAUNCH.replace("torchrun", "torchrun --master_addr --master_port")
+    assert refused(words, tmp_path) == [("train.command", "--master_addr")]
+
+
+def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    of_tree = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    (line,) = set(WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
+    assert "0.12.0" in line
+    assert "0.16.1" in line
+
+
 def test_model_arguments_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     words = "torchrun pretrain_gpt.py --use-checkpoint-args --load ck --micro-batch-size 1"
     assert refused(words, tmp_path) == [("train.command", "--use-checkpoint-args")]
@@ -128,11 +143,13 @@ def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> Non
 
 
 def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
-    task = dataclasses.replace(small.task(), spec=spec(f"{LAUNCH} --save a --load b --bf16", tmp_path))
+    words = f"{LAUNCH} --save a --load b --bf16".replace("torchrun", "torchrun --master_port 29500")
+    task = dataclasses.replace(small.task(), spec=spec(words, tmp_path))
     (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
+    assert "--master_port 29500 -> {master_port}" in text
     assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
 
 

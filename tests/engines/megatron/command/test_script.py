@@ -43,6 +43,8 @@ FORMS = {
     "a script by its path": f"./child.sh {MODEL}",
     "another script in the background": f"nohup bash child.sh {MODEL} > /dev/null 2>&1 &\nwait",
     "a file that it sources": f"source ./settings.sh\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py {MODEL}",
+    "a port by chance": f"torchrun --nproc_per_node $(shuf -e 4 | sort) pretrain_gpt.py {MODEL}",
+    "a port of a program": f"torchrun --nproc_per_node 4 --master_port $(python port.py) pretrain_gpt.py {MODEL}",
     "strict, with a function": f'set -eu\nrun() {{ "$@"; }}\nGO="run {LAUNCH}"\n$GO',
     "strict": f"#!/bin/bash\nset -euxo pipefail\ntrap 'rm -rf tmp' EXIT\nmkdir -p tmp\n{LAUNCH}",
 }

@@ -94,6 +94,19 @@ def test_trial_drops_arguments_that_load_save_or_report() -> None:
     assert found["enable_one_logger"] is False
 
 
+def test_trial_is_not_profiled() -> None:
+    command = parse(f"numactl -l nsys profile -o a {LAUNCH} --profile".split(), ".")
+    assert command is not None
+    changed = limit_to_trial(command, TABLE, 5, "/run")
+    assert changed.command.prefix == ("numactl", "-l")
+    assert ("nsys profile -o a", "") in {(change.before, change.after) for change in changed.changes}
+
+
+@pytest.mark.parametrize(("arguments", "interval"), [("--full-validation", 5), ("--eval-interval 7", 7)])
+def test_trial_has_an_evaluation_interval(arguments: str, interval: int) -> None:
+    assert trial_of(arguments, "0.20.0")["eval_interval"] == interval
+
+
 def test_fp16_starts_with_a_loss_scale_that_fits() -> None:
     assert trial_of("--fp16")["initial_loss_scale"] == 4096
     assert "initial_loss_scale" not in trial_of("--fp16 --loss-scale 1024")
