@@ -87,7 +87,7 @@ def test_secrets_stay_secret_and_agents_listen_on_no_port(project: Project) -> N
         assert not [pid for pid in bed.processes(host) if SECRET.encode() in guard.read_proc(pid, "cmdline")]
     for host in hosts:
         assert [*(bed.root(host) / "tmp").glob("flagcore-*")]
-        assert not [folder for folder in ("tmp", "run") if shows_secret(bed.root(host) / folder)]
+        assert not [file for folder in ("tmp", "run") for file in shows_secret(bed.root(host) / folder)]
         assert bed.listening(host) == before[host]
     tune.finish()
     assert not shows_secret(project.run_dir)
@@ -98,10 +98,14 @@ def programs(bed: Bed, host: str) -> list[int]:
 
 
 def shows_secret(folder: Path) -> list[Path]:
-    """Return the files below a folder that every user can read, and that contain the secret."""
+    """Return the files below a folder that every user can read, and that contain the secret.
+
+    Mounted folders are those of this machine, such as the checkout.
+    """
     found = []
     for where, names, files in os.walk(folder):
-        if not stat.S_IMODE(os.stat(where).st_mode) & stat.S_IXOTH:
+        is_mounted = where != str(folder) and os.path.ismount(where)
+        if is_mounted or not stat.S_IMODE(os.stat(where).st_mode) & stat.S_IXOTH:
             names.clear()
             continue
         for file in (Path(where, name) for name in files):

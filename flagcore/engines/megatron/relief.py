@@ -64,29 +64,53 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, kno
     """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
     With multi-token prediction the final norm is on the stage before if the last virtual stage of that with multi-token
-    prediction has no layer: these splits are searched apart.
+    prediction has no layer: these splits are searched apart, and memory is computed only for candidates that would be
+    faster if it sufficed.
     """
-
-    most, end = _layer_limits(train, layout, costs, known), layout.pipeline - 1.0
+    most = _layer_limits(train, layout, costs, known)
     if not train.model.mtp_num_layers or train.options.equal_stages:
         best = best_splits(train, layout, pace, most)
         return _Found(best.seconds, *stage_layers(train, layout, best, most))
-    results = []
-    for early, is_empty in product((False, True)[: 1 + train.options.early_mtp], (False, True)):
-        mtp = end - early
-        norm, empty = (mtp - is_empty) % layout.pipeline, _layers_beside_nothing(train, layout, early=early)
-        limits = _limits_with_mtp(train, layout, costs, most, norm, mtp) if early or is_empty else most
-        at_least: FloatArray | float = empty[:, 0] + 1.0
-        if is_empty:
-            every, place, at_least = np.arange(end.size), mtp.astype(np.int64), 0.0
-            limits[every, :, place] = np.minimum(limits[every, :, place], empty)
-        best = best_splits(train, layout, pace, limits, at_least, early=early)
-        seconds = best.seconds + early * shape_seconds(train, layout, costs)
-        results.append(_Found(seconds, *stage_layers(train, layout, best, limits)))
-    found = results[0]
-    for other in results[1:]:
-        found = found.or_else(other, other.seconds < found.seconds)
+    found = _splits_with_mtp(train, layout, costs, pace, most)
+    for early, is_empty in list(product((False, True)[: 1 + train.options.early_mtp], (False, True)))[1:]:
+        bound = _splits_with_mtp(train, layout, None, pace, most, early=early, is_empty=is_empty)
+        extra = early * shape_seconds(train, layout, costs)
+        rows = np.flatnonzero(bound.seconds + extra < found.seconds)
+        if not rows.size:
+            continue
+        some, longest = layout[rows], int(layout.pipeline[rows].max())
+        limits = most[rows, :, :longest]
+        other = _splits_with_mtp(train, some, costs, pace[rows], limits, early=early, is_empty=is_empty)
+        seconds = other.seconds + extra[rows]
+        faster = np.flatnonzero(seconds < found.seconds[rows])
+        rows = rows[faster]
+        found.seconds[rows], found.early[rows] = seconds[faster], other.early[faster]
+        found.layers[rows, :longest], found.leading[rows, :longest] = other.layers[faster], other.leading[faster]
     return found
+
+
+def _splits_with_mtp(
+    train: Training,
+    layout: Layout,
+    costs: Costs | None,
+    pace: Pace,
+    most: FloatArray,
+    *,
+    early: bool = False,
+    is_empty: bool = False,
+) -> _Found:
+    """Return the best splits with multi-token prediction on the last stage, or `early` on the one before, whose last
+    virtual stage `is_empty` or not. Without `costs`, the stages that this changes have no limits.
+    """
+    mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_nothing(train, layout, early=early)
+    at_least: FloatArray | float = empty[:, 0] + 1.0
+    if early or is_empty:
+        most = _limits_with_mtp(train, layout, costs, most, (mtp - is_empty) % layout.pipeline, mtp)
+    if is_empty:
+        every, place, at_least = np.arange(mtp.size), mtp.astype(np.int64), 0.0
+        most[every, :, place] = np.minimum(most[every, :, place], empty)
+    best = best_splits(train, layout, pace, most, at_least, early=early)
+    return _Found(best.seconds, *stage_layers(train, layout, best, most))
 
 
 def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> FloatArray:
@@ -100,12 +124,16 @@ def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> F
 
 
 def _limits_with_mtp(
-    train: Training, layout: Layout, costs: Costs, most: FloatArray, norm: FloatArray, mtp: FloatArray
+    train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
-    """Return `most` with the limits of the stages that `norm` and multi-token prediction change."""
+    """Return `most` with the limits of the stages that `norm` and multi-token prediction change; these stages have no
+    limits without `costs`.
+    """
     place = np.arange(most.shape[2])
     limits: FloatArray = most.copy()
     changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
+    if costs is None:
+        return np.where(changed[:, None], float(train.model.num_layers), limits)
     rows, leading, stage = np.nonzero(_possible(train, layout) & changed[:, None])
     limits[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, norm[rows], mtp[rows]).limits()
     return limits

@@ -56,7 +56,7 @@ class Allocator(TorchDispatchMode):
         answer = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(answer):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self._meet(tensor.untyped_storage())
+                self._allocate(tensor.untyped_storage())
         return answer
 
     def forget(self) -> None:
