@@ -285,7 +285,8 @@ class SlowStart(Protocol):
 
 
 START_SECONDS = 300.0
-"""The seconds that a trial may take to start: imports, processes on all devices, the model, and the first step."""
+"""The seconds that a trial may take to start: imports, processes on all devices, the model, and the first step.
+Chosen."""
 
 
 @runtime_checkable

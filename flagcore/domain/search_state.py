@@ -114,13 +114,14 @@ def speed(trial: Trial) -> float:
 
 
 MIN_NOISE = 0.02
-"""The minimum relative difference between two runs of the same candidate."""
+"""The minimum relative difference between two runs of the same candidate. Chosen for runs minutes apart."""
 
 MAX_RIVALS = 2
-"""The maximum number of rivals of the best that run again."""
+"""The maximum number of rivals of the best that run again. Chosen to limit the cost of repeats."""
 
 EXTRA_ROUNDS = 2
-"""The maximum number of rounds beyond `control.repeats` while a rival does not differ significantly from the best."""
+"""The maximum number of rounds beyond `control.repeats` while a rival does not differ significantly from the best.
+Chosen to limit the cost of repeats."""
 
 
 def noise(runs: Sequence[Trial]) -> float:
@@ -248,7 +249,8 @@ def cold_start(search_state: SearchState) -> tuple[float, float] | None:
 
 
 MAX_FAILED_AT_START = 5
-"""The search stops if its first trials, at least this number, all end in FAILED_STATES."""
+"""The search stops if its first trials, at least this number, all end in FAILED_STATES. Chosen: then the task is
+probably wrong."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 

@@ -36,10 +36,12 @@ class Scales:
 
 
 TIME = Scales(chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, knob=0.03, own=0.05, row=0.03)
-"""The scales for step times, from published runs that were not fitted: 5 to 20% between sources, 7 to 10% within."""
+"""The scales for step times, from published runs that were not fitted: 5 to 20% between sources, 7 to 10% within
+(docs/accuracy.md). The length scales are chosen."""
 
 MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
-"""The scales for memory in use: 2 to 4% if the context size of the chip is known, more if it is estimated."""
+"""The scales for memory in use, from measured runs (docs/accuracy.md): 2 to 4% if the context size of the chip is
+known, more if it is estimated. The length scales are chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,22 +17,25 @@ from flagcore.learning.prior import MEMORY, TIME, Scales
 from flagcore.learning.ratios import Ratios
 
 MIN_NOISE = 0.01
-"""The minimum relative noise of a step time."""
+"""The minimum relative noise of a step time. Chosen."""
 
 PARTIAL_NOISE = 0.05
-"""The minimum relative noise of a trial that was stopped early, because its first steps are less representative."""
+"""The minimum relative noise of a trial that was stopped early, because its first steps are less representative.
+Chosen."""
 
 PROBE_NOISE = 0.05
-"""The relative noise of a probe, because its communication is modelled and no other rank runs."""
+"""The relative noise of a probe, because its communication is modelled and no other rank runs. Chosen."""
 
 MEMORY_NOISE = 0.01
+"""The minimum relative noise of memory in use. Chosen."""
 
 FIGURE_NOISE = 0.1
-"""The relative noise of a latency: the slowest of a hundred requests varies by this much between runs of a load."""
+"""The relative noise of a latency: the slowest of a hundred requests varies by this much between runs of a load.
+Chosen as a typical difference."""
 
 MIN_EXCESS, MAX_EXCESS = 0.02, 0.5
 """Logarithms: the assumed excess over the capacity if a trial runs out of memory, and the maximum excess over the
-prediction. A failure with a larger excess has another cause."""
+prediction. A failure with a larger excess has another cause. Chosen."""
 
 
 def observed_times(context: SearchContext) -> Observations:

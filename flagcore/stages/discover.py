@@ -25,8 +25,8 @@ from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""The run slowdown of the core's roofline for a chip without measurements: the median ratio of measured to predicted
-times over published sources, which are 0.94 to 1.7."""
+"""The run slowdown of the core's roofline for a chip without measurements: the median over published sources of the
+median ratio of measured to predicted times (0.94 to 1.7), without fitted curves."""
 
 
 def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Platform:

@@ -18,13 +18,13 @@ from flagcore.domain.trial import TimeLimit, Trial, TrialState
 
 SLACK = 3.0
 """The time limit of steps relative to the upper bound of their prediction, because of other jobs, slow file systems and
-compilation."""
+compilation. Chosen: the limit ends trials that hang, not slow ones."""
 
 START_SLACK = 2.0
-"""The time limit of a start relative to the longest start of the run so far."""
+"""The time limit of a start relative to the longest start of the run so far. Chosen."""
 
 UNKNOWN_SECONDS = 3600.0
-"""The limit of a trial whose step time is not predicted."""
+"""The limit of a trial whose step time is not predicted. Chosen."""
 
 
 def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:

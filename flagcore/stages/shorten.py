@@ -13,10 +13,11 @@ from flagcore.domain.trial import Shortened
 
 FIXED_FACTOR = 2.0
 """The uncertainty of the fixed part of a step (pipeline fill, gradient exchange, optimizer): its time is between
-1/FIXED_FACTOR and FIXED_FACTOR times the predicted time."""
+1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen; docs/accuracy.md has errors of parts of a step."""
 
 UNMODELLED_SHARE = 0.05
-"""The share of a shortened step that unmodelled work may take, such as data loading, logging, or the host."""
+"""The share of a shortened step that unmodelled work may take, such as data loading, logging, or the host.
+Chosen."""
 
 
 def shorten(

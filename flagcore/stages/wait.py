@@ -14,7 +14,7 @@ from flagcore.errors import NoDevice
 
 FREE_SHARE = 0.95
 """A device counts as free if at least this share of a trial's memory budget is free, because drivers and displays use
-some memory."""
+up to a few percent. Chosen."""
 
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0

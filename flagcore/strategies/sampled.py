@@ -21,7 +21,7 @@ from flagcore.domain.trial import TrialState as State
 from flagcore.errors import UsageError
 
 OUT_OF_MEMORY_FACTOR = 2.0
-"""The assumed step time of a trial that ran out of memory, relative to the slowest measured trial."""
+"""The assumed step time of a trial that ran out of memory, relative to the slowest measured trial. Chosen."""
 
 
 @dataclass(slots=True)

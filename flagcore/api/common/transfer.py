@@ -32,9 +32,10 @@ from flagcore.stages.predict import predict_columns
 
 GIB = 2**30
 MAX_PAST = 300
-"""Maximum number of earlier measurements. The time of the model is cubic in this number."""
+"""Maximum number of earlier measurements. Chosen to limit the run time of the model, which is cubic in this number."""
 MAX_LOG_RATIO = 3.0
-"""A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped."""
+"""A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped. Chosen: such a
+factor is not a model error."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> PastMeasurements:

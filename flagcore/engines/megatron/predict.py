@@ -41,7 +41,7 @@ ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
 """80% intervals of the step time, relative to the prediction: the 10th and 90th percentiles of measured over predicted
 times of runs that were left out of the fit (`benchmarks/fitted.json`). They are for dense models, for mixtures of
 experts, for chips without measured kernels (the same runs without the fitted curves), and for ranks that share a
-CPU."""
+CPU (an estimate from ranks on one CPU)."""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:

@@ -18,13 +18,14 @@ V_HALF = (
     ((1.55, -1.2), (0.45, -0.8), (-0.5, 0.0), 6.0),
     ((1.05, -0.3), (0.45, -1.7), (0.0, 0.0), 5.0),
 )
-"""Linear forms of filling and draining: (slope, constant) in p for F, B and W, and the messages per (p - 1)."""
+"""Linear forms of filling and draining: (slope, constant) in p for F, B and W, and the messages per (p - 1).
+Derived from the published orders for p of 3 to 12 (V-Half: arXiv 2405.15362)."""
 
 V_MIN = (
     ((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0),
     ((1.0, -1.2), (1.2, -1.2), (-0.2, 0.0), 6.0),
 )
-"""The same for V-Min, also from the published orders."""
+"""The same for V-Min, also derived from the published orders for p of 3 to 12."""
 
 
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:

@@ -24,7 +24,7 @@ MAX_RANKS = 4096
 """The maximum number of ranks of a grid. Larger groups on one level have the same time."""
 
 MAX_SECONDS = 10.0
-"""The maximum time of a collective. Longer times are probably in a wrong unit."""
+"""The maximum time of a collective. Chosen: longer times are probably in a wrong unit."""
 
 SIZES: FloatArray = np.exp2(np.arange(OCTAVES, dtype=np.float64))
 MAX_PAYLOAD = float(np.nextafter(SIZES[-1], 0.0))

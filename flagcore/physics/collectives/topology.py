@@ -21,8 +21,9 @@ COMPUTE_SHARE, NETWORK_COMPUTE_SHARE = 0.15, 0.02
 """The shares of compute that a collective takes over a link that compute units drive, and over a network (Calculon)."""
 
 EFFICIENCY = {"switch": 0.75, "mesh": 0.75, "ring": 0.75, "pcie": 0.55, "shared-memory": 0.75}
-"""The share of the rate in one direction that large messages reach. Switch: 0.69 to 0.80 on 8 GPUs of five kinds, 0.99
-with reductions in the switch. Mesh: 329 of 448 GB/s, and 45 of 64 between a pair. PCIe: 0.54 to 0.6 for two devices."""
+"""The share of the rate in one direction that large messages reach. From published curves: switch 0.69 to 0.80 on 8
+GPUs of five kinds, 0.99 with reductions in the switch; mesh 329 of 448 GB/s, and 45 of 64 between a pair; PCIe 0.54 to
+0.6 for two devices. The others are estimated by analogy."""
 
 PCIE_CROWDING, STAGED_CROWDING = 0.35, 1.75
 """The `Level.crowding` of PCIe with peer access and through host memory. Fitted to two hosts: with 2, 4 and 8 devices,

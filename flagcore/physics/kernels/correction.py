@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray, IntArray
 
 NOISE = 0.03
-"""The share of a residual's variance that is attributed to noise and to the library's choice of a kernel."""
+"""The share of a residual's variance that is attributed to noise and to the library's choice of a kernel. Assumed."""
 
 MANTISSA = 52
 

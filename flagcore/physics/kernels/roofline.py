@@ -16,14 +16,14 @@ RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 33 / 32, "int8": 1.0, "nvfp4": 9 / 16}
 """Bytes per element of an operand, 2 for other precisions. Block formats include one byte of scale per 32 (mxfp8) or 16
-(nvfp4) elements."""
+(nvfp4) elements. From the definitions of the number formats."""
 
 BLOCK = 128.0
-"""The number of queries in a block that a compute unit processes."""
+"""The number of queries in a block that a compute unit processes. Source: current attention kernels."""
 
 GROUP_TENSORS = 2.2
 """The traffic of the sums over query heads in the backward pass of grouped attention, in tensors with the size of the
-keys of all heads. Fitted to 33 shapes on one accelerator."""
+keys of all heads. Fitted to 33 backward shapes on one accelerator."""
 
 HOST_LATENCY = 10e-6
 """The latency of a copy over the host link in seconds, an estimate."""

@@ -180,7 +180,7 @@ def _dropout_mask(train: Training, sizes: Sizes) -> FloatArray:
 
 MAP_BYTES, CHOICE_BYTES = 4.0, 22.0
 """Bytes that routing stores per token: for each expert a 16-bit probability and two flags, for each chosen expert the
-index and the probability before and after sorting."""
+index and the probability before and after sorting. Counted."""
 
 
 def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:

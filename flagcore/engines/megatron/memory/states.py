@@ -27,7 +27,8 @@ QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 
 16 (transformer-engine 2.9, `get_weight_workspace`; a chip whose fp8 products support both directions stores one)."""
 
 BUCKET_MULTIPLE = 128
-"""Megatron pads gradient buffers to a common multiple of this and of the ranks that share them (0.16)."""
+"""Megatron pads gradient buffers to a common multiple of this and of the ranks that share them
+(megatron-core 0.16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
 
 STEP_BYTES = 4.0
 """Bytes per parameter that torch's AdamW allocates in its step: the fp32 root of the second moment of all parameters
-of a group. Groups are parameters with and without weight decay, of experts and of other layers."""
+of a group. Groups are parameters with and without weight decay, of experts and of other layers. Counted in
+torch 2.11."""
 
 
 def workspaces(train: Training) -> float:

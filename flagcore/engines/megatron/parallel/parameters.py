@@ -17,7 +17,7 @@ Parts = dict[str, FloatArray]
 """One array per component, one element per candidate."""
 
 VOCAB_MULTIPLE = 128
-"""Megatron-LM's `make_vocab_size_divisible_by`."""
+"""The default of Megatron-LM's `make_vocab_size_divisible_by`."""
 
 EXPERT_PARTS = ("experts",)
 """Components whose weights are replicated over the expert-data-parallel group."""

@@ -219,7 +219,7 @@ def _unquantised(precision: str) -> str:
 MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
 """Kernels of the forward pass of router, permutation and dispatch; of one expert (of all experts with grouped
 products); and of the shared experts, by whether the layers are transformer-engine's. Backward launches twice as
-many. Fitted to 13 measured ranks with 2 to 64 experts each."""
+many. Fitted to 13 measured ranks with 2 to 64 experts each; the values of transformer-engine are estimates."""
 
 
 def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:

@@ -15,23 +15,26 @@ from flagcore.engines.megatron.time.exchange import as_integers
 from flagcore.engines.megatron.time.passes import StageTime
 
 PARAMETER_BYTES = 5.0
-"""Memory traffic of an optimizer step per parameter on a rank: clearing its gradient, writing its weight."""
+"""Memory traffic of an optimizer step per parameter on a rank: clearing its gradient, writing its weight. Fitted to
+optimizer times of 25 ranks of megatron-core 0.16.1 on one accelerator with torch's fused AdamW."""
 
 STATE_BYTES = {True: (38.0, 38.0), False: (92.0, 83.0)}
 """Memory traffic per parameter whose optimizer state is on a rank, without and with a distributed optimizer, by whether
-the kernels are transformer-engine's: norm and scale of gradients, Adam, and copies between formats."""
+the kernels are transformer-engine's: norm and scale of gradients, Adam, and copies between formats. The values of
+transformer-engine are estimates, the others are fitted like `PARAMETER_BYTES`."""
 
 STATE_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
-"""Kernels per tensor whose optimizer state is on a rank, without and with a distributed optimizer."""
+"""Kernels per tensor whose optimizer state is on a rank, without and with a distributed optimizer. Fitted like
+`PARAMETER_BYTES`."""
 
 STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of any optimizer step, and those that the optimizer of the experts adds. All constants above are fitted to
-optimizer times of 25 ranks of megatron-core 0.16.1 on one accelerator with torch's fused AdamW."""
+"""Kernels of any optimizer step, and those that the optimizer of the experts adds. Fitted like `PARAMETER_BYTES`."""
 
 
 HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
 """Adam on the host: memory traffic per parameter (fp32 weight, gradient and two moments read, three of them written),
-and the memory bandwidth of one rank. The bandwidth is an estimate: 200 GB/s of a socket over 8 ranks."""
+and the memory bandwidth of one rank. The traffic is counted. The bandwidth is an estimate: 200 GB/s of a socket over 8
+ranks."""
 
 
 def optimizer_time(

@@ -17,8 +17,8 @@ ACTIVATION_PASSES = {
     (False, False): (5.0, 12.0),
 }
 """Memory passes of an activation function over one tensor of the FFN's width, forward and backward, by whether it is
-one kernel and whether it is gated. The values for several kernels are fitted to 12 measured ranks (gated; 10 and 32
-without any fusion); those without a gate are proportional."""
+one kernel and whether it is gated. The values for one kernel are counted. Those for several kernels are fitted to 12
+measured ranks (gated; 10 and 32 without any fusion); those without a gate are proportional."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from flagcore.physics.cost_stack import with_slowdown
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic per parameter and micro-batch to add a weight gradient to its fp32 buffer: write and read of the
-16-bit gradient, read and write of the buffer (2 + 2 + 4 + 4); a fused kernel has only the traffic of the buffer."""
+16-bit gradient, read and write of the buffer (2 + 2 + 4 + 4); a fused kernel has only the traffic of the buffer.
+Counted."""
 
 LAUNCH_NORM = 5.0
 """Exponent in `_with_launches`: between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the ranks

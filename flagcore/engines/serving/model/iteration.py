@@ -26,7 +26,7 @@ NODES: FloatArray = np.array(
 """Numbers of tokens in the tables; times between them are interpolated linearly."""
 
 REFERENCE_TOKENS = 8192.0
-"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed."""
+"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed. Chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
