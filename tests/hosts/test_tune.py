@@ -104,8 +104,8 @@ def shows_secret(folder: Path) -> list[Path]:
     """
     found = []
     for where, names, files in os.walk(folder):
-        is_mounted = where != str(folder) and os.path.ismount(where)
-        if is_mounted or not stat.S_IMODE(os.stat(where).st_mode) & stat.S_IXOTH:
+        status = os.stat(where)
+        if status.st_dev != os.stat(folder).st_dev or not status.st_mode & stat.S_IXOTH:
             names.clear()
             continue
         for file in (Path(where, name) for name in files):
