@@ -71,16 +71,30 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
 @plugins_command.command("new")
 @click.argument("name")
 @click.option("--vendor", metavar="TEXT", help="Display name of the vendor [default: NAME, capitalized].")
-@click.option("--chip", metavar="TEXT", help="Name of the first chip [default: first letter of NAME and 1].")
+@click.option(
+    "--chip",
+    "chips",
+    multiple=True,
+    metavar="TEXT",
+    help="Name of a chip (repeatable) [default: first letter of NAME and 1].",
+)
+@click.option("--tool", metavar="COMMAND", help="Command that lists the devices [default: NAME-smi].")
+@click.option(
+    "--visible", metavar="VARIABLE", help="Variable that selects visible devices [default: NAME_VISIBLE_DEVICES]."
+)
+@click.option("--torch-device", metavar="TEXT", default="cuda", help="Device type in torch [default: cuda].")
+@click.option(
+    "--backend", metavar="TEXT", default="nccl", help="Collective backend in torch.distributed [default: nccl]."
+)
 @click.option("--directory", metavar="DIR", default=".", help="Parent directory [default: current].")
-def plugins_new(name: str, vendor: str | None, chip: str | None, directory: str) -> None:
+def plugins_new(name: str, **values: Any) -> None:
     """Create a plugin for a new vendor, with TODO where a fact is missing.
 
     NAME is the name in `flag plugins list`: lower-case letters, digits and underscores.
     """
     from flagcore import api
 
-    folder = api.new_plugin(name, vendor=vendor, chip=chip, directory=directory)
+    folder = api.new_plugin(name, **values)
     command = f"pip install -e {folder} && flag plugins check {folder}"
     options.say(_("flag: created {folder}; next: {command}", folder=folder, command=command))
     click.echo(folder)

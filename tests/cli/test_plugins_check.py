@@ -37,6 +37,15 @@ def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, 
     assert "flagcore_acme/chips/a1.yaml:5" in text
 
 
+def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: Path) -> None:
+    detection = ("--tool", "ac-gmi info", "--visible", "AC_RT_VISIBLE", "--torch-device", "tpx", "--backend", "accl")
+    chips = ("--chip", "A1", "--chip", "B2")
+    created = flag("plugins", "new", "acme", *chips, *detection, "--directory", str(tmp_path))
+    assert created.code == 0, created.err
+    completed = flag("plugins", "check", created.out.strip(), "--format", "json")
+    assert completed.code == 0, completed.out
+
+
 def test_a_failed_check_is_reported_with_its_fix(flag: Flag, acme: Path) -> None:
     chip = acme / "flagcore_acme/chips/a1.yaml"
     chip.write_text(chip.read_text().replace("68719476736", "64"))
@@ -131,8 +140,25 @@ def test_existing_files_are_not_overwritten(flag: Flag, acme: Path) -> None:
     assert (acme / "README.md").read_text() == readme_before
 
 
-def test_a_chip_of_another_plugin_and_invalid_names_are_refused(flag: Flag, tmp_path: Path) -> None:
-    for option, word in (("--chip", "cpu"), ("--chip", "A 1"), ("--vendor", 'A"B')):
-        completed = flag("plugins", "new", "acme", option, word, "--directory", str(tmp_path))
-        assert (completed.code, option in completed.err) == (2, True)
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [
+        ("--chip", "cpu"),
+        ("--chip", "A 1"),
+        ("--chip", "a1"),
+        ("--vendor", 'A"B'),
+        ("--vendor", ""),
+        ("--tool", ""),
+        ("--tool", "/opt/acme-smi"),
+        ("--tool", "acme-smi  'info'"),
+        ("--visible", "ACME VISIBLE"),
+        ("--torch-device", "NPU"),
+        ("--backend", ""),
+    ],
+)
+def test_a_chip_of_another_plugin_and_invalid_values_are_refused(
+    flag: Flag, tmp_path: Path, option: str, word: str
+) -> None:
+    completed = flag("plugins", "new", "acme", "--chip", "A1", option, word, "--directory", str(tmp_path))
+    assert (completed.code, f"{option} {word!r}" in completed.err) == (2, True)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,41 @@
+"""The values of `flag plugins new` are those of the plugin that it creates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flagcore import api
+from flagcore.testing import fakes
+from flagcore.vendorkit.machine import TorchReport
+from tests.testing.faulty import imported
+
+
+@pytest.mark.parametrize(
+    ("device", "trusted"), [("cuda", {"version": "2.10.0+acme"}), ("tpx", {"attributes": {"tpx"}})]
+)
+def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted: dict[str, object]) -> None:
+    folder = api.new_plugin(
+        "acme",
+        chips=("A1", "B2"),
+        tool="ac-gmi info",
+        visible="AC_RT_VISIBLE",
+        torch_device=device,
+        backend="accl",
+        directory=str(tmp_path),
+    )
+    report: dict[str, object] = {"version": "2.10.0", "attributes": frozenset(), "devices": ()}
+    table = (folder / "tests/smi/ac-gmi-1.txt").read_text()
+    with imported(folder) as plugin:
+        assert {chip.name for chip in plugin.chips} == {"A1", "B2"}
+        for kind, visible in (("megatron", None), ("vllm", "AC_RT_VISIBLE")):
+            support = plugin.loaded.engine_support(plugin.chips[0], kind)
+            assert (support.device_type, support.distributed_backend) == (device, "accl")
+            assert support.visible_devices == visible
+        detector = plugin.hooks.detector  # type: ignore[attr-defined]
+        assert (detector.tool, detector.torch_device) == ("ac-gmi", device)
+        assert not detector.trusts(TorchReport(**report))  # type: ignore[arg-type]
+        assert detector.trusts(TorchReport(**{**report, **trusted}))  # type: ignore[arg-type]
+        tools = {"ac-gmi": f'[ "$1" = info ] || exit 1\n{fakes.prints(table)}'}
+        assert [each.chip for each in fakes.devices(plugin, tools, AC_RT_VISIBLE="1")] == ["Acme A1"]
