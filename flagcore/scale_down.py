@@ -1,7 +1,7 @@
-"""scale_down: run trials on fewer nodes, with fewer data-parallel replicas, and scale their steps by the predictions.
+"""scale_down: run trials on fewer nodes, with fewer data-parallel replicas, and scale their steps with predictions.
 
-Only the number of replicas changes. A trial on fewer nodes does not show the exchange between more replicas and the
-smaller share of the optimizer on each.
+Only the number of replicas changes. A trial on fewer nodes does not measure the communication of all replicas or the
+smaller share of the optimizer on each replica.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Smaller:
         )
 
     def shortened(self, columns: Columns, costs: Costs, whole: Prediction) -> Shortened | None:
-        """Return the scale from steps of one row to `whole`; None on all nodes.
+        """Return the scale from the steps of a trial of one row to `whole`; None if it runs on all nodes.
 
         Raises SpecError if a step has no prediction.
         """

@@ -53,9 +53,9 @@ def plan_time_limit(
 def plan_shortened_steps(
     problem: Problem, workload: Workload, trial: Trial, runs: int = 0, most_nodes: int | None = None
 ) -> Shortened | None:
-    """Return how the steps of a trial are shortened; None if they are whole. Its candidate has `runs`.
+    """Return how the steps of a trial are shortened; None if they are whole.
 
-    The trial has at most `most_nodes` nodes if others were lost.
+    Its candidate already has `runs` runs. The trial uses at most `most_nodes` nodes if others were lost.
     """
     row, task = _row(problem, trial.candidate), problem.platform.task
     columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
@@ -73,12 +73,12 @@ def plan_shortened_steps(
 
 
 def can_run_on(problem: Problem, workload: Workload, nodes: int) -> BoolArray:
-    """Return which rows of the space can run on some of the nodes, with fewer replicas."""
+    """Return which rows of the space can run on `nodes` of the nodes, with fewer replicas."""
     return Smaller(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
 
 
 def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
-    """Return the candidate that a trial runs: on fewer nodes with fewer replicas."""
+    """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
     if not (trial.shortened and trial.shortened.nodes):
         return trial.candidate
     columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
@@ -99,7 +99,7 @@ def memory_needed(task: Task, trial: Trial) -> float:
 
 
 def estimate_search_time(problem: Problem, workload: Workload) -> SearchTime:
-    """Return how long a search may take that tries the candidates with the fastest predictions."""
+    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     rows, max_trials = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
     if rows.size > max_trials:
         step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)

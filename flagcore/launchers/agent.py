@@ -2,14 +2,14 @@
 
 flagcore sends this file and the guard over the channel that starts it (ssh, srun): nothing is installed on the host,
 and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing arrives for
-`silence` seconds, the agent ends its trial and removes its folder. Imports only the standard library; Linux and Python
-3.9 or later.
+`silence` seconds, the agent ends its trial and removes its folder. It imports only the standard library and needs Linux
+and Python 3.9 or later.
 
-From flagcore: `{"prepare": MARKER}` (of a lost trial, whose processes are ended, or empty), `{"order": {...}}`,
-`{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (a program that prints readings), `{}` as a
-heartbeat. To flagcore: `{"hello":
-{...}}`, `{"ready": {...}}`, `{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`,
-`{"problem": TEXT}`, `{"reading": [...]}`, `{}`.
+Messages from flagcore: `{"prepare": MARKER}` (ends the processes of the lost trial with this marker, if not empty),
+`{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (starts a program that
+prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"hello": {...}}`, `{"ready": {...}}`,
+`{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`,
+`{"reading": [...]}`, and `{}`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Watch:
 
 
 class Agent:
-    """The trials on this host, one at a time. `home` is a private folder that is removed at the end."""
+    """Runs the trials on this host, one at a time. `home` is a private folder that is removed at the end."""
 
     def __init__(self, home: str, received: bytes, silence: float) -> None:
         self.home, self.received, self.silence = home, received, silence
@@ -223,7 +223,7 @@ class Agent:
                 self.launch()
 
     def read(self) -> None:
-        """Read data from flagcore; at the end of the stream the channel is closed."""
+        """Read data from flagcore, and close the channel at the end of the stream."""
         try:
             data = os.read(0, 1 << 16)
         except BlockingIOError:
@@ -286,7 +286,7 @@ class Agent:
         self.send(ready={"port": free_port(), "free_disk_bytes": space.f_bavail * space.f_frsize, "left": left})
 
     def work(self) -> None:
-        """Check for silence and the end of the trial, send a heartbeat and new content of its folder."""
+        """Check for silence and for the end of the trial; send a heartbeat and the new content of its folder."""
         now = time.monotonic()
         if now - self.input_at > self.silence:
             self.connected = False
@@ -310,7 +310,7 @@ class Agent:
         self.outgoing += json.dumps(message).encode() + b"\n"
 
     def start(self, order: dict[str, Any]) -> None:
-        """Write the files of an order and start its trial, once its template is ready if it has one.
+        """Write the files of an order and start its trial, after its template is ready if it uses one.
 
         In its arguments, `{folder}` is the trial's folder on this host, and `{interface}` the network interface to the
         first host.
@@ -358,7 +358,7 @@ class Agent:
             self.send(started=self.trial.pid)
 
     def started_by(self, spawn: guarded.Spawn) -> guarded.Guarded:
-        """Start the trial of the last order by a guard. Raises OSError."""
+        """Start the trial of the last order in a guard. Raises OSError."""
         argv, environment, directory = self.order["argv"], self.order["environment"], self.order["directory"]
         limits = guarded.Limits(*self.order["limits"])
         return guarded.start(argv, environment, directory, self.folder, limits, spawn)
@@ -377,8 +377,8 @@ class Agent:
 def main(home: str, received: bytes, silence: float) -> None:
     """Run the agent in a private folder, which is removed at the end.
 
-    A scheduler sends SIGTERM before it withdraws the host. For flagcore the host is then lost, even if the program
-    handles the signal.
+    A scheduler sends SIGTERM before it withdraws the host. flagcore then counts the host as lost, even if the
+    program handles the signal.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -1,4 +1,4 @@
-"""Keeps the agents of hosts between trials, so that a host connects once, and reads the telemetry of their devices."""
+"""Keeps agents between trials, so that each host connects only once, and reads the telemetry of host devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Agents:
         self.watch: Mapping[str, object] | None = None
         """The program that reads the devices of each host: `argv` and `environment`."""
         self.of_hosts: dict[str, Connection] = {}
-        """The last connection to each host, also while it has a trial."""
+        """The last connection to each host, even while it has a trial."""
         self._idle: dict[str, Connection] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, name="agents", daemon=True)

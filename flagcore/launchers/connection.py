@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 1 << 20
 INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
 """Exceptions that a malformed message raises."""
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
-"""What a guard can report as the reason of the end of a trial."""
+"""Reasons for the end of a trial that a guard can report."""
 SMALLEST_FILE_BYTES = 4096
 SENT = ("guard.py", "guarded.py", "template.py", "agent.py")
 
@@ -74,7 +74,7 @@ def agent_command() -> str:
 
 
 def _plain(text: object) -> str:
-    """Return text of a host for a message: one short line without control characters."""
+    """Return text from a host in the form for a message: one short line without control characters."""
     return "".join(letter for letter in str(text)[:200] if letter.isprintable())
 
 
@@ -120,7 +120,7 @@ class Connection:
         self.assign("")
 
     def assign(self, folder: str, most_bytes: int = 0) -> None:
-        """Use the connection for another trial. Its files of this host, up to `most_bytes`, are copied to `folder`."""
+        """Use the connection for another trial. Files of the trial, up to `most_bytes`, are copied to `folder`."""
         self.folder, self.most_bytes = folder, most_bytes
         self.total_bytes = 0
         self.sizes: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError:
-            self.outgoing.clear()  # its output says why
+            self.outgoing.clear()  # its output states the reason
 
     def read(self) -> None:
         """Read and execute messages of the agent."""
@@ -204,9 +204,9 @@ class Connection:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
     def _take_piece(self, name: str, at: int, data: bytes) -> None:
-        """Note new content of a file, unless the files are larger than the trial may write."""
+        """Store new content of a file, unless the files exceed the limit of the trial."""
         known = self.sizes.get(name, 0)
-        grown = known + len(data) if name in LOGS else at + len(data)  # a log that starts again is appended
+        grown = known + len(data) if name in LOGS else at + len(data)  # a restarted log is appended
         self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
         self.total_bytes += self.sizes[name] - known
         self.news.append((name, at, data))
@@ -221,7 +221,7 @@ class Connection:
         self.hello = {"time": float(hello["time"]), "python": _plain(hello["python"])}
 
     def _take_ready(self, ready: Mapping[str, Any]) -> None:
-        """Note the state of the host before a trial, and why it cannot have one. Raises INVALID."""
+        """Store the state of the host before a trial, and why it cannot run one. Raises INVALID."""
         self.ready = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
         if self.ready["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
             self.problem = f"only {self.ready['free_disk_bytes'] >> 20} MiB of disk are free"

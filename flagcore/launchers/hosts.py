@@ -1,4 +1,4 @@
-"""Starts a trial on several hosts, with an agent on each. The first failure and a lost host end the trial."""
+"""Starts a trial on several hosts, with an agent on each. The trial ends at the first failure or lost host."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class HostsLauncher:
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
     `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
-    there are several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
-    FlagError on failure. `fix` is the advice in the message if there are no hosts. `agents` keeps the agents of trials
-    that succeed for the next trial; None: each trial has new agents.
+    there are several hosts. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
+    FlagError on failure. `fix` is the advice in the message if there are no hosts. `agents` keeps the agents of
+    successful trials for the next trial; if it is None, each trial has new agents.
     """
 
     name: str
@@ -52,7 +52,7 @@ class HostsLauncher:
     lost: dict[str, str] = field(default_factory=dict)
     """By lost host: the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Number of losses of each host."""
+    """How often each host was lost."""
     ended_at: float = -math.inf
     """End of the last trial on the monotonic clock."""
     agents: Agents | None = None
@@ -72,7 +72,7 @@ class HostsLauncher:
         return HostsLauncher(name=self.name, channel=self.channel, agents=self.agents)
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `hosts` that were lost less than MAX_LOSSES times."""
+        """Return those of `hosts` that were lost fewer than MAX_LOSSES times."""
         return tuple(host for host in hosts if self.failures[host] < MAX_LOSSES)
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class HostsRunning:
         return connection
 
     def begin(self) -> None:
-        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
+        """Wait for all agents, send its order to each, and wait until the program runs on all hosts.
 
         Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
@@ -210,7 +210,7 @@ class HostsRunning:
                 raise LaunchError(str(error)) from error
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
-        """Wait until `done` of all connections.
+        """Wait until `done` is true for all connections.
 
         Raises HostLost for the first host with a problem, LaunchError if no host can start the program.
         """
@@ -264,7 +264,7 @@ class HostsRunning:
     def end(self, *, asked: bool = False) -> None:
         """End the trial on all hosts that still run it, and set its exit record.
 
-        A lost host is the reason, even if the program failed on another host before.
+        A lost host is recorded as the reason, even if the program failed on another host earlier.
         """
         lost_connection = next((each for each in self.connections if each.problem), None)
         failed_connection = next((each for each in self.connections if each.exit and _has_failed(each.exit)), None)
@@ -280,7 +280,7 @@ class HostsRunning:
                 each.problem = "does not end its processes of the trial"
         lost_connection = lost_connection or next(
             (each for each in running_hosts if each.problem), None
-        )  # the cause of what failed elsewhere
+        )  # the cause of failures elsewhere
         if lost_connection:
             self.launcher.failures[lost_connection.host] += 1
         if client and not lost_connection and not (failed_connection and _has_failed(client)):

@@ -5,7 +5,7 @@ fork of that guard. The template has its own guard: it ends when flagcore ends, 
 killed guard. The template sleeps while a trial runs.
 
 A program that can be forked has `ready(arguments)`, which imports its modules, and `main(arguments)`, which returns the
-exit code. After `ready` it must have a single thread and no open file, and so has used no device.
+exit code. After `ready`, the process must have a single thread and no open file, and therefore has used no device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNOD
 
 
 class Template:
-    """A template, which has one trial at a time. It is also the guard process of its last trial."""
+    """A template, with one trial at a time. It is also the guard process of its last trial."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
         """Start a template of `python -m PACKAGE ARGUMENT...`. Raises OSError if it cannot start."""
@@ -143,7 +143,7 @@ def serve(channel: socket.socket, program: ModuleType) -> None:
 
 def _guard_trial(program: ModuleType, template: int, control: int, report: int, stdout: int, stderr: int) -> int:
     """Run the guard in a fork of the template."""
-    gc.disable()  # a collection would copy all that it shares with the template
+    gc.disable()  # a collection would copy all memory shared with the template
     os.setsid()
     for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
         os.dup2(source, number)
@@ -192,7 +192,7 @@ def fork_problem() -> str:
     if len(os.listdir("/proc/self/task")) > 1:
         return "its modules start threads"
     for number in _descriptors():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             file = os.readlink(f"/proc/self/fd/{number}")
             if number > 2:
                 return f"its modules leave {file} open"
@@ -200,7 +200,7 @@ def fork_problem() -> str:
 
 
 def main(package: str, *arguments: str) -> int:
-    """Import the program of a package, and serve requests of flagcore, which arrive on stdin."""
+    """Import the program of a package, and serve flagcore's requests from stdin."""
     with socket.socket(fileno=0) as channel:
         try:
             program = importlib.import_module(f"{package}.__main__")

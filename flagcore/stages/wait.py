@@ -67,7 +67,9 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     readings = [_read(reader) for _, reader in trial_devices]
     for (device, reader), figures in zip(trial_devices, readings, strict=True):
         if figures is not None:
-            reason = _busy_reason(platform, device, reader, figures.get(MEMORY_IN_USE, nan))
+            total = float(device.memory_bytes or nan)
+            budget = min(float(platform.task.cluster.groups[0].memory_bytes or total), total)
+            reason = busy_reason(device, reader, figures.get(MEMORY_IN_USE, nan), budget)
         else:
             reason = "does not respond" if any(readings) else ""
         if reason:
@@ -98,15 +100,14 @@ def _read(reader: Telemetry) -> dict[str, float] | None:
         return {}
 
 
-def _busy_reason(platform: Platform, device: Device, reader: Telemetry, used: float) -> str:
-    """Return why a trial cannot use a device; empty if it can."""
+def busy_reason(device: Device, reader: Telemetry, used: float, budget: float) -> str:
+    """Return why a trial that needs `budget` bytes cannot use a device with `used` bytes in use; empty if it can."""
     total = float(device.memory_bytes or nan)
     if used < 0 or used > total:
         return f"reports {used / GIB:.1f} of {total / GIB:.1f} GiB in use, which is impossible"
     use = _use(reader)
     if use.blocked:
         return use.blocked
-    budget = min(float(platform.task.cluster.groups[0].memory_bytes or total), total)
     if total - used < FREE_SHARE * budget:
         processes = ", ".join(use.processes[:MAX_PROCESSES])
         return f"has {used / GIB:.1f} of {total / GIB:.1f} GiB in use" + (f" by {processes}" if processes else "")

@@ -35,12 +35,12 @@ from flagcore.learning.trials import (
 )
 
 MAX_ROWS = 4096
-"""The maximum number of open candidates to evaluate, those with the fastest predictions. Chosen to limit
+"""The maximum number of open candidates to evaluate, fastest predictions first. Chosen to limit
 the time between two trials."""
 
 JOINT_ROWS = 256
-"""The maximum number of candidates, those with the highest expected gain, whose joint distribution decides whether the
-search stops. Chosen to limit the time between two trials."""
+"""The maximum number of candidates whose joint distribution decides whether the search stops, highest expected gain
+first. Chosen to limit the time between two trials."""
 
 SAMPLES = 2000
 """The number of samples of the joint distribution. Chosen: the standard error of a probability of 5% is half a
@@ -62,9 +62,9 @@ MAX_DEVIATIONS = 2.0
 95% of a normal distribution."""
 
 MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
-"""A part of the step of an open candidate is not measured if its share is MIN_SHARE_RATIO times that in all measured
-candidates. It may be shorter than predicted by MAX_PART_ERROR. Chosen: with two thirds, the search finds the same, but
-needs more trials."""
+"""A part of the step of an open candidate counts as not measured if its share is MIN_SHARE_RATIO times its share in all
+measured candidates. It may be shorter than predicted by MAX_PART_ERROR. Chosen: with two thirds, the search finds the
+same, but needs more trials."""
 
 QUANTILE_90 = 1.2815515655446004
 """The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
@@ -74,8 +74,8 @@ QUANTILE_90 = 1.2815515655446004
 class _Evaluation:
     """The posterior of some open rows.
 
-    `log_predicted` and `log_time` are logarithms of seconds. `fits` are the probabilities that trials fit, `success`
-    that they succeed if they fit, and `feasible` that they meet the limits if they succeed. `full_s` is the duration of
+    `log_predicted` and `log_time` are logarithms of seconds. `fits` is the probability that a trial fits, `success`
+    that it succeeds if it fits, and `feasible` that it meets the limits if it succeeds. `full_s` is the duration of
     a trial that succeeds, `cost_s` the expected duration, both in seconds.
     """
 
@@ -170,7 +170,7 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
 def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, best: float) -> tuple[bool, Message]:
     """Return whether the search ends, and a message about the remaining gain.
 
-    With planned steps, it ends if no trial saves more time than it takes, otherwise if a gain is improbable.
+    With planned steps, it ends if no trial saves more time than it takes. Otherwise, it ends if a gain is improbable.
     """
     probability, max_gain = _remaining_gain(found, gain, best)
     message = Message(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from flagcore import __version__, api
+from flagcore.api.hardware.host_report import busy
 from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.api.hardware.hosts import HostReport, host_problems, host_warnings, inspect_hosts, require_hosts
 from flagcore.domain.chip import Device
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
@@ -87,8 +90,38 @@ def test_hosts_must_be_equal(different: HostReport, count: int) -> None:
 
 
 def test_an_unusual_host_is_a_warning() -> None:
-    unusual = [GOOD, report("b", clock_s=-60.0), report("c", devices=None)]
-    assert [line[0] for line in host_warnings(unusual)] == ["b", "c"]
+    unusual = [GOOD, report("b", clock_s=-60.0), report("c", devices=None), report("d", busy=("device 3 is used",))]
+    assert [line[0] for line in host_warnings(unusual)] == ["b", "c", "d"]
+
+
+@dataclass
+class Reader:
+    """The telemetry of a device; without `used`, it does not respond."""
+
+    used: float | None
+    free_bytes: int | None = None
+
+    def sample(self) -> dict[str, float]:
+        if self.used is None:
+            raise LookupError
+        return {MEMORY_IN_USE: self.used}
+
+    def use(self) -> DeviceUse:
+        return DeviceUse(processes=("4711 python",), free_bytes=self.free_bytes)
+
+
+@pytest.mark.parametrize(
+    ("reader", "reason"),
+    [
+        (Reader(used=1.0), ""),
+        (Reader(used=2.0**35), "has 32.0 of 64.0 GiB in use by 4711 python"),
+        (Reader(used=2.0**35, free_bytes=2**30), ""),
+        (Reader(used=None), "does not respond"),
+        (None, ""),
+    ],
+)
+def test_devices_that_others_use_are_reported(reader: Reader | None, reason: str) -> None:
+    assert busy(Device(index=3, chip="Chip-A", memory_bytes=2**36), reader) == reason
 
 
 def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:

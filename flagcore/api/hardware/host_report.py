@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from flagcore.api.hardware.calibration import target
 from flagcore.api.hardware.inspection import doctor
 from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import Device
+from flagcore.domain.devices import MEMORY_IN_USE
 from flagcore.errors import FlagError, NoDevice
 from flagcore.plugins import LoadedPlugins
+from flagcore.stages.wait import busy_reason
 
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
@@ -83,6 +86,17 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         return {}
 
 
+def busy(device: Device, reader: Telemetry | None) -> str:
+    """Return why a trial cannot use all memory of a device; empty if it can, or if the memory is the machine's."""
+    found = reading(reader)
+    if found.get("lost"):
+        return "does not respond"
+    if reader is None or not found or found["use"]["free_bytes"] is not None:
+        return ""
+    memory_bytes = float(device.memory_bytes or nan)
+    return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the report, or watch the devices."""
     watch = list(arguments) == ["watch"]
@@ -91,7 +105,12 @@ def main(arguments: Sequence[str]) -> None:
         readers = [loaded.telemetry(device) for device in devices]
         if not watch:
             files = {path: digest(path) for path in arguments}
-            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files}))
+            in_use = [
+                f"{device.title} {reason}"
+                for device, reader in zip(devices, readers, strict=True)
+                if (reason := busy(device, reader))
+            ]
+            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files, "busy": in_use}))
     while watch:
         print(json.dumps([reading(reader) for reader in readers]), flush=True)
         time.sleep(PERIOD_SECONDS)

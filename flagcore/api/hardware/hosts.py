@@ -40,7 +40,7 @@ class HostReport:
 
     `clock_s` is how far its clock is ahead. Without flagcore on the host, `devices` and `versions` are None. `torch`
     has the device type and the backend of torch, None without torch. `files` are digests of files and folders, empty
-    for missing ones.
+    for missing ones. `busy` has a line per device that does not respond, or whose memory others use.
     """
 
     host: str
@@ -49,6 +49,7 @@ class HostReport:
     versions: Mapping[str, str] | None = None
     torch: Mapping[str, Any] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    busy: tuple[str, ...] = ()
     python: str = ""
     clock_s: float = 0.0
     free_disk_bytes: int = 0
@@ -87,7 +88,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         devices = tuple(Device(**{**each, "host": host}) for each in figures["devices"])
         versions, torch = dict(figures["versions"]), figures["torch"]
         host_report = replace(host_report, devices=devices, versions=versions, files=dict(figures["files"]))
-        return replace(host_report, torch=None if torch is None else dict(torch))
+        return replace(host_report, torch=None if torch is None else dict(torch), busy=tuple(figures["busy"]))
     except (OSError, ValueError, KeyError, TypeError):
         return host_report
 
@@ -195,6 +196,7 @@ def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
     for report in reports:
         if abs(report.clock_s) > MAX_CLOCK_SECONDS:
             yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
+        yield from (f"{report.host}: {line}" for line in report.busy)
         if report.devices is None and not report.problem:
             yield _("{host}: flagcore is not installed on this host, so its devices are not checked", host=report.host)
 

@@ -19,9 +19,10 @@ from flagcore.engines.megatron.time.step import Blocks
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: how the leading dense layers lie (a number of `all_fronts`), the layers of each
-    stage and how many of them are leading ones, (candidates, stages), and the seconds of the slowest stage, inf if
-    there is no split.
+    """The best split of each candidate.
+
+    `choice` is the index of its placement in `all_fronts`. `ends` are the layers of its first stages and of its last
+    one: (candidates, stages). `seconds` is the time of the slowest stage, inf if there is no split.
     """
 
     choice: IntArray
@@ -92,9 +93,11 @@ def best_splits(
     *,
     early: bool = False,
 ) -> _Found:
-    """Return the best split of each candidate, with at most so many layers on each stage, by the leading ones
-    on it: (candidates, leading layers, stages), and at least so many on the one with multi-token prediction, which is
-    the last one or, with `early`, the one before.
+    """Return the best split of each candidate.
+
+    `most` is the maximum number of layers of each stage, for each number of leading layers on it: (candidates, leading
+    layers, stages). `least` is the minimum of the stage with multi-token prediction, which is the last one or, with
+    `early`, the one before.
     """
     total, leading = train.model.num_layers, leading_layers(train)
     if train.options.equal_stages:
@@ -110,7 +113,7 @@ def best_splits(
             continue
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline) & ~np.isnan(found.seconds))
         if number and not early and most is None:
-            # without virtual stages a first stage with other layers has all leading ones
+            # without virtual stages, a first stage with other layers has all leading layers
             rows = rows[(layout.virtual[rows] > 1) | (found.choice[rows] > 0) | (found.ends[rows, 0] <= leading)]
         if not rows.size:
             continue
@@ -122,7 +125,7 @@ def best_splits(
             middle = most[rows, 0, len(fronts.dense) :]
         middles, at_least = Middles.of(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
         best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, at_least)
-        better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
+        better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also if a time is unknown
         rows = rows[better]
         found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0
         found.ends[rows[:, None], fronts.places] = best.layers[:, better].T
@@ -130,7 +133,7 @@ def best_splits(
 
 
 def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | None) -> _Found:
-    """Return the best splits for releases without layouts, in which the stages between the first and the last are
+    """Return the best splits for releases without layouts, in which all stages between the first and the last are
     equal.
     """
     count, last = layout.pipeline - 2.0, layout.pipeline.astype(np.int64) - 1
@@ -147,7 +150,7 @@ def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | 
 
 
 def _none(train: Training, size: int) -> _Found:
-    """Return that there is no split for so many candidates."""
+    """Return the result for `size` candidates without a split."""
     widest = max(len(each.leading) for each in all_fronts(train))
     return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
 
@@ -180,11 +183,11 @@ def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
 def stage_layers(
     train: Training, layout: Layout, found: _Found, most: FloatArray | None = None
 ) -> tuple[FloatArray, FloatArray, BoolArray]:
-    """Return the layers of each stage of each split, the leading dense ones among them, (splits, stages), and where
+    """Return the layers of each stage of each split, the leading dense ones among them, (splits, stages), and whether
     multi-token prediction is on the stage before the last.
 
     Stages between the first and the last have equal numbers of layers as far as `most` allows. If the layers do not
-    divide, the first of these stages have one layer less, because they store the most micro-batches.
+    divide, the first of these stages have one layer fewer, because they store the most micro-batches.
     """
     longest, total = int(layout.pipeline.max()), train.model.num_layers
     layers, leading = np.zeros((2, layout.pipeline.size, longest))
@@ -231,6 +234,6 @@ def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: Floa
 
 
 def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:
-    """Return the layers of each virtual stage, in order of the model, of a split over so many devices."""
+    """Return the layers of each virtual stage, in model order, of a split over `length` devices."""
     held, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
     return chunk_layers(held, dense, virtual, early=early)

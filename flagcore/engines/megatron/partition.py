@@ -27,9 +27,9 @@ MOST_LEADING = 4
 class Fronts:
     """The placement of the leading dense layers: their number on each of the first stages, and on the last one.
 
-    A virtual stage with a dense layer behind it holds no layer with experts. With `early` multi-token prediction is on
-    the stage before the loss, which has no layer on its last virtual stage. That stage is `between` the first ones and
-    the last, or one of the first.
+    A virtual stage before a dense layer holds no layer with experts. With `early`, multi-token prediction is on the
+    stage before the loss, and the last virtual stage, which has the loss, has no layer. With `between`, the stage with
+    multi-token prediction lies between the first stages and the last one; otherwise it is one of the first stages.
     """
 
     dense: tuple[int, ...]
@@ -39,7 +39,7 @@ class Fronts:
 
     @classmethod
     def every(cls, leading: int, *, early: bool) -> list[Fronts]:
-        """Return all ways to place so many leading layers, with `early` also those with such a stage."""
+        """Return all ways to place `leading` layers; with `early`, also those with early multi-token prediction."""
         found = list(cls.all(leading))
         between = [replace(each, early=True, between=True) for each in found if not each.last]
         return [*found, *between, *(replace(each, early=True) for each in found)] if early else found
@@ -68,13 +68,13 @@ class Fronts:
                     yield cls(dense, leading - sum(dense))
 
     def fit(self, pipeline: FloatArray) -> BoolArray:
-        """Return which pipelines can have them so."""
+        """Return which pipelines allow this placement."""
         before = pipeline - 1.0 - self.between
         return before == len(self.dense) if self.last or self.early > self.between else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last, nor beside
-        early multi-token prediction.
+        """Return the minimum number of layers of these stages: one on each virtual stage, except the last one of the
+        model and, with early multi-token prediction, the one before it.
 
         If all devices have leading layers, each may have them on several virtual stages.
         """
@@ -125,7 +125,7 @@ class Middles:
         return Middles(self.count[rows], self.room[rows], below, others)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the layers of the largest of these stages if they have `layers` in total, inf if they cannot."""
+        """Return the layers of the largest of these stages if they have `layers` in total; inf if impossible."""
         if self.below is None or self.others is None:
             level = np.ceil(layers / np.maximum(self.count, 1.0))
         else:
@@ -137,7 +137,7 @@ class Middles:
 @dataclass(frozen=True, slots=True)
 class Ends:
     """The layers of the first stages and of the last one, as (stages, candidates), and the seconds of the slowest
-    stage, inf without a split.
+    stage, inf if there is no split.
     """
 
     layers: FloatArray
@@ -153,8 +153,8 @@ def search(
     most: Sequence[FloatArray] | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Ends:
-    """Return the best split with these leading layers, and at most so many layers on the first stages and the last, and
-    at least so many on the stage with multi-token prediction.
+    """Return the best split with the leading layers of `fronts`, within the maximum numbers of layers of the first
+    stages and the last, and with the minimum number on the stage with multi-token prediction.
     """
     least = np.stack(fronts.least(virtual))
     place = -1 - fronts.early

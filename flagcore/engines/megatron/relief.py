@@ -21,9 +21,11 @@ from flagcore.engines.megatron.time.step import Blocks
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
-    """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
-    and the leading dense ones among them, (candidates, stages), and whether multi-token prediction is on the stage
-    before the last.
+    """The best split of each candidate.
+
+    `seconds` is the time of the slowest stage, inf if no split fits. `layers` and `leading` are the layers of each
+    stage and the leading dense ones among them: (candidates, stages). With `early`, multi-token prediction is on the
+    stage before the last.
     """
 
     seconds: FloatArray
@@ -63,9 +65,9 @@ def fit_splits(
 def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> _Found:
     """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
-    With multi-token prediction the final norm is on the stage before if the last virtual stage of that with multi-token
-    prediction has no layer: these splits are searched apart, and memory is computed only for candidates that would be
-    faster if it sufficed.
+    If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
+    before it. These splits are searched separately, and their memory is computed only for candidates that they would
+    make faster if memory sufficed.
     """
     most = _layer_limits(train, layout, costs, known)
     if not train.model.mtp_num_layers or train.options.equal_stages:
@@ -99,8 +101,10 @@ def _splits_with_mtp(
     early: bool = False,
     is_empty: bool = False,
 ) -> _Found:
-    """Return the best splits with multi-token prediction on the last stage, or `early` on the one before, whose last
-    virtual stage `is_empty` or not. Without `costs`, the stages that this changes have no limits.
+    """Return the best splits with multi-token prediction on the last stage or, with `early`, on the one before.
+
+    With `is_empty`, the last virtual stage of that stage has no layer. Without `costs`, the stages that change have no
+    limits.
     """
     mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_nothing(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0
@@ -114,8 +118,8 @@ def _splits_with_mtp(
 
 
 def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> FloatArray:
-    """Return the most layers of the stage with multi-token prediction if its last virtual stage has none, by how many
-    of them are leading dense ones: (candidates, leading ones).
+    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has none,
+    for each number of leading dense layers among them: (candidates, leading layers).
     """
     kinds, virtual = np.arange(leading_layers(train) + 1.0), layout.virtual[:, None]
     if not early:
@@ -126,8 +130,8 @@ def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> F
 def _limits_with_mtp(
     train: Training, layout: Layout, costs: Costs | None, most: FloatArray, norm: FloatArray, mtp: FloatArray
 ) -> FloatArray:
-    """Return `most` with the limits of the stages that `norm` and multi-token prediction change; these stages have no
-    limits without `costs`.
+    """Return `most` with the limits of the stages that `norm` and multi-token prediction change; without
+    `costs`, these stages have no limits.
     """
     place = np.arange(most.shape[2])
     limits: FloatArray = most.copy()
@@ -140,13 +144,14 @@ def _limits_with_mtp(
 
 
 def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
-    """Return those of `rows` whose stages may have room for all layers, and the most layers of their last two stages
-    without leading ones. With multi-token prediction, whose norm moves, these are the limits without a norm.
+    """Return those of `rows` whose stages may have room for all layers, and the maximum number of layers of their last
+    two stages without leading layers. With multi-token prediction, whose norm moves, these are the limits without a
+    norm.
 
-    Only the layers after the leading dense ones are checked: some stage has at least their mean number, and the last
-    stage but one has the most free memory of all stages except the last. A dense layer may move up to `virtual - 1`
-    other layers to virtual stages with fewer micro-batches in flight. Pipelines with virtual stages and leading layers
-    on every device are always returned.
+    Only the layers after the leading dense ones are checked: some stage has at least their mean number, and the
+    second-to-last stage has the most free memory of all stages except the last. A dense layer may move up to
+    `virtual - 1` other layers to virtual stages with fewer micro-batches in flight. Pipelines with virtual stages and
+    leading layers on every device are always returned.
     """
     leading = leading_layers(train)
     total, rows = train.model.num_layers - leading, rows[_weights_fit(train, layout[rows], costs)]
@@ -188,11 +193,11 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
 
 
 def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArray) -> FloatArray:
-    """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
-    (candidates, leading ones, stages).
+    """Return the maximum number of layers that fits the memory of each stage, for each number of leading dense layers
+    among them: (candidates, leading layers, stages).
 
     Between the first and the last stage, later stages without leading layers need less memory. If the second stage may
-    have as many layers as the last but one, so may all stages between them.
+    have as many layers as the second-to-last, so may all stages between them.
     """
     possible, last = _possible(train, layout), layout.pipeline - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]

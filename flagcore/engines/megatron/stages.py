@@ -52,9 +52,9 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
 
 
 def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = False) -> str:
-    """Return the layout of (virtual) stages with so many layers, in order of the model; equal neighbours once.
+    """Return the layout of (virtual) stages with these numbers of layers, in model order, in its short form.
 
-    With `early` multi-token prediction is on the stage before the loss.
+    With `early`, multi-token prediction is on the stage before the loss.
     """
     stages = ["t" * count if count < 3 else f"t*{count}" for count in chunks]
     stages[-1 - early] += "m" * mtp_num_layers
@@ -68,9 +68,10 @@ def layout_text(chunks: Sequence[int], mtp_num_layers: int, *, early: bool = Fal
 def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool = False) -> list[int]:
     """Return the layers of each virtual stage, in order of the model, from those of each device.
 
-    `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
-    on the next one, or one more. The last device has as many as in an even split, and what is left on the very last
-    virtual stage: it has the loss, too. It has none there if multi-token prediction is `early`, on the stage before.
+    `leading` are the dense layers that come first in the model. Each virtual stage of a device has as many layers as
+    the next one, or one more. The virtual stages of the last device have as many layers as in an even split; the very
+    last one, which also has the loss, has the remaining layers. With `early` multi-token prediction, which is on the
+    stage before, it has none.
     """
     largest, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
@@ -91,9 +92,9 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *,
 
 
 def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> bool:
-    """Return whether the leading layers lie on more virtual stages than the first of each device, for want of others.
+    """Return whether a device has leading layers on several virtual stages, because it has too few other layers.
 
-    Every virtual stage has a layer but the very last, and the one before it beside early multi-token prediction.
+    Every virtual stage has a layer, except the very last one and, with early multi-token prediction, the one before it.
     """
     if virtual == 1 or not all(leading):
         return False
@@ -102,7 +103,7 @@ def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int, *, 
 
 
 def _around(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
-    """Return the same where the leading layers go round the devices as often as they can."""
+    """Return the same with leading layers on as many virtual stages of each device as possible."""
     left, order = [*leading], 0
     while order < len(layers) * (virtual - 1) + (not early) and left[order % len(layers)]:
         left[order % len(layers)] -= 1
@@ -128,7 +129,7 @@ def _spread(count: int, parts: int) -> list[int]:
 
 
 def _filled(count: int, parts: int, largest: int) -> list[int]:
-    """Return parts of 1 to `most`; the last part has the remainder."""
+    """Return parts of 1 to `largest` layers; the last part has the remainder."""
     sizes: list[int] = []
     for later in reversed(range(parts - 1)):
         sizes.append(min(largest, count - sum(sizes) - later))
@@ -138,10 +139,10 @@ def _filled(count: int, parts: int, largest: int) -> list[int]:
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
     """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
 
-    They are the first of these that is possible: an even split; embedding and loss count as one layer each; the loss
+    They are the first possible ones of these: an even split; embedding and loss count as one layer each; the loss
     counts as a layer; every stage has the same number of layers, rounded up, and the missing ones are taken from the
     last stage, then from the first. All are options of Megatron-LM. Published recipes use them in this order: Llama
-    405B and Qwen3-235B the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are
+    405B and Qwen3-235B use the second, DeepSeek-V3 the last. The result is empty, which Megatron refuses, if there are
     fewer layers than stages between the first and the last.
     """
     layers = model.num_layers

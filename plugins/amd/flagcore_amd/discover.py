@@ -1,4 +1,4 @@
-"""Finds AMD GPUs with rocm-smi, or with amd-smi where it is missing. ROCm's torch uses the device name cuda."""
+"""Finds AMD GPUs with rocm-smi, or with amd-smi if rocm-smi is missing. ROCm's torch uses the device name cuda."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _list = list_with(smi.read, ROCM_SMI, AMD_SMI)
 
 
 def _read(timeout_seconds: float) -> Listing:
-    """Return the devices with their readings, for which amd-smi has a command of its own."""
+    """Return the devices with their readings. amd-smi prints readings with a separate command."""
     found = _list(timeout_seconds)
     if not found.rows or any(row.reading for row in found.rows):
         return found
@@ -35,7 +35,7 @@ def _trusts(report: TorchReport) -> bool:
 
 
 class AmdDetector(DeviceDetector):
-    """Reads rocm-smi's matrix of links, whose diagonal is 0."""
+    """Reads the links from rocm-smi's matrix, which has 0 on its diagonal."""
 
     def matrix(self) -> str:
         return re.sub(r"(?<=\s)0(?=\s)", "X", super().matrix())

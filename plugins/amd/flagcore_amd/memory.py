@@ -1,4 +1,4 @@
-"""What a rank takes on an AMD GPU beyond its tensors."""
+"""Memory of a rank on an AMD GPU in addition to its tensors."""
 
 from __future__ import annotations
 

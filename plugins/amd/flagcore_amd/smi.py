@@ -12,14 +12,14 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, strip_controls
 
 _NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORECASE)
-"""Accelerators and discrete GPUs. The graphics of a CPU, such as `Radeon 780M`, is not one."""
+"""Accelerators and discrete GPUs, but no graphics unit of a CPU, such as `Radeon 780M`."""
 _CARD = re.compile(r"card(\d+)")
 _UNITS = {**UNITS, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 """amd-smi divides by powers of two: 196592 MB of an MI300X are 206141652992 bytes."""
 
 
 def is_amd(name: str) -> bool:
-    """Return whether `name` is that of an accelerator or of a discrete GPU of AMD."""
+    """Return whether `name` is the name of an AMD accelerator or discrete GPU."""
     return _NAME.search(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Finds Ascend NPUs. torch_npu adds torch.npu; a module of two dies (910C, Atlas 300I Duo) lists two devices."""
+"""Finds Ascend NPUs. torch_npu adds torch.npu; a module with two dies (910C, Atlas 300I Duo) counts as two devices."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.device_memory import PlainMemory
 
 DRIVER_BYTES = 3460 * 2**20
-"""In use on an idle device of 64 GiB: npu-smi 24.1 to 26.0 shows 2.8 to 3.4 GiB on 910B1 to 910C
+"""Memory in use on an idle device with 64 GiB: npu-smi 24.1 to 26.0 shows 2.8 to 3.4 GiB on 910B1 to 910C
 (vllm-project/vllm-ascend issues 2534, 6245, 10504 and 12980). torch_npu reports 60.96 to 61.27 GiB as the total there
 (issue 19; sgl-project/sglang issue 29838)."""
 

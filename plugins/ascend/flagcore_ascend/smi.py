@@ -1,4 +1,4 @@
-"""Reads `npu-smi info`: a table with two lines per device, in the layouts of 23 to 26, and the processes below it."""
+"""Reads `npu-smi info`: a table with two lines per device, in the layouts of 23 to 26, and the list of processes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ TITLE = re.compile(r"\| *npu-smi +(\S+)")
 _NAME = re.compile(r"(\d+) +(\S+)")
 _HEALTH = re.compile(r"[A-Za-z]+")
 _USABLE = ("OK", "Warning")
-"""Health of a device that still computes. The others are Alarm, Critical and UNKNOWN."""
+"""Health of a usable device. The other values are Alarm, Critical and UNKNOWN."""
 _PAIR = re.compile(r"(\d+) */ *(\d+)")
 _DEVICE = re.compile(r"(?m)^\| (\d+) +\S+ *\| [A-Za-z]+ .*\n\| (\d+) ")
 _PROCESS = re.compile(r"(?m)^\| (\d+) +(\d+) +\| (\d+) +\| (\S.*?) +\| (\d+) +\|")
 
 
 def read(text: str) -> Listing:
-    """Return the devices of the table. Their place in it is the index, as in ASCEND_RT_VISIBLE_DEVICES.
+    """Return the devices of the table. The index of a device is its position, as in ASCEND_RT_VISIBLE_DEVICES.
 
-    The NPU's own number has gaps in a container, and is that of a module with two dies.
+    NPU numbers have gaps in a container, and the two dies of a module share one.
     """
     text = strip_controls(text)
     title = TITLE.search(text)
@@ -38,7 +38,7 @@ def read(text: str) -> Listing:
 
 
 def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return by device the processes below the table, such as `4711 python3 (20.5 GiB)`."""
+    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
     text = strip_controls(text)
     places = {match.groups(): place for place, match in enumerate(_DEVICE.finditer(text))}
     found: dict[int, tuple[str, ...]] = {}
@@ -55,7 +55,7 @@ def _body(head: tuple[int, str, str, str], parts: list[str], after: list[str]) -
         return None
     if health not in _USABLE:
         return f"NPU {place} ({name}) cannot be used: npu-smi reports its health as {health}"
-    used, total = pairs[-1]  # HBM is the last column; an inference chip has DDR memory alone
+    used, total = pairs[-1]  # HBM is the last column; an inference chip has only DDR memory
     watts, celsius = search(r"^(\S+) +(\d+)", first)
     return Row(
         device=Device(index=place, chip=name, memory_bytes=int(total) * UNITS["MiB"]),

@@ -1,4 +1,4 @@
-"""What `npu-smi info` prints (tests/smi), in addition to the kit's checks."""
+"""Checks of `npu-smi info` transcripts (tests/smi), in addition to the kit's checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a rank takes on a Hygon DCU beyond its tensors."""
+"""Memory of a rank on a Hygon DCU in addition to its tensors."""
 
 from __future__ import annotations
 

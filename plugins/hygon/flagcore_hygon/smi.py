@@ -12,11 +12,11 @@ from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, se
 _NAME = re.compile(r"(BW\d*|[KZ]100(L|SM|_AI)?)\b")
 _CARD = re.compile(r"card(\d+)")
 _NO_COMMA = re.compile(r'(?<=[\w.)])""(?=\w)')
-"""Releases for DTK 26.04 leave out the comma after a power."""
+"""Releases for DTK 26.04 omit the comma after a power value."""
 
 
 def is_dcu(name: str) -> bool:
-    """Return whether `name` is that of a DCU. AMD's rocm-smi prints the same fields."""
+    """Return whether `name` is the name of a DCU. AMD's rocm-smi prints the same fields."""
     return _NAME.match(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What hy-smi prints (tests/smi), in addition to the kit's checks."""
+"""Checks of hy-smi transcripts (tests/smi), in addition to the kit's checks."""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from flagcore.vendorkit.machine import TorchReport
 from flagcore_kunlunxin import smi
 
 PCI_VENDOR = 0x1D22
-"""Baidu's, under which the cards are listed in the PCI ID database."""
+"""Baidu's ID. The PCI ID database lists the cards under it."""
 
 
 def _trusts(report: TorchReport) -> bool:

@@ -1,4 +1,4 @@
-"""What a rank takes on a Kunlunxin XPU beyond its tensors."""
+"""Memory of a rank on a Kunlunxin XPU in addition to its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads xpu-smi's table, which has three lines a device. Intel's tool of the same name is ignored."""
+"""Reads xpu-smi's table, which has three lines per device. Intel's tool of the same name is ignored."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from flagcore.vendorkit.rows import (
 _TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
 _PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
-"""A device, two numbers of instances, a process, its type, its name and MiB."""
+"""Columns: device, two instance numbers, process, type, name and MiB."""
 
 
 def is_xpu(name: str) -> bool:
-    """Return whether `name` is that of a card, such as `P800 OAM`."""
+    """Return whether `name` is the name of a card, such as `P800 OAM`."""
     return re.match(r"(Kunlunxin )?[PR]\d{3}", name) is not None
 
 
 def read(text: str) -> Listing:
-    """Return the devices of the table; virtual ones are left out."""
+    """Return the devices of the table except virtual ones."""
     text = strip_controls(text)
     title = _TITLE.search(text)
     if title is None:
@@ -40,7 +40,7 @@ def read(text: str) -> Listing:
 
 
 def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return by device the processes below the table, such as `4711 python3 (20.5 GiB)`."""
+    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
     found: dict[int, tuple[str, ...]] = {}
     for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
         found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")

@@ -1,4 +1,4 @@
-"""What xpu-smi prints (tests/smi), in addition to the kit's checks."""
+"""Checks of xpu-smi transcripts (tests/smi), in addition to the kit's checks."""
 
 from pathlib import Path
 

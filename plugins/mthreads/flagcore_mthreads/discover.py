@@ -1,4 +1,4 @@
-"""Finds Moore Threads GPUs. torch_musa adds torch.musa; torchada also makes torch.cuda answer for it."""
+"""Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads mthreads-gmi's table, as versions 1.14 to 2.4 print it: three lines a device, and bars between its columns."""
+"""Reads mthreads-gmi's table, as versions 1.14 to 2.4 print it: three lines per device, columns separated by bars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PROCESS = re.compile(r"(?m)^(\d+) +(\d+) +(\S.*?) +(\d+)MiB *$")
 
 
 def read(text: str) -> Listing:
-    """Return the devices of the table; virtual ones are left out."""
+    """Return the devices of the table except virtual ones."""
     text = strip_controls(text)
     if TITLE not in text:
         return Listing()
@@ -35,7 +35,7 @@ def read(text: str) -> Listing:
 
 
 def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return by device the processes below the table, such as `4711 python3 (20.5 GiB)`."""
+    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
     found: dict[int, tuple[str, ...]] = {}
     for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
         found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")

@@ -1,4 +1,4 @@
-"""What mthreads-gmi prints (tests/smi), in addition to the kit's checks."""
+"""Checks of mthreads-gmi transcripts (tests/smi), in addition to the kit's checks."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ R = TypeVar("R", bound="ArrayRecord")
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """A record of arrays or of other such records. Addition, multiplication and indexing apply to each field."""
+    """A record of arrays or other records. Addition, multiplication and indexing apply to each field."""
 
     def __add__(self: R, other: R) -> R:
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
@@ -34,7 +34,7 @@ class ArrayRecord:
         return kind(**{name: getattr(self, name).take(rows, 0) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
-        """Return some rows, as `numpy.ndarray.take`, which is several times faster than an index."""
+        """Return some rows with `numpy.ndarray.take`, which is several times faster than an index."""
         return self[rows]
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
@@ -89,13 +89,13 @@ class Options:
     """Settings of a job as inputs of the formulas; `flagcore.engines.megatron.settings` describes each setting.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `splits` are the splits to which `Layout.split` refers. With `equal_stages` derived splits have equal stages between
-    the first and the last, with `early_mtp` they may have multi-token prediction on the stage before the last.
-    `recompute_stage_layers` is empty if all stages recompute the same number of layers,
-    `offload_stages` if all stages offload. Fields in bytes are per element. With `adapters` the model's weights have no
-    gradients and no optimizer. `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration".
-    The dispatcher flex sends a token to a rank once, for all of its experts there. With `assumed_fp8_gather` only
-    candidates with the distributed optimizer have fp8 weights.
+    `splits` are the splits to which `Layout.split` refers. With `equal_stages`, derived splits have equal stages
+    between the first and the last; with `early_mtp`, they may have multi-token prediction on the stage before the last.
+    `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages
+    offload. Fields in bytes are per element. With `adapters` the model's weights have no gradients and no optimizer.
+    `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". The flex dispatcher sends a
+    token to a rank once, for all of its experts there. With `assumed_fp8_gather` only candidates with the distributed
+    optimizer have fp8 weights.
     """
 
     schedule: str | None = None
@@ -141,9 +141,9 @@ class Training:
     """Inputs that all candidates of a task share.
 
     With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
-    kernel. With `transformer_engine` its layers replace megatron-core's own: rotation and the accumulation of weight
-    gradients are fused, and the down-projections of latent attention are replicated on each tensor-parallel rank. With
-    `gathered_keys` context parallelism gathers keys and values, a copy for each query head.
+    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotation and the
+    accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
+    tensor-parallel rank. With `gathered_keys` context parallelism gathers keys and values, a copy for each query head.
     """
 
     model: Model
@@ -261,7 +261,7 @@ def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
 def pick(indices: IntArray, values: Sequence[T]) -> T:
     """Return `values[indices[i]][i]` for each candidate i, for arrays or records of arrays.
 
-    It is `numpy.choose` without a limit on the number of arrays, and faster.
+    It is faster than `numpy.choose` and has no limit on the number of arrays.
     """
     return _picked(indices * indices.size + np.arange(indices.size), values)
 
