@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,16 @@ class Listing:
 def strip_controls(text: str) -> str:
     """Return `text` without colours, carriage returns and byte-order marks, and with plain spaces."""
     return _CONTROL.sub("", text).replace("\xa0", " ")
+
+
+def parse_json(text: str) -> object:
+    """Return the JSON object or list in `text`, which titles and warnings may precede; None if there is none."""
+    text = strip_controls(text)
+    start = re.search(r"(?m)^\s*[\[{]", text)
+    try:
+        return json.JSONDecoder().raw_decode(text[start.end() - 1 :])[0] if start else None
+    except ValueError:
+        return None
 
 
 def cells(line: str) -> list[str]:

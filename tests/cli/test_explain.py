@@ -354,10 +354,10 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 5]])
     trials_of_run = [
         _measured_trial(1, best, 1.0),
-        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
+        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason="clearly slower than the best: by far"),
         _measured_trial(3, best, 0.5, role=Role.REPEAT),
     ]
-    ended = "surely slower than the best: by far"
+    ended = "clearly slower than the best: by far"
     single, beside_one, beside_two = (
         _explanation(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
     )

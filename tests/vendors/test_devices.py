@@ -1,4 +1,4 @@
-"""What `flag devices` tells of each vendor's devices beyond their chips: who uses them, and their identity."""
+"""What `flag devices` reports of each vendor's devices beyond their chips: their processes and their identity."""
 
 from __future__ import annotations
 

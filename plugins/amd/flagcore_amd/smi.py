@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, strip_controls
+from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading
 
 _NAME = re.compile(r"instinct|\bMI\d{2,3}|radeon (ai )?pro|radeon rx", re.IGNORECASE)
 """Accelerators and discrete GPUs, but no graphics unit of a CPU, such as `Radeon 780M`."""
@@ -25,7 +24,7 @@ def is_amd(name: str) -> bool:
 
 def read(text: str) -> Listing:
     """Return the devices in the JSON of rocm-smi or of `amd-smi static`, each by its printed number."""
-    found = _parse(text)
+    found = parse_json(text)
     if isinstance(found, dict) and any(_CARD.fullmatch(key) for key in found):
         return listing_of(_cards(found))
     return listing_of(_entries(found))
@@ -33,23 +32,13 @@ def read(text: str) -> Listing:
 
 def read_metrics(text: str) -> Mapping[int, Mapping[str, float]]:
     """Return the readings of `amd-smi metric --json` by device."""
-    return {entry["gpu"]: _reading(entry) for entry in _list(_parse(text)) if isinstance(entry.get("gpu"), int)}
+    return {entry["gpu"]: _reading(entry) for entry in _list(parse_json(text)) if isinstance(entry.get("gpu"), int)}
 
 
 def with_metrics(listing: Listing, readings: Mapping[int, Mapping[str, float]]) -> Listing:
     """Return `listing` with `readings`."""
     rows = (replace(row, reading=readings.get(row.device.index, row.reading)) for row in listing.rows)
     return replace(listing, rows=tuple(rows))
-
-
-def _parse(text: str) -> object:
-    """Return the JSON value in `text`. Warnings may precede it."""
-    text = strip_controls(text)
-    start = re.search(r"(?m)^\s*[\[{]", text)
-    try:
-        return json.JSONDecoder().raw_decode(text[start.start() :].lstrip())[0] if start else None
-    except ValueError:
-        return None
 
 
 def _cards(found: Mapping[str, Any]) -> Iterator[Row | str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, reading, search, strip_controls
+from flagcore.vendorkit.rows import UNITS, Listing, Row, listing_of, parse_json, reading, search, strip_controls
 
 _NAME = re.compile(r"(BW\d*|[KZ]100(L|SM|_AI)?)\b")
 _CARD = re.compile(r"card(\d+)")
@@ -24,17 +23,8 @@ def read(text: str) -> Listing:
     """Return the devices in the JSON, each by its printed number."""
     text = strip_controls(text)
     driver = search(r"Driver [Vv]ersion\"?: *\"?([\w.+-]+)", text)[0] or ""
-    return listing_of(_cards(_parse(text), driver))
-
-
-def _parse(text: str) -> Mapping[str, object]:
-    """Return the JSON object in `text`. A title may precede it."""
-    text = _NO_COMMA.sub('", "', text)
-    try:
-        found = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    found = parse_json(_NO_COMMA.sub('", "', text))
+    return listing_of(_cards(found, driver) if isinstance(found, dict) else ())
 
 
 def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:

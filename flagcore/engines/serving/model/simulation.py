@@ -18,7 +18,8 @@ from flagcore.engines.serving.model.price import Price
 
 MAX_GROUP = 128
 """Maximum number of simultaneous requests that the front end parses together: all are ready when the last one is.
-Fitted to the times to first token of bursts of 64 and 128 requests (vLLM, H200); larger bursts are split."""
+Larger bursts are split. Fitted to the times to first token of bursts of 64 and 128 requests (one data-center
+accelerator)."""
 
 MIN_PIECES = 4
 """Minimum number of iterations filled by one prompt that are computed in one step. Chosen."""
