@@ -120,6 +120,7 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
         "backend": values["backend"],
         "torch": (BY_VERSION if device == "cuda" else BY_ATTRIBUTE).format(name=name, device=device),
         "chips": ", ".join(chips),
+        "quoted_chips": ", ".join(f'"{chip}"' for chip in chips),
         "rows": "\n".join(f"| {chip} | TODO | TODO | TODO | `{program}` | TODO |" for chip in chips),
         "release": ".".join(__version__.split(".")[:2]),
         "next": _next(__version__),

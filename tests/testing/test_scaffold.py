@@ -18,7 +18,7 @@ from tests.testing.faulty import imported
 def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted: dict[str, object]) -> None:
     folder = api.new_plugin(
         "acme",
-        chips=("A1", "B2"),
+        chips=("A1", "777"),
         tool="ac-gmi info",
         visible="AC_RT_VISIBLE",
         torch_device=device,
@@ -28,7 +28,7 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
     report: dict[str, object] = {"version": "2.10.0", "attributes": frozenset(), "devices": ()}
     table = (folder / "tests/smi/ac-gmi-1.txt").read_text()
     with imported(folder) as plugin:
-        assert {chip.name for chip in plugin.chips} == {"A1", "B2"}
+        assert {chip.name for chip in plugin.chips} == {"A1", "777"}
         for kind, visible in (("megatron", None), ("vllm", "AC_RT_VISIBLE")):
             support = plugin.loaded.engine_support(plugin.chips[0], kind)
             assert (support.device_type, support.distributed_backend) == (device, "accl")
