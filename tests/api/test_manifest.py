@@ -134,7 +134,15 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    argv = ["sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}", "it's $HOME"]
+    argv = [
+        "sh",
+        "-c",
+        'echo "$@" on $MODE',
+        "sh",
+        "{node_rank} of {nnodes}",
+        "{master_addr}:{master_port}",
+        "it's $HOME",
+    ]
     secret = {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}
     interface = network.interface_to(network.OUTSIDE)
     run = run_with(tmp_path, monkeypatch, argv=argv, environment=secret, needs=["WANDB_API_KEY"])

@@ -92,7 +92,8 @@ ip link set lo up; ip link add "$1" type veth peer name other; ip link set other
 ip addr add "$2/24" dev "$1"; ip link set "$1" up
 mount -t tmpfs tmpfs /sys/class
 for each in $3; do
-    mkdir -p /sys/class/infiniband/${each%:*}/ports/1; echo "4: ${each#*:}" > /sys/class/infiniband/${each%:*}/ports/1/state
+    port=/sys/class/infiniband/${each%:*}/ports/1
+    mkdir -p $port; echo "4: ${each#*:}" > $port/state
 done
 shift 3; exec "$@"
 """

@@ -149,9 +149,8 @@ class _EngineRun:
         agents.enter_context(self.launcher.keep_agents())
         cluster = self.spec.cluster
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
-        hosts, devices = require_hosts(
-            self.launcher, cluster.hosts, not_needed, self._files(), compare=self.spec.control.compare_hosts
-        )
+        files, compare = self._files(), self.spec.control.compare_hosts
+        hosts, devices = require_hosts(self.launcher, cluster.hosts, not_needed, files, self.spec.envs, compare=compare)
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices, host_telemetry(self.launcher, devices)
 
