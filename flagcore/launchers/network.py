@@ -28,7 +28,7 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
     """Return variables with the values of placeholders, without those whose placeholder has no value."""
     filled = {}
     for name, text in environment.items():
-        used = [placeholder for placeholder in values if placeholder in text]
+        used = [placeholder for placeholder in values if placeholder in str(text)]  # the launcher reports other types
         if all(values[placeholder] for placeholder in used):
             for placeholder in used:
                 text = text.replace(placeholder, values[placeholder])

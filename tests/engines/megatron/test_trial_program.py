@@ -362,7 +362,8 @@ def run_to_end(
 ) -> Exit:
     """Run a trial to its end; `cuda` is simulated on a CPU."""
     folder.mkdir()
-    job = trial_jobs.make_job(folder, EXPERTS, train={"precision": "bf16"}, **split)
+    model = EXPERTS if device == "cpu" else DENSE
+    job = trial_jobs.make_job(folder, model, train={"precision": "bf16"}, **split)
     job["device"] = {**job["device"], "type": device, "preload": list(preload)}
     packages = [Path(__file__).parent / "cpu_as_cuda", folder.parent] if device == "cuda" else []
     environment = {"PYTHONPATH": trial_jobs.environment(*packages)["PYTHONPATH"]}
