@@ -175,6 +175,6 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
         pytest.skip(reason)
     cut_off = hosts[2:]
     with pytest.raises(NoDevice, match=f"{hosts[2]}: .*{hosts[0]}"):
-        require_hosts(launcher, hosts)
+        require_hosts(launcher, hosts, variables={})
     cut_off = hosts[:1]
     assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}

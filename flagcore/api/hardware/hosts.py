@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flagcore import plugins
@@ -163,18 +162,20 @@ def require_hosts(
     hosts: Sequence[str],
     spares: int = 0,
     files: Sequence[str] = (),
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str] | None = None,
     *,
     compare: bool = False,
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all hosts. `variables` may set MASTER_PORT, at which hosts connect to the first one. Up
+    `files` must be the same on all hosts. If hosts have to connect to the first one, `variables` may set the port. Up
     to `spares` unusable hosts are skipped with a warning. With `compare`, slow devices and networks cause warnings,
     too. Raises NoDevice with a line per unusable host if more are unusable.
     """
     hosts = launcher.hold(hosts)
-    reports = _with_ports(launcher, inspect_hosts(launcher, hosts, files), variables)
+    reports = inspect_hosts(launcher, hosts, files)
+    if variables is not None:
+        reports = _with_ports(launcher, reports, variables)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
     unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable_hosts) > spares:
