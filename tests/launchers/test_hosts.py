@@ -22,7 +22,7 @@ from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.hosts import HostsLauncher
-from tests.hosts.bed import missing
+from tests.hosts.bed import HOST, missing
 
 pytestmark = pytest.mark.slow
 
@@ -85,19 +85,6 @@ def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
     assert len({line for line in lines if re.fullmatch(r"port \d+ at \w+", line)}) == 1
-
-
-HOST = """\
-ip link set lo up; ip link add "$1" type veth peer name other; ip link set other up
-ip addr add "$2/24" dev "$1"; ip link set "$1" up
-mount -t tmpfs tmpfs /sys/class
-for each in $3; do
-    port=/sys/class/infiniband/${each%:*}/ports/1
-    mkdir -p $port; echo "4: ${each#*:}" > $port/state
-done
-shift 3; exec "$@"
-"""
-"""Gives a namespace an interface with an address, and InfiniBand adapters."""
 
 
 def test_variables_of_network_devices_differ_by_host(tmp_path: Path, mark: str) -> None:
