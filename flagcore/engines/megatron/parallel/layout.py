@@ -246,7 +246,8 @@ class Layout(ArrayRecord):
         experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
         groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
         several = [np.where(size > 1.0, 1.0, 0.0) for size in (self.tensor * shards * self.pipeline, *groups)]
-        return np.sum(several, axis=0, dtype=np.float64)
+        count: FloatArray = np.sum(several, axis=0)
+        return count
 
     def expert_shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of an expert's weight."""

@@ -114,7 +114,8 @@ class Split:
         """The number of communicators of a rank: of the instance, and of each parallel group with several ranks."""
         ranks = self.tensor * self.data * self.pipeline
         groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
-        return np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0, dtype=np.float64)
+        count: FloatArray = np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0)
+        return count
 
     @property
     def column(self) -> Split:
