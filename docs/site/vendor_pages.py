@@ -144,6 +144,15 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     ]
     heads = ["rule", "engines", "applies to", "value", "reason", "source"]
     yield from _section("Rejected and forced values", heads, rejected)
+    defaults = [
+        [*_scope(each), f"`{each.setting}` = {each.value}", each.reason, source(each.source)]
+        for each in quirks.preferred
+    ]
+    defaults += [
+        [*_scope(each), f"first {each.count} steps or requests do not count", each.reason, source(each.source)]
+        for each in quirks.warmup
+    ]
+    yield from _section("Defaults", ["engines", "applies to", "default", "reason", "source"], defaults)
     notes = [[*_scope(each), each.note, source(each.source)] for each in quirks.notes]
     yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
     knobs = ["knob", "value", "time", "peak memory", "enabled by", "description"]

@@ -83,6 +83,7 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     "--visible", metavar="VARIABLE", help="Variable that selects visible devices [default: NAME_VISIBLE_DEVICES]."
 )
 @click.option("--torch-device", metavar="TEXT", default="cuda", help="Device type in torch [default: cuda].")
+@click.option("--preload", metavar="TEXT", multiple=True, help="Module to import before the first tensor. Repeatable.")
 @click.option(
     "--backend", metavar="TEXT", default="nccl", help="Collective backend in torch.distributed [default: nccl]."
 )

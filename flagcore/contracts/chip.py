@@ -27,6 +27,19 @@ class MemoryModel(Protocol):
         """Return the memory in use on the device: `reserved`, context, libraries and collective buffers."""
 
 
+class CommunicatorMemory(Protocol):
+    """Optional: a memory model of a chip whose collectives have buffers of their own for each group of ranks."""
+
+    def communicator_bytes(self) -> float:
+        """Return the buffers of one communicator, which `device_used_bytes` does not include."""
+
+
+def communicator_bytes(model: MemoryModel) -> float:
+    """Return the result of `CommunicatorMemory.communicator_bytes`, 0 if `model` does not implement it."""
+    buffers = getattr(model, "communicator_bytes", None)
+    return float(buffers()) if buffers else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The sizes of causal attention on one device for a batch of sequences of equal length. The fields broadcast.

@@ -42,7 +42,7 @@ class ForcedSetting:
 class PreferredSetting:
     """A value of a shared setting that trials get if the user does not set it, with the reason. Other values work, too.
 
-    `setting` is that of `ForcedSetting`.
+    `setting` is that of `ForcedSetting`. If a knob has the same name, `auto` in a space means this value.
     """
 
     setting: str
@@ -55,13 +55,15 @@ class TaskAdvice:
     """A plugin's answer about a whole task.
 
     `impossible` says why no candidate of it can run; empty: some can. `refused`, `forced` and `preferred` hold for this
-    task, beyond those of the engine. `notes` are sentences for the user.
+    task, beyond those of the engine. `warmup` is the number of first training steps that are too slow to count, because
+    kernels are compiled, or of first requests of a load. `notes` are sentences for the user.
     """
 
     impossible: str = ""
     refused: tuple[RefusedValues, ...] = ()
     forced: tuple[ForcedSetting, ...] = ()
     preferred: tuple[PreferredSetting, ...] = ()
+    warmup: int = 0
     notes: tuple[str, ...] = ()
 
 

@@ -15,22 +15,22 @@ class PlainMemory:
     `capacity` is the budget of one device in bytes (None: unknown), `context_bytes` the memory in use before the first
     tensor, `fragmentation` the memory that the allocator reserves beyond tensors, as a share of the tensors, and
     `workspace` the bytes of a workspace of the matrix library. The defaults are rounded medians of 25 training ranks on
-    one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives.
+    one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives. `communicator` is the
+    size of the buffers of each communicator, if they are not part of `context_bytes`.
     """
 
     capacity: float | None
     context_bytes: float = 1.2e9
     fragmentation: float = 0.01
     workspace: float = 0.0
+    communicator: float = 0.0
 
     @classmethod
-    def of(
-        cls, group: NodeGroup, *, context_bytes: float = 1.2e9, fragmentation: float = 0.01, workspace: float = 0.0
-    ) -> PlainMemory:
+    def of(cls, group: NodeGroup, **figures: float) -> PlainMemory:
         """Return the memory model of a group, with the memory budget of the group or else of the chip."""
         fact = group.chip.memory_bytes
         capacity = group.memory_bytes or (fact.value if fact else None)
-        return cls(capacity=capacity, context_bytes=context_bytes, fragmentation=fragmentation, workspace=workspace)
+        return cls(capacity=capacity, **figures)
 
     def capacity_bytes(self) -> float | None:
         return self.capacity
@@ -43,3 +43,6 @@ class PlainMemory:
 
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
         return reserved + self.context_bytes
+
+    def communicator_bytes(self) -> float:
+        return self.communicator

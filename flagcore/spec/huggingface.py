@@ -165,3 +165,21 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str
     found = {key: config[key] for key, name in names.items() if name in COMMON or name in defaults}
     missing = {name: value for name, value in defaults.items() if name not in names.values()}
     return {**missing, **found, **fixed}
+
+
+def format_of_weights(config: Mapping[str, Any]) -> str | None:
+    """Return the number format of quantized weights; None for other weights and for unknown formats."""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+    if not isinstance(found, Mapping):
+        return None
+    groups = found.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return "int4" if found.get("bits") == 4 else "fp8" if found.get("quant_method") == "fp8" else None
+    kind = "fp" if weights.get("type") == "float" else "int"
+    name = f"{kind}{weights.get('num_bits')}"
+    return name if name in ("fp8", "int8", "int4") else None

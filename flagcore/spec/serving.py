@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load, ServeSpec
 from flagcore.domain.spec import AUTO
+from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
 
@@ -26,7 +29,7 @@ def serve_of(
     return ServeSpec(
         engine=engine,
         loads=_loads(section.profile, base, file),
-        precision=section.precision or "bf16",
+        precision=section.precision or (_stored_format(base / weights) if weights else None) or "bf16",
         engine_args=dict(section.engine_args),
         slo=slo_of(section.slo),
         repeats=section.repeats,
@@ -39,6 +42,14 @@ def serve_of(
         cards=cards,
         engine_version=section.engine_version,
     )
+
+
+def _stored_format(weights: Path) -> str | None:
+    path = weights / "config.json" if weights.is_dir() else weights
+    with suppress(OSError, ValueError):
+        config = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else None
+        return format_of_weights(config) if isinstance(config, Mapping) else None
+    return None
 
 
 def _client(section: ServeSection, file: str) -> dict[str, Any]:

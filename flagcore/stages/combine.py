@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import MemoryModel
+from flagcore.contracts import MemoryModel, communicator_bytes
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.probe import Probe, RankMeasurement
 from flagcore.domain.spec import Task
@@ -31,7 +31,10 @@ def combine(prediction: Prediction, probe: Probe, memory: MemoryModel, work_part
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
     capacity = prediction.capacity_bytes
-    ranks = [(_used(rank, memory), rank) for rank in probe.measured]
+    buffers = 0.0
+    if communicator_bytes(memory):
+        buffers = prediction.device_used_bytes - _device_used(prediction.reserved_bytes, memory)
+    ranks = [(_used(rank, memory, buffers), rank) for rank in probe.measured]
     if ranks:
         (reserved, used), worst = max(ranks, key=lambda each: each[0][1])
         prediction = replace(
@@ -51,12 +54,15 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
     return prediction
 
 
-def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
-    """Return the reserved memory and the memory in use of a rank, including collective buffers."""
+def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
+    """Return the reserved memory and the memory in use of a rank, including `buffers` of communicators."""
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
-    modelled = float(memory.device_used_bytes(np.array([reserved]))[0])
-    return reserved, max(modelled, float(rank.device_used_bytes))
+    return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers
+
+
+def _device_used(reserved: float, memory: MemoryModel) -> float:
+    return float(memory.device_used_bytes(np.array([reserved]))[0])
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:

@@ -182,9 +182,10 @@ def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -
         spec = _with_settings(spec, each.forced)
     notes = []
     for preferred in (preferred for each in advice for preferred in each.preferred):
-        if (more := _with_settings(spec, [preferred])) != spec:
+        if (more := _with_preferred(spec, preferred)) != spec:
             spec = more
             notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
+    spec = _with_warmup(spec, max((each.warmup for each in advice), default=0))
     support = replace(
         support,
         refused=(*support.refused, *(refused for each in advice for refused in each.refused)),
@@ -192,6 +193,28 @@ def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -
         notes=(*support.notes, *notes, *(note for each in advice for note in each.notes)),
     )
     return replace(task, spec=spec), support
+
+
+def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
+    """Return `spec` with a setting that the user does not set. In a space, it replaces `auto`."""
+    knob = preferred.setting.partition(".")[2].replace("-", "_")
+    if knob not in spec.space:
+        return _with_settings(spec, [preferred])
+    if spec.space[knob] != AUTO:
+        return spec
+    return replace(spec, space={**spec.space, knob: (preferred.value,)})
+
+
+def _with_warmup(spec: Spec, warmup: int) -> Spec:
+    """Return `spec` with at least `warmup` training steps, or requests of each load, that do not count."""
+    if isinstance(spec.work, ServeSpec):
+        loads = tuple(replace(load, warmup=max(load.warmup, warmup)) for load in spec.work.loads)
+        return replace(spec, work=replace(spec.work, loads=loads))
+    more = max(warmup - spec.control.warmup_iters, 0)
+    control = replace(
+        spec.control, warmup_iters=spec.control.warmup_iters + more, train_iters=spec.control.train_iters + more
+    )
+    return replace(spec, control=control)
 
 
 def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting]) -> Spec:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from math import nan
 
+import numpy as np
+
 from flagcore.contracts import Platform, Telemetry, device_use
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
@@ -13,8 +15,9 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.errors import NoDevice
 
 FREE_SHARE = 0.95
-"""A device counts as free if at least this share of a trial's memory budget is free, because drivers and displays use
-up to a few percent. Chosen."""
+"""A device counts as free if at least this share of a trial's memory budget is free, because displays use up to a few
+percent. Chosen. It is also free if only as much is in use as the memory model expects without tensors, because the
+drivers of some chips use more."""
 
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0
@@ -69,7 +72,8 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
         if figures is not None:
             total = float(device.memory_bytes or nan)
             budget = min(float(platform.task.cluster.groups[0].memory_bytes or total), total)
-            reason = busy_reason(device, reader, figures.get(MEMORY_IN_USE, nan), budget)
+            idle = float(platform.costs.memory.device_used_bytes(np.zeros(1))[0])
+            reason = busy_reason(device, reader, figures.get(MEMORY_IN_USE, nan), budget, idle)
         else:
             reason = "does not respond" if any(readings) else ""
         if reason:
@@ -100,15 +104,18 @@ def _read(reader: Telemetry) -> dict[str, float] | None:
         return {}
 
 
-def busy_reason(device: Device, reader: Telemetry, used: float, budget: float) -> str:
-    """Return why a trial that needs `budget` bytes cannot use a device with `used` bytes in use; empty if it can."""
+def busy_reason(device: Device, reader: Telemetry, used: float, budget: float, idle: float) -> str:
+    """Return why a trial that needs `budget` bytes cannot use a device with `used` bytes in use; empty if it can.
+
+    `idle` is the memory in use on a device without tensors.
+    """
     total = float(device.memory_bytes or nan)
     if used < 0 or used > total:
         return f"reports {used / GIB:.1f} of {total / GIB:.1f} GiB in use, which is impossible"
     use = _use(reader)
     if use.blocked:
         return use.blocked
-    if total - used < FREE_SHARE * budget:
+    if total - used < FREE_SHARE * budget and used > idle:
         processes = ", ".join(use.processes[:MAX_PROCESSES])
         return f"has {used / GIB:.1f} of {total / GIB:.1f} GiB in use" + (f" by {processes}" if processes else "")
     return ""

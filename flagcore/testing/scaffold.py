@@ -31,6 +31,7 @@ RULES = {
     ),
     "torch-device": _NAME,
     "backend": _NAME,
+    "preload": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "the name of a Python module, such as torch_acme"),
 }
 """The pattern and the rule of the value of each option."""
 
@@ -50,6 +51,7 @@ def new_plugin(
     visible: str | None = None,
     torch_device: str = "cuda",
     backend: str = "nccl",
+    preload: Sequence[str] = (),
     directory: str = ".",
 ) -> Path:
     """Write `directory`/flagcore-NAME and return it. Raises UsageError for an invalid value or an existing name."""
@@ -59,7 +61,7 @@ def new_plugin(
     visible = f"{name.upper()}_VISIBLE_DEVICES" if visible is None else visible
     chips = chips or (f"{name[0].upper()}1",)
     values = {"vendor": vendor, "tool": tool, "visible": visible, "torch-device": torch_device, "backend": backend}
-    for option, value in values.items():
+    for option, value in [*values.items(), *(("preload", module) for module in preload)]:
         pattern, rule = RULES[option]
         if not re.fullmatch(pattern, value, re.ASCII):
             raise UsageError(f"--{option} {value!r} must be {rule}")
@@ -67,7 +69,7 @@ def new_plugin(
     folder = Path(directory) / f"flagcore-{name}"
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another NAME or --directory, or remove it")
-    words = _words(name, chips, values)
+    words = {**_words(name, chips, values), "preload": f", preload: [{', '.join(preload)}]" if preload else ""}
     try:
         for path, text in _rendered(words, chips):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case:
 
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
-is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone). -
-`kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernels.sheet`), with their time in `us`. -
-`provenance.yaml` in the same folder: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the
-`source` if others published the times. - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach
-other shares.
+  is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone).
+- `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernels.sheet`), with their time in `us`.
+- `provenance.yaml`: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the `source` if others
+  published the times.
+- `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
 """
 
 from __future__ import annotations

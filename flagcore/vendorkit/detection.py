@@ -165,8 +165,11 @@ class DeviceDetector:
         """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
         return report.devices if report is not None and self.trusts(report) else ()
 
-    def problems(self) -> tuple[str, ...]:
-        """Return why the torch of this installation cannot use the vendor's devices; empty if it can, or is missing."""
+    def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
+        """Return why the torch of this installation cannot use the vendor's devices, and slow links of devices."""
+        return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
+
+    def _torch_problems(self) -> tuple[str, ...]:
         if find_spec("torch") is None:
             return ()
         report = machine.query_torch(self.torch_device, self.torch_attributes, DOCTOR_SECONDS)

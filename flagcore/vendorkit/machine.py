@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,23 @@ def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
 
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
+    return tuple(_line(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
+
+
+def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
+    """Return a sentence about each PCI device of a vendor whose link has fewer lanes than the device supports."""
     found = []
-    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
-        vendor, kind, device = (_line(folder / name) for name in ("vendor", "class", "device"))
-        if vendor == f"{vendor_id:#06x}" and kind.startswith(kinds):
-            found.append(device)
+    for folder in _pci_devices(vendor_id, root, kinds):
+        lanes, most = (_line(folder / f"{name}_link_width") for name in ("current", "max"))
+        if lanes.isdigit() and most.isdigit() and 0 < int(lanes) < int(most):
+            found.append(f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables")
     return tuple(found)
+
+
+def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if _line(folder / "vendor") == f"{vendor_id:#06x}" and _line(folder / "class").startswith(kinds):
+            yield folder
 
 
 def has_device_files(pattern: str, root: Path = Path("/")) -> bool:

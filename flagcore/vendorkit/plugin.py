@@ -11,10 +11,11 @@ from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.devices import DeviceUse
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.maturity import Maturity
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
@@ -125,6 +126,22 @@ class VendorPlugin:
             refused=applying(quirks.refused, *about),
             forced=applying(quirks.forced, *about),
             notes=tuple(_with_source(each) for each in applying(quirks.notes, *about)),
+        )
+
+    @hookimpl
+    def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
+        chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
+        quirks, kind = read_quirks(self.package), "serve" if isinstance(task.spec.work, ServeSpec) else "train"
+        about = [(chip, task.spec.work.engine, engine_version, kind) for chip in chips]
+        preferred = dict.fromkeys(each for found in about for each in applying(quirks.preferred, *found))
+        slow = dict.fromkeys(each for found in about for each in applying(quirks.warmup, *found))
+        if not preferred and not slow:
+            return None
+        unit = "requests of a load" if kind == "serve" else "steps of a trial"
+        return TaskAdvice(
+            preferred=tuple(preferred),
+            warmup=max((each.count for each in slow), default=0),
+            notes=tuple(f"the first {each.count} {unit} do not count: {each.reason}" for each in slow),
         )
 
     @hookimpl

@@ -1,10 +1,16 @@
-"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes. - `support`:
-reports about an engine: `reason`, `works` (`true`, `false`) if it differs from that of `engines.yaml`, and `install`,
-the origin of the vendor's build of the engine. The first entry that applies is used. - `refused`: values that do not
-work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`, `engine_args.NAME`): `name`,
-`knob`, `values` or `above` (a number), `reason`. - `forced`: settings that must have one value: `name`, `setting`,
-`value`, `reason`. - `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts
-only if no other pattern has a line). - `notes`: sentences for users that no rule can express: `note`.
+"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes.
+
+- `support`: reports about an engine: `reason`, `works` (`true`, `false`) if it differs from that of `engines.yaml`, and
+  `install`, the origin of the vendor's build of the engine. The first entry that applies is used.
+- `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
+  `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
+- `forced`: settings that must have one value: `name`, `setting`, `value`, `reason`.
+- `preferred`: settings that trials get if the user does not set them: `setting`, `value`, `reason`. If a knob has the
+  same name, `auto` in a space means this value.
+- `warmup`: first training steps, or first requests of a load, that are too slow to count: `count`, `reason`.
+- `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts only if no other
+  pattern has a line).
+- `notes`: sentences for users that no rule can express: `note`.
 
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
 of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
@@ -14,6 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
+
+from annotated_types import Ge
 
 from flagcore.domain import engine
 from flagcore.domain.candidate import KnobValue
@@ -56,6 +65,19 @@ class ForcedSetting(engine.ForcedSetting, Quirk):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferredSetting(engine.PreferredSetting, Quirk):
+    """A setting that trials get if the user does not set it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Quirk):
+    """The number of first steps or requests that do not count."""
+
+    count: Annotated[int, Ge(1)]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure(FailurePattern, Quirk):
     """A log line that explains why a trial failed, with one `example` of it."""
 
@@ -76,6 +98,8 @@ class Quirks:
     support: tuple[Report, ...] = ()
     refused: tuple[RefusedValues, ...] = ()
     forced: tuple[ForcedSetting, ...] = ()
+    preferred: tuple[PreferredSetting, ...] = ()
+    warmup: tuple[Warmup, ...] = ()
     failures: tuple[Failure, ...] = ()
     notes: tuple[Note, ...] = ()
 

@@ -39,6 +39,7 @@ def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, 
 
 def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: Path) -> None:
     detection = ("--tool", "ac-gmi info", "--visible", "AC_RT_VISIBLE", "--torch-device", "tpx", "--backend", "accl")
+    detection += ("--preload", "torch_tpx", "--preload", "acme.adaptor")
     chips = ("--chip", "A1", "--chip", "B2")
     created = flag("plugins", "new", "acme", *chips, *detection, "--directory", str(tmp_path))
     assert created.code == 0, created.err
@@ -154,6 +155,7 @@ def test_existing_files_are_not_overwritten(flag: Flag, acme: Path) -> None:
         ("--visible", "ACME VISIBLE"),
         ("--torch-device", "NPU"),
         ("--backend", ""),
+        ("--preload", "torch-acme"),
     ],
 )
 def test_a_chip_of_another_plugin_and_invalid_values_are_refused(

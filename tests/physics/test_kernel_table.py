@@ -133,3 +133,9 @@ def test_a_correction_is_constant_beyond_its_grid() -> None:
     inside, outside = (found(*(column(size),) * 3)[0] for size in (16.0, 4096.0))
     assert inside == pytest.approx(outside)
     assert 1.2 < inside < np.exp(0.3)
+
+
+def test_attention_in_a_precision_of_unknown_peak_leaves_the_other_precisions_as_they_are() -> None:
+    kernels = [replace(each, precision="fp16") if each.name == "attention" else each for each in measured().kernels]
+    table = KernelTable.of(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
+    assert table.curve.attention_share == Curve().attention_share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,37 @@ def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
     assert "auto_tuner.space.vlm" in refused.value.key
+
+
+INT8 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}}
+
+
+@pytest.mark.parametrize(
+    ("stored", "precision"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+        ({"quantization_config": INT8}, "int8"),
+        ({"text_config": {"quantization_config": INT8}}, "int8"),
+        ({"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}}}, "bf16"),
+        ({"quantization_config": {"quant_method": "other"}}, "bf16"),
+        ({"quantization_config": {"config_groups": [1]}}, "bf16"),
+        ({"quantization_config": "fp8"}, "bf16"),
+        ({}, "bf16"),
+        ([], "bf16"),
+    ],
+)
+def test_the_precision_of_a_server_is_that_of_its_weights(tmp_path: Path, stored: object, precision: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert serve(weights=str(tmp_path)).precision == precision
+    assert serve(weights=str(tmp_path / "config.json")).precision == precision
+    assert serve(weights=str(tmp_path), precision="fp8").precision == "fp8"
+
+
+@pytest.mark.parametrize("text", ["{", "\xff"])
+def test_a_damaged_config_file_does_not_change_the_precision(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, "latin-1")
+    assert serve(weights=str(tmp_path)).precision == "bf16"
 
 
 RECORD: dict[str, Any] = {

@@ -74,6 +74,13 @@ def probe(*measured: RankMeasurement, failed: TrialState | None = None) -> Probe
     return Probe(candidate=Candidate(()), ranks=tuple(ranks))
 
 
+def test_the_buffers_of_communicators_are_added_to_probed_memory() -> None:
+    predicted = replace(PREDICTED, device_used_bytes=PREDICTED.device_used_bytes + 3e9)
+    plain = combine(PREDICTED, probe(FIRST), MEMORY, WORK)
+    buffers = combine(predicted, probe(FIRST), replace(MEMORY, communicator=1e9), WORK)
+    assert buffers.device_used_bytes - plain.device_used_bytes == 3e9
+
+
 def test_the_rank_with_the_highest_peak_determines_the_memory() -> None:
     found = combine(PREDICTED, probe(LAST, FIRST), MEMORY, WORK)
     assert found.worst_stage == 0

@@ -14,6 +14,7 @@ import pytest
 from flagcore.domain.chip import Chip, Device, Fact, Support
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice
 from flagcore.domain.launch import Launch
+from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
@@ -295,6 +296,48 @@ def test_a_plugin_can_refuse_a_whole_task() -> None:
     assert discover(spec(chip="test-chip"), plugins).support.notes == ()
     with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: ACME's build uses one node"):
         discover(spec(chip="test-chip", nodes=2), plugins)
+
+
+def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
+    @hookimpl
+    def flagcore_check_task(task: Task) -> TaskAdvice | None:
+        kinds = len({group.chip.name for group in task.cluster.groups})
+        reason = f"{kinds} kinds, {task.cluster.devices} devices"
+        return TaskAdvice(impossible=reason if task.cluster.devices > 1 else "")
+
+    alone = SimpleNamespace(flagcore_check_task=flagcore_check_task)
+    plugins = loaded(a=alone, x=plugin(small.CHIP), y=plugin(CPU))
+    assert discover(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
+    with pytest.raises(NoDevice, match="1 kinds, 2 devices"):
+        discover(spec(chip="test-chip", devices_per_node=2), plugins)
+    groups = tuple(ClusterSpec(chip=name, devices_per_node=1) for name in ("test-chip", "plain-cpu"))
+    mixed = replace(spec(chip="test-chip"), cluster=ClusterSpec(groups=groups))
+    with pytest.raises(NoDevice, match="2 kinds, 2 devices"):
+        discover(mixed, plugins)
+
+
+def test_auto_means_the_preferred_value_of_a_plugin() -> None:
+    preferred = PreferredSetting(setting="engine_args.block-size", value=128, reason="kernels need it")
+    plugins = loaded(a=advising(TaskAdvice(preferred=(preferred,))), x=plugin(small.CHIP))
+    job = replace(spec(chip="test-chip", nodes=2), work=ServeSpec(engine="vllm", loads=()))
+
+    def discovered(value: object) -> Spec:
+        return discover(replace(job, space={} if value is None else {"block_size": value}), plugins).task.spec
+
+    assert discovered(None).serve.engine_args == {"block-size": 128}
+    assert discovered("auto").space == {"block_size": (128,)}
+    assert discovered("auto").serve.engine_args == {}
+    assert discovered((16, 32)).space == {"block_size": (16, 32)}
+
+
+def test_a_plugin_can_leave_out_the_first_steps_and_requests() -> None:
+    plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(small.CHIP))
+    job = spec(chip="test-chip", nodes=2)
+    control = discover(job, plugins).task.spec.control
+    assert (control.warmup_iters, control.train_iters) == (3, job.control.train_iters + 2)
+    loads = tuple(Load(warmup=requests) for requests in (0, 5))
+    serve = discover(replace(job, work=ServeSpec(engine="vllm", loads=loads)), plugins).task.spec.serve
+    assert [load.warmup for load in serve.loads] == [3, 5]
 
 
 def test_a_plugin_can_set_missing_settings_of_a_task() -> None:

@@ -13,6 +13,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.devices import DeviceUse
 from flagcore.domain.engine import EngineSupport
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.stages import wait
 from flagcore.stages.wait import wait_for_devices
 from tests import small
@@ -74,6 +75,15 @@ def test_a_device_is_free_if_the_budget_fits_next_to_other_processes() -> None:
     small_budget = small.task(devices=2, memory_bytes=40 * GIB)
     assert busy([Reads(30.0), Reads(0.0)], task=small_budget) == ""
     assert "device 0" in busy([Reads(50.0), Reads(0.0)], task=small_budget)
+
+
+def test_a_device_with_only_the_memory_of_its_driver_in_use_is_free() -> None:
+    readers = [Reads(5.0), Reads(5.5)]
+    platform = node(readers)
+    driver = replace(platform.costs, memory=PlainMemory(capacity=80.0 * GIB, context_bytes=5.2 * GIB))
+    found = wait_for_devices(replace(platform, costs=driver), 0.0, 0.0)
+    assert "device 1" in found
+    assert "device 0" not in found
 
 
 def test_a_device_that_the_trial_does_not_use_may_be_busy() -> None:

@@ -23,6 +23,7 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
         visible="AC_RT_VISIBLE",
         torch_device=device,
         backend="accl",
+        preload=("torch_tpx",),
         directory=str(tmp_path),
     )
     report: dict[str, object] = {"version": "2.10.0", "attributes": frozenset(), "devices": ()}
@@ -32,7 +33,7 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
         for kind, visible in (("megatron", None), ("vllm", "AC_RT_VISIBLE")):
             support = plugin.loaded.engine_support(plugin.chips[0], kind)
             assert (support.device_type, support.distributed_backend) == (device, "accl")
-            assert support.visible_devices == visible
+            assert (support.visible_devices, support.preload) == (visible, ("torch_tpx",))
         detector = plugin.hooks.detector  # type: ignore[attr-defined]
         assert (detector.tool, detector.torch_device) == ("ac-gmi", device)
         assert not detector.trusts(TorchReport(**report))  # type: ignore[arg-type]

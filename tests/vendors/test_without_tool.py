@@ -108,8 +108,13 @@ def test_only_reports_of_the_vendors_own_torch_are_trusted(vendor: Vendor) -> No
 def test_devices_only_on_the_pci_bus_are_not_listed(vendor: Vendor, tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"
     folder.mkdir(parents=True)
-    for name, value in {"vendor": f"{vendor.pci_vendor:#06x}", "class": "0x030200", "device": "0x4001"}.items():
+    files = {"vendor": f"{vendor.pci_vendor:#06x}", "class": "0x120000", "device": "0x4001"}
+    for name, value in (files | {"current_link_width": "8", "max_link_width": "16"}).items():
         (folder / name).write_text(value + "\n")
     assert machine.pci_ids(vendor.pci_vendor, tmp_path) == ("0x4001",)
     assert machine.pci_ids(0x1234, tmp_path) == ()
+    (problem,) = vendor.detector.problems(tmp_path)[-1:]
+    assert {"0000:0e:00.0", "8", "16"} <= set(problem.split())
+    (folder / "current_link_width").write_text("16\n")
+    assert machine.narrow_links(vendor.pci_vendor, tmp_path) == ()
     assert vendor.devices(tmp_path, vendor.torch, node=False) == ()

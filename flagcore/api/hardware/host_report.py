@@ -18,11 +18,15 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from flagcore import plugins
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.api.hardware.calibration import target
 from flagcore.api.hardware.inspection import doctor
 from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.devices import MEMORY_IN_USE
 from flagcore.errors import FlagError, NoDevice
 from flagcore.plugins import LoadedPlugins
@@ -86,15 +90,24 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         return {}
 
 
-def busy(device: Device, reader: Telemetry | None) -> str:
-    """Return why a trial cannot use all memory of a device; empty if it can, or if the memory is the machine's."""
+def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
+    """Return the memory in use on a device without tensors; 0 if its chip is unknown."""
+    chip, engine = loaded.find_chip(device.chip), next(iter(plugins.engines()), "")
+    model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
+    return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
+
+
+def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
+    """Return why a trial cannot use a device of which `idle` bytes are always in use; empty if it can, or if the memory
+    is the machine's.
+    """
     found = reading(reader)
     if found.get("lost"):
         return "does not respond"
     if reader is None or not found or found["use"]["free_bytes"] is not None:
         return ""
     memory_bytes = float(device.memory_bytes or nan)
-    return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes)
+    return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes, idle)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -108,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
             in_use = [
                 f"{device.title} {reason}"
                 for device, reader in zip(devices, readers, strict=True)
-                if (reason := busy(device, reader))
+                if (reason := busy(device, reader, idle_bytes(loaded, device)))
             ]
             print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files, "busy": in_use}))
     while watch:

@@ -17,7 +17,13 @@ from flagcore.engines.megatron.balance import ends, layouts, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.knobs import columns as row_of
-from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
+from flagcore.engines.megatron.memory.training import (
+    component_table,
+    memory_in_use,
+    rank_memory,
+    stage_of_rank,
+    used_bytes,
+)
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
@@ -153,7 +159,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
         static_bytes=float(memory.static[0]),
         peak_allocated_bytes=float(memory.peak[0]),
         reserved_bytes=float(reserved[0]),
-        device_used_bytes=float(costs.memory.device_used_bytes(reserved)[0]),
+        device_used_bytes=float(used_bytes(costs.memory, reserved, layout)[0]),
         compute_time_s=compute,
         optimizer_time_s=optimizer,
     )

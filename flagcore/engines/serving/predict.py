@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import Costs, KernelCosts
+from flagcore.contracts import Costs, KernelCosts, communicator_bytes
 from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
@@ -134,7 +134,7 @@ def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
 def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
     """Return the memory of a device. Driver and libraries reduce the budget of the engine."""
     capacity = costs.memory.capacity_bytes()
-    driver_bytes = float(costs.memory.device_used_bytes(np.zeros(1))[0])
+    driver_bytes = costs.memory.device_used_bytes(np.zeros(1)) + split.communicators * communicator_bytes(costs.memory)
     budget = np.full(settings.instances.shape, np.inf)
     if capacity is not None:
         outside_bytes = 0.0 if serving.overheads.activations_beside else driver_bytes
@@ -174,7 +174,8 @@ def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Cos
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: the cache of one request
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
-    used_bytes = costs.memory.device_used_bytes(reserved_bytes)
+    buffers = context.split.communicators * communicator_bytes(costs.memory)
+    used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
     if capacity is not None:  # an engine without memory for one request does not start
         unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))

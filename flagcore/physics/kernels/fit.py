@@ -97,8 +97,11 @@ def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, s
         rows = _larger_half(
             sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
         )
-        if rows.seconds.size:
-            return float(np.median(rows.seconds / modelled(rows.attention_shape(), precision)))
+        excess = (
+            float(np.median(rows.seconds / modelled(rows.attention_shape(), precision))) if len(rows.seconds) else 0
+        )
+        if excess > 0:  # false for NaN: the peak of the precision is unknown
+            return excess
     return 1.0
 
 

@@ -100,7 +100,7 @@ def _reading(entry: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def _list(found: object) -> list[dict[str, Any]]:
-    entries = found.get("gpu_data") if isinstance(found, dict) else found
+    entries = found.get("gpu_data", [found]) if isinstance(found, dict) else found
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 

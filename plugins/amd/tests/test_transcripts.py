@@ -56,6 +56,11 @@ def test_amd_smi_of_older_releases_prints_a_list() -> None:
     assert smi.read(older.replace("294896", '"N/A"', 1)).left_out != ()
 
 
+def test_amd_smi_may_print_a_single_device_without_a_list() -> None:
+    first = json.loads(text("amd-smi-1.json"))["gpu_data"][0]
+    assert smi.read(json.dumps(first)).rows == smi.read(text("amd-smi-1.json")).rows[:1]
+
+
 @pytest.mark.parametrize("other", ["", "{", "[1]", '{"gpu_data": 3}', '{"card0": 3}', "GPU  Temp  AvgPwr"])
 def test_other_text_lists_no_device(other: str) -> None:
     assert smi.read(other).rows == ()

@@ -10,8 +10,12 @@ DRIVER_BYTES = 3460 * 2**20
 (vllm-project/vllm-ascend issues 2534, 6245, 10504 and 12980). torch_npu reports 60.96 to 61.27 GiB as the total there
 (issue 19; sgl-project/sglang issue 29838)."""
 
-CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated: context and HCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on an NPU."""
+CONTEXT_BYTES = 0.5 * 2**30
+"""Estimated: the context of a process without HCCL's buffers; not measured on an NPU."""
+
+COMMUNICATOR_BYTES = 2 * 200 * 2**20
+"""Each communicator takes twice HCCL_BUFFSIZE, by default 200 MB: for data that is sent, and for data that is received
+(CANN 9.0, reference of environment variables, envref_07_0080)."""
 
 SLACK = 0.02
 """Estimated: torch_npu's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
@@ -19,4 +23,6 @@ SLACK = 0.02
 
 def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     """Return the memory model of one device of `group`."""
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+    return PlainMemory.of(
+        group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator=COMMUNICATOR_BYTES
+    )

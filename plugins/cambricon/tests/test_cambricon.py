@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 from flagcore_cambricon import smi
 from flagcore_cambricon.hooks import plugin
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 
@@ -69,3 +71,22 @@ def test_between_bridge_groups_a_device_has_its_share_of_pcie_and_between_nodes_
 
 def chip(name: str) -> Chip:
     return next(chip for chip in plugin.flagcore_chips() if chip.name == name)
+
+
+def test_the_published_times_of_the_mlu590_m9_predict_its_kernels() -> None:
+    (chip,) = (each for each in plugin.flagcore_chips() if each.name == "MLU590-M9")
+    costs = plugin.flagcore_kernel_costs(chip, "train")
+    assert costs is not None
+    size = np.array([8192.0])
+    seconds = costs.gemm_seconds(size, size, size, "bf16")
+    assert 2 * 8192**3 / seconds == pytest.approx(221e12, rel=0.05)
+    sizes = {"batch": 4.0, "heads": 16.0, "groups": 16.0, "queries": 4096.0, "keys": 4096.0, "head_dim": 128.0}
+    shape = AttentionShape(**{name: np.array([value]) for name, value in sizes.items()})
+    assert costs.attention_seconds(shape, "bf16") == pytest.approx(2.88e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(("engine", "knobs"), [("megatron", 2), ("vllm", 3), ("sglang", 0)])
+def test_knobs_of_the_vendors_software_set_variables(engine: str, knobs: int) -> None:
+    found = plugin.flagcore_knobs(plugin.flagcore_chips()[0], engine, None) or ()
+    assert len(found) == knobs
+    assert all(effect.environment for knob in found for effect in knob.effects.values())

@@ -78,3 +78,11 @@ def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
     refused = {value for each in loaded.engine_support(chip, "vllm").refused for value in each.values}
     assert {"PIECEWISE", "FULL", "FULL_AND_PIECEWISE"} <= refused
     assert not {"NONE", "FULL_DECODE_ONLY"} & refused
+
+
+def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
+    knobs = {knob.name: knob for knob in plugin.flagcore_knobs(plugin.flagcore_chips()[0], "megatron", None) or ()}
+    overlap = knobs["iluvatar_tp_overlap"]
+    assert [(each.knob, each.at_least) for each in overlap.requires] == [("tensor_model_parallel_size", 2)]
+    assert overlap.effects[True].environment["ENABLE_TORCH_TP_OVERLAP"] == "1"
+    assert knobs["iluvatar_zero_bubble"].effects["zb-h1"].flags == ("--enable-zbh1-pipeline",)

@@ -96,6 +96,22 @@ def test_time_lies_above_the_peak_rate_and_within_reason() -> None:
     assert (share < 0.82).all()
 
 
+def test_each_communicator_of_a_layout_takes_its_buffers() -> None:
+    without = costs()
+    memory = PlainMemory(capacity=80e9, communicator=1e9)
+    used = [
+        predict(task(), MANY, each).device_used_bytes for each in (without, dataclasses.replace(without, memory=memory))
+    ]
+    # all ranks, and each of TP, CP, DP with CP, PP and EP that has several ranks
+    np.testing.assert_allclose((used[1] - used[0]) / 1e9, [2, 3, 3, 4, 3, 2, 3])
+    experts = columns(data_parallel_size=[8], expert_model_parallel_size=[4])
+    used = [
+        predict(task(EXPERTS), experts, each).device_used_bytes
+        for each in (without, dataclasses.replace(without, memory=memory))
+    ]
+    np.testing.assert_allclose((used[1] - used[0]) / 1e9, [4])
+
+
 def test_each_layout_pays_for_its_own_traffic_only() -> None:
     found = predict(task(), MANY, costs()).time_s
     np.testing.assert_array_equal(found["tp_comm_s"] > 0, MANY["tensor_model_parallel_size"] > 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.states import (
     LINEAR_PARTS,
@@ -82,10 +82,16 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     for stage_ in requested_stages:
         memory = estimate.memory(stage_, placement.pick(stage_.index, workspaces))
         reserved = [model.reserved_bytes(memory.peak) for model in models]
-        used = [model.device_used_bytes(held) for model, held in zip(models, reserved, strict=True)]
+        used = [used_bytes(model, held, layout) for model, held in zip(models, reserved, strict=True)]
         stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
         memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
     return memories
+
+
+def used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
+    """Return the memory in use on a device whose allocator has reserved `reserved` bytes."""
+    used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
+    return used + buffers * layout.communicators() if buffers else used
 
 
 def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:

@@ -240,6 +240,15 @@ class Layout(ArrayRecord):
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
         return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
 
+    def communicators(self) -> FloatArray:
+        """Return the number of communicators of a rank: of all ranks, and of each parallel group with several ranks."""
+        shards = self.data * self.context
+        experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
+        groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
+        several = [np.where(size > 1.0, 1.0, 0.0) for size in (self.tensor * shards * self.pipeline, *groups)]
+        count: FloatArray = np.sum(several, axis=0)
+        return count
+
     def expert_shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of an expert's weight."""
         return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)

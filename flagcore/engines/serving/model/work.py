@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.common.program import release
@@ -106,6 +108,14 @@ class Split:
     captured: FloatArray
     pass_tokens: FloatArray
     cache_bytes: FloatArray
+
+    @property
+    def communicators(self) -> FloatArray:
+        """The number of communicators of a rank: of the instance, and of each parallel group with several ranks."""
+        ranks = self.tensor * self.data * self.pipeline
+        groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
+        count: FloatArray = np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0)
+        return count
 
     @property
     def column(self) -> Split:
