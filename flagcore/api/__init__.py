@@ -7,6 +7,7 @@ from flagcore.api.explaining.elimination import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.hardware.hosts import check_hosts
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
+from flagcore.api.importing.command import ImportedCommand, read_command
 from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
@@ -26,6 +27,7 @@ __all__ = [
     "Comparison",
     "Estimate",
     "Explanation",
+    "ImportedCommand",
     "ImportedTrials",
     "Outcome",
     "Probed",
@@ -50,6 +52,7 @@ __all__ = [
     "new_plugin",
     "plugin_table",
     "probe",
+    "read_command",
     "read_tree",
     "report",
     "run_best",

@@ -26,6 +26,7 @@ from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Str
 from flagcore.contracts.workload import (
     Breakdown,
     CommandChanges,
+    CommandReader,
     EngineDefaults,
     InstalledDefaults,
     InstalledVersion,
@@ -62,6 +63,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "CommandChanges",
+    "CommandReader",
     "Costs",
     "DescribesDevice",
     "DeviceUseReporter",

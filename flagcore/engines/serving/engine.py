@@ -12,15 +12,18 @@ Job records of published runs are completed with the settings that they omit:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from flagcore.contracts import (
+    CommandReader,
     Costs,
     EngineDefaults,
+    ImportNote,
     InstalledVersion,
     JobRecords,
     NamedDistribution,
@@ -36,7 +39,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving import launching, layout, reading
+from flagcore.engines.serving import importing, launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
@@ -53,7 +56,14 @@ from flagcore.errors import SpecError
 
 
 class ServingWorkload(
-    Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
+    Workload,
+    CommandReader,
+    EngineDefaults,
+    JobRecords,
+    InstalledVersion,
+    NamedDistribution,
+    UntestedEngine,
+    Protocol,
 ):
     """The protocols that every serving engine implements."""
 
@@ -210,6 +220,11 @@ class Engine:
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         return *published(task, self.parse(values), self.published_runs), frozenset()
+
+    def read_command(
+        self, command: Sequence[str], directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        return importing.spec_of_command(self, command, directory, model)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return layout.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
