@@ -15,6 +15,7 @@ from flagcore.api.planning.probe import Probed, probe
 from flagcore.api.reporting.report import REPORT, report
 from flagcore.api.tuning.export import Outcome, run_best
 from flagcore.api.tuning.manifest import manifest
+from flagcore.api.tuning.targets import Exported, export, export_targets
 from flagcore.api.tuning.tune import tune
 from flagcore.testing.runner import Checked, check_plugins
 from flagcore.testing.scaffold import new_plugin
@@ -27,6 +28,7 @@ __all__ = [
     "Comparison",
     "Estimate",
     "Explanation",
+    "Exported",
     "ImportedCommand",
     "ImportedTrials",
     "Outcome",
@@ -45,6 +47,8 @@ __all__ = [
     "estimate_jobs",
     "explain",
     "explain_candidate",
+    "export",
+    "export_targets",
     "forget",
     "import_history",
     "load_run",

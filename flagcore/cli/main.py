@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.estimate",
     "explain": "flagcore.cli.compare",
+    "export": "flagcore.cli.export",
     "import": "flagcore.cli.import_",
     "manifest": "flagcore.cli.manifest",
     "plugins": "flagcore.cli.plugins",

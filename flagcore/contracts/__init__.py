@@ -12,6 +12,7 @@ from flagcore.contracts.chip import (
     description_of,
     device_use,
 )
+from flagcore.contracts.export import Exporter, ExportJob, Replicas
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import (
     Costs,
@@ -69,6 +70,8 @@ __all__ = [
     "DeviceUseReporter",
     "EngineDefaults",
     "Event",
+    "ExportJob",
+    "Exporter",
     "History",
     "HistoryReader",
     "HistoryRow",
@@ -94,6 +97,7 @@ __all__ = [
     "ProductionDefaults",
     "PruningRule",
     "ReleaseCheck",
+    "Replicas",
     "Runner",
     "RunningLaunch",
     "ScalesDown",

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
+from flagcore.launchers.script import multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
@@ -103,7 +104,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     assert plan.best is not None
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
-        _require_startable(problem, workload, best)
+        require_startable(problem, workload, best)
         planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
     except UsageError as error:
         cannot = str(error)
@@ -170,7 +171,7 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(problem) from None
 
 
-def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
+def require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
     """Raise UsageError if the best of a plan cannot be started without changes on any machine."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
@@ -266,15 +267,8 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
 
 def listing(plan: Plan, launch: Launch) -> str:
     """Return a shell script that prints the command of a launch, one argument per line, for the user to complete."""
-    lines: list[str] = []
-    for word in launch.argv:
-        if lines and not word.startswith("-") and lines[-1].startswith("-"):
-            lines[-1] += f" {shlex.quote(word)}"
-        else:
-            lines.append(shlex.quote(word))
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    command = " \\\n  ".join(lines)
-    text = "\n".join([*exports, command])
+    text = "\n".join([*exports, multi_line(launch.argv)])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
@@ -282,16 +276,6 @@ def secrets_script(hidden: Hidden) -> str:
     """Return a shell script that sets the secrets which this shell does not have."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
     return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
-
-
-def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
-    for value, name in variables.items():
-        before, found, after = word.partition(value)
-        if found:
-            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
-            return f'{ends[0]}"${name}"{ends[1]}'
-    return shlex.quote(word)
 
 
 def no_start_script(plan: Plan, why: str) -> str:

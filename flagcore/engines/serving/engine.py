@@ -12,7 +12,7 @@ Job records of published runs are completed with the settings that they omit:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +23,15 @@ from flagcore.contracts import (
     CommandReader,
     Costs,
     EngineDefaults,
+    Exporter,
+    ExportJob,
     ImportNote,
     InstalledVersion,
     JobRecords,
     NamedDistribution,
     Platform,
     PruningRule,
+    Replicas,
     UntestedEngine,
     Workload,
 )
@@ -43,7 +46,7 @@ from flagcore.engines.serving import importing, launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
+from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, SIZES, TP, Hardware, count
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
@@ -52,16 +55,18 @@ from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.job import Instance
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, UsageError
 
 
 class ServingWorkload(
     Workload,
     CommandReader,
     EngineDefaults,
+    Exporter,
     JobRecords,
     InstalledVersion,
     NamedDistribution,
+    Replicas,
     UntestedEngine,
     Protocol,
 ):
@@ -114,6 +119,7 @@ class Engine:
     untested: str = ""
     """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
+    targets: Collection[str] = ("compose",)
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)
@@ -240,6 +246,15 @@ class Engine:
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         return launching.launch(platform, self, candidate, folder, for_real=for_real)
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        return launching.compose(self, job)
+
+    def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
+        values = candidate.as_dict()
+        if values.get(SIZES) is not None:
+            raise UsageError(f"{SIZES} = {values[SIZES]}: this target starts equal servers only")
+        return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that returns no steps: a load has no intermediate result."""

@@ -161,6 +161,13 @@ class Program:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
         return program.find_command(spec, tuple(self.program))
 
+    def start_command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the result of `command`, without a path if the command is not on this machine."""
+        try:
+            return self.command(spec)
+        except NoDevice:
+            return tuple(spec.serve.command or self.program)
+
     def version(self, spec: Spec) -> str:
         """Return the version in the spec, or of the installed package; empty if unknown."""
         if spec.serve.engine_version:

@@ -31,7 +31,7 @@ follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    command = own.PROGRAM.command(task.spec)
+    command = own.PROGRAM.start_command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values)]
