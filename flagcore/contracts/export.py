@@ -15,7 +15,8 @@ from flagcore.domain.launch import Launch
 class ExportJob:
     """A candidate to export. `launch` starts it, with its whole environment.
 
-    `comments` describe the candidate and its knobs, one line each. A server with `replicas` runs `launch` that often.
+    `comments` describe the candidate and its knobs, one line each. `launch` uses `devices` of a node; for an exporter
+    with `per_server` it is one of `replicas` equal servers.
     `options` are those of the user: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
     """
 
@@ -24,6 +25,7 @@ class ExportJob:
     platform: Platform
     candidate: Candidate
     launch: Launch
+    devices: int
     replicas: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,6 +41,8 @@ class Exporter(Protocol):
 
     targets: Collection[str]
     """The names of the targets for `flag export --to`."""
+    per_server: bool
+    """Whether it starts several servers by itself."""
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the text of each file by its name. Raises UsageError for a job that the target does not support."""

@@ -60,6 +60,7 @@ class KubernetesLauncher(HostsLauncher):
     """The launcher, which also exports jobs as manifests."""
 
     targets: Collection[str] = ("kubernetes",)
+    per_server: bool = True
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""

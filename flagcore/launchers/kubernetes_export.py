@@ -37,7 +37,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         others=command,
         directory=job.launch.directory or "",
         environment=environment,
-        limits=device_limits(job.platform),
+        limits=device_limits(job.platform, job.devices),
         secrets=secrets,
         claim=claim,
         mount=mount,

@@ -68,18 +68,18 @@ def claim_and_mount(volume: str) -> tuple[str, str]:
     return claim, mount
 
 
-def device_limits(platform: Platform) -> Mapping[str, int]:
+def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
     """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
         raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
     group: NodeGroup = groups[0]
     if support.shared_devices:
-        return {"cpu": group.devices_per_node}
+        return {"cpu": devices}
     if support.kubernetes is None:
         raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
     each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
-    return {support.kubernetes.name: -(-group.devices_per_node // each)}
+    return {support.kubernetes.name: -(-devices // each)}
 
 
 def _jobset_hosts(name: str, count: int) -> list[str]:

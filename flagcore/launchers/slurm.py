@@ -49,12 +49,12 @@ class SlurmLauncher(HostsLauncher):
     """The launcher, which also exports jobs as batch scripts."""
 
     targets: Collection[str] = ("slurm",)
+    per_server: bool = False
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return a batch script with one task per node."""
-        per_node = max(each.devices_per_node for each in job.platform.task.cluster.groups)
         devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
-        options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: per_node}
+        options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
         lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
         first = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         lines += ["start() {", "NODE_RANK=$SLURM_NODEID", *start_lines(job), "}", "export -f start"]

@@ -38,7 +38,8 @@ def manifest(
     name = job_name(place.stem) if name is None else checked_name(name)
     claim, mount = claim_and_mount(volume or "")
     platform = load_snapshot(place, None, without).problem.platform
-    limits, count = device_limits(platform), platform.task.cluster.groups[0].nodes
+    group = platform.task.cluster.groups[0]
+    limits, count = device_limits(platform, group.devices_per_node), group.nodes
     hosts = KINDS[kind].hosts(name, count)
     common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
     common = replace(common, claim=claim, mount=mount)

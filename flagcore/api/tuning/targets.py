@@ -11,8 +11,9 @@ from flagcore.api.common.candidate_parser import as_candidate
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.explaining.candidate_report import named_columns
 from flagcore.api.explaining.elimination import broken_rules_of
+from flagcore.api.explaining.neighbors import columns_of
 from flagcore.api.tuning.export import require_startable
-from flagcore.contracts import Exporter, ExportJob, Replicas
+from flagcore.contracts import EngineDefaults, Exporter, ExportJob, Replicas
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
@@ -62,11 +63,20 @@ def export(
     require_startable(snapshot.problem, snapshot.workload, chosen)
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        job = _job(snapshot, chosen, folder.resolve(), job_id, options or {})
-        if exporter is None:
-            files: Mapping[str, str] = {f"{job_id}.sh": start_script(job)}
-        else:
-            files = exporter.export(_in_replicas(snapshot, job, target), target)
+        one, replicas = chosen, 1
+        if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
+            one, replicas = snapshot.workload.replica(chosen)
+        job = ExportJob(
+            name=job_id,
+            comments=_comments(snapshot, chosen),
+            platform=snapshot.problem.platform,
+            candidate=chosen,
+            launch=_launch(snapshot, one, folder.resolve()),
+            devices=_devices_per_node(snapshot, one),
+            replicas=replicas,
+            options=options or {},
+        )
+        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
             write(folder / file, text)
@@ -113,17 +123,6 @@ def _candidate(snapshot: Snapshot, name: str) -> Candidate:
     return as_candidate(snapshot.problem.space.axes, canonical(columns, legality.merges))
 
 
-def _job(snapshot: Snapshot, candidate: Candidate, folder: Path, name: str, options: Mapping[str, str]) -> ExportJob:
-    return ExportJob(
-        name=name,
-        comments=_comments(snapshot, candidate),
-        platform=snapshot.problem.platform,
-        candidate=candidate,
-        launch=_launch(snapshot, candidate, folder),
-        options=options,
-    )
-
-
 def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
     platform = snapshot.problem.platform
     launch = platform.prepared(planned_launch(platform, snapshot.workload, candidate, str(folder), for_real=True))
@@ -132,12 +131,12 @@ def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
     return replace(launch, directory=None) if launch.directory == str(folder) else launch
 
 
-def _in_replicas(snapshot: Snapshot, job: ExportJob, target: str) -> ExportJob:
-    """Return a server as replicas of one server, if the engine has them."""
-    if not isinstance(snapshot.workload, Replicas) or target in getattr(snapshot.workload, "targets", ()):
-        return job
-    one, count = snapshot.workload.replica(job.candidate)
-    return replace(job, launch=_launch(snapshot, one, Path(job.launch.folder)), replicas=count)
+def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
+    """Return the devices of a node that a candidate uses."""
+    per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
+    if not isinstance(snapshot.workload, EngineDefaults):
+        return per_node
+    return min(per_node, int(snapshot.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0]))
 
 
 def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:

@@ -120,6 +120,7 @@ class Engine:
     """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
     targets: Collection[str] = ("compose",)
+    per_server: bool = False
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)

@@ -28,6 +28,7 @@ class FlagScale:
 
     name, title = "flagscale", "FlagScale"
     targets: Collection[str] = ("flagscale",)
+    per_server = True
 
     def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
         """Compose the config `name` in `directory` with hydra's `overrides` (`a.b=c`), and translate it.
