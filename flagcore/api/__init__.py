@@ -9,6 +9,7 @@ from flagcore.api.hardware.hosts import check_hosts
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
 from flagcore.api.importing.command import ImportedCommand, read_command
 from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
+from flagcore.api.importing.new_spec import defaults_of, new_spec
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
@@ -41,6 +42,7 @@ __all__ = [
     "check_tree",
     "chip_table",
     "compare",
+    "defaults_of",
     "devices",
     "doctor",
     "estimate",
@@ -54,6 +56,7 @@ __all__ = [
     "load_run",
     "manifest",
     "new_plugin",
+    "new_spec",
     "plugin_table",
     "probe",
     "read_command",

@@ -11,9 +11,6 @@ from flagcore.cli.main import translated
 from flagcore.i18n import N_, _
 
 HISTORY = "-history"
-OUTPUT = click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file [default: stdout]."
-)
 
 
 class _Importers(click.Group):
@@ -45,7 +42,7 @@ def import_command() -> None:
 @click.option(
     "--config-name", required=True, metavar="NAME", help="Top-level file of the config, such as train_auto_tuner."
 )
-@OUTPUT
+@options.new_file
 @click.pass_context
 def config_command(
     context: click.Context, directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None
@@ -60,14 +57,14 @@ def config_command(
     config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
     options.print_notes(config.notes)
     api.check_tree(config)
-    _write(config.as_yaml(), output)
+    options.write_new(config.as_yaml(), output)
 
 
 @click.command()
 @click.argument("command", nargs=-1, required=True, metavar="COMMAND")
 @click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")
 @options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
-@OUTPUT
+@options.new_file
 @click.pass_context
 def command_command(
     context: click.Context, command: tuple[str, ...], model: str | None, chip: str | None, output: Path | None
@@ -82,20 +79,7 @@ def command_command(
 
     imported = api.read_command(str(context.info_name), command, model=model, chip=chip)
     options.print_notes(imported.notes)
-    _write(imported.as_yaml(), output)
-
-
-def _write(text: str, output: Path | None) -> None:
-    """Print a spec, or write it to a new file."""
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    if output.exists():
-        raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
+    options.write_new(imported.as_yaml(), output)
 
 
 @click.command()

@@ -33,6 +33,7 @@ COMMANDS = {
     "explain": "flagcore.cli.compare",
     "export": "flagcore.cli.export",
     "import": "flagcore.cli.import_",
+    "init": "flagcore.cli.init",
     "manifest": "flagcore.cli.manifest",
     "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
