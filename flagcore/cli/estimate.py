@@ -148,6 +148,9 @@ def _estimate_spec(
             options.say(_("Candidates with the least memory on {hardware}:", hardware=hardware))
     figures = "predicted_serving" if any("objective" in each for each in estimate.candidates) else "predicted"
     columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
+    columns |= {
+        name: key for name, key in options.columns("cost").items() if any(key in each for each in estimate.candidates)
+    }
     candidates = [
         {**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in estimate.candidates
     ]

@@ -18,6 +18,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
+from flagcore.domain.price import COST, cost_figures
 from flagcore.domain.secrets import (
     is_secret,
     redact_data,
@@ -84,6 +85,8 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     cannot = ""
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
     data = _with_stop_message(data, run_dir)
+    for each in filter(None, (data["baseline"], data["best"])):
+        each["cost"] = _cost(problem, each)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -97,6 +100,16 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
     run_best = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
+
+
+def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float]:
+    """Return the cost of a trial in the format of result.json, as measured or else as predicted."""
+    predicted, measured = trial["predicted"], trial["measured"]
+    if not measured:
+        return {name: predicted[name] for name in COST if name in predicted}
+    name = "output_tokens_per_s_per_device"
+    rate = measured.get("figures", {}).get(name, measured["tokens_per_second_per_device"])
+    return cost_figures(problem.platform.task, measured["step_time_s"]["median"], rate)
 
 
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
