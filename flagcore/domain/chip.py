@@ -109,14 +109,17 @@ class Chip:
 
     def is_meant_by(self, name: str) -> bool:
         """Return whether a user means this chip by `name`: its name, an alias, or a family name."""
-        return self.has_name(name) or normalize_name(name) in map(normalize_name, self.family_names)
+        return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)
 
     @property
     def spellings(self) -> frozenset[str]:
         """The chip's normalized name and aliases, each with and without the vendor's name."""
+        return self._spellings_of((self.name, *self.aliases))
+
+    def _spellings_of(self, names: Iterable[str]) -> frozenset[str]:
         vendor = normalize_name(self.vendor)
-        names = {normalize_name(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
-        return frozenset(names | {vendor + name for name in names})
+        normalized = {normalize_name(name).removeprefix(vendor) or vendor for name in names}
+        return frozenset(normalized | {vendor + name for name in normalized})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
