@@ -94,7 +94,7 @@ def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFix
 def test_where_nothing_fits_the_cheapest_change_is_named(space: dict[str, Any], layers: int, change: str) -> None:
     data = spec(space=space)
     data["model"] = {**SHAPE, "num_layers": layers}
-    data["auto_tuner"]["baseline"] = {knob: 1 for knob in space} or None
+    data["auto_tuner"]["baseline"] = dict.fromkeys(space, 1) or None
     with pytest.raises(NothingFits) as caught:
         api.estimate(data)
     assert change in str(caught.value)
