@@ -76,4 +76,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             envs[name] = value
     if not command:
         raise UsageError(_("the command is empty"))
+    if len(command) == 1 and command[0].endswith(".sh"):
+        raise UsageError(_("{file} is not a file", file=command[0]))
     return command, envs

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from shutil import rmtree
 
 from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate
@@ -17,7 +20,7 @@ from flagcore.contracts import EngineDefaults, Exporter, ExportJob, Replicas
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.errors import UsageError
+from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.kubernetes_job import checked_name, job_name
 from flagcore.launchers.script import start_script
@@ -61,21 +64,8 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, snapshot.workload, chosen)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        one, replicas = chosen, 1
-        if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
-            one, replicas = snapshot.workload.replica(chosen)
-        job = ExportJob(
-            name=job_id,
-            comments=_comments(snapshot, chosen),
-            platform=snapshot.problem.platform,
-            candidate=chosen,
-            launch=_launch(snapshot, one, folder.resolve()),
-            devices=_devices_per_node(snapshot, one),
-            replicas=replicas,
-            options=options or {},
-        )
+    with writable(folder), _removed_on_failure(folder):
+        job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
@@ -86,21 +76,33 @@ def export(
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
 
 
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Make a folder, and remove it if an error is raised."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except FlagError:
+        rmtree(folder, ignore_errors=True)
+        raise
+
+
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
     """Return the names of all targets, or of those that an engine's candidates have."""
     return tuple(_exporters(engine))
 
 
 def _exporters(engine: str | None) -> dict[str, Exporter | None]:
-    """Return the exporters by target; None for the script of an engine."""
-    objects: list[object] = [plugins.launcher(name) for name in plugins.names(plugins.LAUNCHERS)]
-    objects += [plugins.importer(name) for name in plugins.names(plugins.IMPORTERS)]
-    names = (engine,) if engine else tuple(plugins.engines())
-    objects += [plugins.workload(name) for name in names]
+    """Return the exporters by target; None for the script of an engine. Those that cannot be loaded are left out."""
+    names = (engine,) if engine else plugins.names(plugins.WORKLOADS)
+    loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
+    loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
+    loads += [partial(plugins.workload, name) for name in names]
     result: dict[str, Exporter | None] = dict.fromkeys(names)
-    for each in objects:
-        if isinstance(each, Exporter):
-            result |= dict.fromkeys(each.targets, each)
+    for load in loads:
+        with suppress(FlagError):
+            if isinstance(found := load(), Exporter):
+                result |= dict.fromkeys(found.targets, found)
     return result
 
 
@@ -121,6 +123,30 @@ def _candidate(snapshot: Snapshot, name: str) -> Candidate:
         raise UsageError(_("the candidate is illegal: {rules}", rules=texts))
     legality = snapshot.problem.legality
     return as_candidate(snapshot.problem.space.axes, canonical(columns, legality.merges))
+
+
+def _job(
+    snapshot: Snapshot,
+    candidate: Candidate,
+    exporter: Exporter | None,
+    folder: Path,
+    name: str,
+    options: Mapping[str, str],
+) -> ExportJob:
+    """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
+    one, replicas = candidate, 1
+    if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
+        one, replicas = snapshot.workload.replica(candidate)
+    return ExportJob(
+        name=name,
+        comments=_comments(snapshot, candidate),
+        platform=snapshot.problem.platform,
+        candidate=candidate,
+        launch=_launch(snapshot, one, folder),
+        devices=_devices_per_node(snapshot, one),
+        replicas=replicas,
+        options=options,
+    )
 
 
 def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
