@@ -102,6 +102,7 @@ def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: 
 
 
 @needs_megatron_lm
+@pytest.mark.slow
 def test_megatrons_own_parser_accepts_the_arguments_of_a_plan(plan: Path, tmp_path: Path) -> None:
     code = "import sys; sys.argv[0] = 'x'; from megatron.training.arguments import parse_args, validate_args\n"
     code += "args = parse_args(); validate_args(args); print(args.data_parallel_size)"

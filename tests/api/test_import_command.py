@@ -153,6 +153,29 @@ def test_the_model_may_be_given(tmp_path: Path) -> None:
     assert api.read_command("megatron", words, model="model").data["model"] == str(tmp_path / "model")
 
 
+@pytest.mark.parametrize(("tokenizer", "size"), [("", 50257), ("--tokenizer-type Llama2Tokenizer", 32000)])
+def test_the_vocabulary_of_a_published_tokenizer_is_known(tokenizer: str, size: int) -> None:
+    words = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", tokenizer)
+    imported = api.read_command("megatron", [f"torchrun pretrain_gpt.py {words}"])
+    assert imported.data["model"]["vocab_size"] == size
+    assert "--vocab-size" in keys(imported)
+
+
+def test_a_command_for_more_devices_has_no_baseline() -> None:
+    experts = "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4"
+    words = TRAINING.replace("--tensor-model-parallel-size 2 --sequence-parallel", experts)
+    imported = api.read_command("megatron", [f"torchrun --nproc-per-node 8 pretrain_gpt.py {words}"])
+    assert "baseline" not in imported.data["auto_tuner"]
+    assert "baseline" in keys(imported)
+
+
+def test_a_script_that_stops_early_is_reported_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "stops.sh").write_text("mkdir -p out\necho wrong folder\nexit 3\n")
+    with pytest.raises(SpecError) as caught:
+        api.read_command("megatron", ["stops.sh"])
+    assert "exit code 3: wrong folder" in caught.value.problem
+
+
 def test_every_engine_reads_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in plugins.engines():
         with pytest.raises(FlagError):

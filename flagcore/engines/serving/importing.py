@@ -61,7 +61,7 @@ def _server_command(engine: Engine, command: Sequence[str], directory: Path) -> 
     if not is_script(command, str(directory)):
         return command
     try:
-        records = trace_script(command, str(directory), {})
+        records, _failure = trace_script(command, str(directory), {})
     except SpecError as error:
         raise SpecError(key="command", value=error.value, problem=error.problem, fix="give the command") from None
     commands = [each.words for each in records if _position(engine, each.words)]

@@ -154,7 +154,7 @@ def _parse_command(
 
 def _parse_script(command: tuple[str, ...], directory: str | None, variables: Mapping[str, str]) -> UserCommand:
     """Return the only training command that a script starts. Raises SpecError for none or several."""
-    records = trace_script(command, directory, variables)
+    records, failure = trace_script(command, directory, variables)
     launches = {
         (each.words, each.directory): launch
         for each in records
@@ -166,6 +166,7 @@ def _parse_script(command: tuple[str, ...], directory: str | None, variables: Ma
         return replace(launch, skipped=skipped)
     other_commands = [shlex.join(each.words)[:60] for each in records][:4]
     problem = f"starts no torchrun or Megatron-LM program; it runs {', '.join(other_commands) or 'nothing'}"
+    problem += f"; it ends with {failure}" if failure else ""
     if launches:
         problem = f"starts {len(launches)} programs: {', '.join(' '.join(each.program) for each in launches.values())}"
     raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=SCRIPT_FIX)

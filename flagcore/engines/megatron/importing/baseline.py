@@ -63,6 +63,8 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
     if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
         return f"EP {expert_size} does not divide {experts} experts"
+    if type(expert_size) is int and expert_size > 0 and devices % (expert_size * stages):
+        return f"EP {expert_size} x PP {stages} does not divide {devices} devices"
     samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
     if train["global_batch_size"] % samples:
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"

@@ -20,6 +20,9 @@ from flagcore.spec.data_file import load_json
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""The sizes of the published vocabularies of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
+
 
 def spec_of_command(
     command: Sequence[str], directory: Path, model: str | None
@@ -100,6 +103,10 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
             if size:
                 flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
                 return size
+    tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # the default of pretrain_gpt.py
+    if size := VOCABULARIES.get(tokenizer):
+        flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
+        return size
     fix = "add it to the command, or give the model's Hugging Face directory as --model"
     flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
     return None
