@@ -13,11 +13,11 @@ from flagcore.domain.secrets import is_secret
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.launchers.kubernetes_job import KINDS, Pods, claim_and_mount, device_limits, pod_template
-from flagcore.launchers.script import MASTER_PORT, comments, shell_quoted
+from flagcore.launchers.script import DEVICES_OF_HOST, MASTER_PORT, comments, shell_quoted
 from flagcore.spec.data_file import dump_yaml
 
-INTERFACE = "eth0"
-"""The network interface of a pod."""
+IN_SHELL = {"{node_rank}": "NODE_RANK", **DEVICES_OF_HOST}
+"""Variables and commands of a pod's shell for placeholders."""
 
 
 def export(job: ExportJob) -> Mapping[str, str]:
@@ -29,14 +29,15 @@ def export(job: ExportJob) -> Mapping[str, str]:
     count = 1 if job.launch.ready else job.nodes
     hosts = KINDS[kind].hosts(job.name, count)
     environment, secrets = _environment(job, hosts)
+    of_host = {name: value for name, value in environment.items() if any(each in value for each in IN_SHELL)}
     pods = Pods(
         name=job.name,
         image=image,
         count=count,
-        first=(command := _command(job, hosts)),
+        first=(command := _command(job, hosts, of_host)),
         others=command,
         directory=job.launch.directory or "",
-        environment=environment,
+        environment={name: value for name, value in environment.items() if name not in of_host},
         limits=device_limits(job.platform, job.devices),
         secrets=secrets,
         claim=claim,
@@ -53,31 +54,33 @@ def export(job: ExportJob) -> Mapping[str, str]:
 
 def _placeholders(hosts: Collection[str]) -> dict[str, str]:
     first = next(iter(hosts)) if len(hosts) > 1 else "127.0.0.1"
-    fixed = {"{nnodes}": str(len(hosts)), "{master_addr}": first, "{master_port}": str(MASTER_PORT)}
-    return {**fixed, "{interface}": INTERFACE}
+    return {"{nnodes}": str(len(hosts)), "{master_addr}": first, "{master_port}": str(MASTER_PORT)}
 
 
 def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """Return the variables of all pods, and the secrets by variable."""
     placeholders, ranks = _placeholders(hosts), dict[str, str]()
     if not job.launch.ready:
-        ranks = {name.strip("{}").upper(): value for name, value in placeholders.items() if name != "{interface}"}
+        ranks = {name.strip("{}").upper(): value for name, value in placeholders.items()}
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **job.launch.environment}
     secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
     return {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}, secrets
 
 
-def _command(job: ExportJob, hosts: Collection[str]) -> str:
-    """Return the shell command of a pod; `{rank}` is the number of the pod. The image has the program in its PATH."""
+def _command(job: ExportJob, hosts: Collection[str], of_host: Mapping[str, str]) -> str:
+    """Return the shell command of a pod; `{rank}` is the number of the pod. The image has the program in its PATH.
+
+    The values of the variables `of_host` are different in each pod.
+    """
     launch, placeholders = job.launch, _placeholders(hosts)
     argv = [os.path.basename(launch.argv[0]) if launch.ready else launch.argv[0], *launch.argv[1:], *launch.sample]
     if launch.ready:  # the service reaches the pod from outside
         argv = ["0.0.0.0" if word == urlsplit(launch.ready[0]).hostname else word for word in argv]
-    words = " ".join(shell_quoted(_fill(word, placeholders), {"{node_rank}": "NODE_RANK"}) for word in argv)
-    return (
-        f"exec {words}" if launch.ready else f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {words}"
-    )
+    words = " ".join(shell_quoted(_fill(word, placeholders), IN_SHELL) for word in argv)
+    rank = "" if launch.ready else "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK; "
+    exports = "".join(f"export {name}={shell_quoted(value, IN_SHELL)}; " for name, value in of_host.items())
+    return f"{rank}{exports}exec {words}"
 
 
 def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:

@@ -17,6 +17,11 @@ NODE_VARIABLES = {
     "{nnodes}": "NNODES",
 }
 """The variables of a node by the placeholders of a launch that they replace."""
+DEVICES_OF_HOST = {
+    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
+    "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
+}
+"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
 
 
 def start_script(job: ExportJob) -> str:
@@ -71,7 +76,7 @@ def multi_line(words: Sequence[str], separator: str = " \\\n") -> str:
 
 
 def _quoted(word: str) -> str:
-    return shell_quoted(word, NODE_VARIABLES)
+    return shell_quoted(word, {**NODE_VARIABLES, **DEVICES_OF_HOST})
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ import yaml
 
 from flagcore import api
 from flagcore.errors import UsageError
+from flagcore.launchers import network
 from flagcore.launchers.kubernetes_job import KINDS
 from tests.api.test_manifest import checked, found
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
@@ -137,7 +138,9 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> None:
-    command = ["echo", "{node_rank} of {nnodes}", "{master_addr}:{master_port}", "it's $HOME"]
+    command = ["env", "sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}"]
+    command += ["it's $HOME"]
+    interface = network.interface_to(network.OUTSIDE)
     data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}}
     data["train"] = {**data["train"], "command": command, "directory": str(tmp_path)}
     text = only(exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind}))
@@ -148,8 +151,7 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
         ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
         done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
         assert done.stdout.decode().startswith(f"{rank} of 3 {host}:29500 it's $HOME")
-    environment = {each["name"]: each.get("value") for each in first["env"]}
-    assert environment["MODE"] == "eth0"
+        assert done.stdout.decode().rstrip().endswith(f"on {interface}".rstrip())
     assert first["resources"]["limits"] == {"nvidia.com/gpu": 2}
     assert "hidden-4711" not in text
     assert [each["key"] for each in found(manifest, "secretKeyRef")] == ["HF_TOKEN"] * 2

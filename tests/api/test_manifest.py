@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from flagcore import api
 from flagcore.errors import SpecError, UsageError
 from flagcore.launchers.kubernetes_job import KINDS
+from flagcore.launchers.script import DEVICES_OF_HOST, shell_quoted
+from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
@@ -136,3 +139,13 @@ def test_the_check_finds_all_problems(tmp_path: Path) -> None:
     manifest, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
     manifest["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
     assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], manifest))) == 2
+
+
+@pytest.mark.slow
+def test_scripts_find_the_network_devices_of_their_host() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    devices = ("ib7", "10.9.0.1", "mlx5_10:ACTIVE mlx5_3:DOWN")
+    script = f"ip route add default dev ib7; echo {shell_quoted('={interface} {adapters}', DEVICES_OF_HOST)}"
+    argv = ["unshare", "--net", "--mount", "sh", "-c", HOST, "sh", *devices, "sh", "-c", script]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "=ib7 mlx5_10\n"

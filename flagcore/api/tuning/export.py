@@ -32,7 +32,8 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
-from flagcore.launchers.script import multi_line, shell_quoted
+from flagcore.launchers import network
+from flagcore.launchers.script import DEVICES_OF_HOST, multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
@@ -146,7 +147,8 @@ def run_best(
     started.
     """
     launch = saved_launch(run_dir)
-    argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+    argv, folder = list(launch["argv"]), str(launch["directory"])
+    environment = network.fill(launch["environment"], network.placeholders())
     ready, missing = tuple(launch["ready"]), str(launch["missing"])
     lacking = [name for name in launch["needs"] if not os.environ.get(name)]
     if missing:
@@ -257,7 +259,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     rendezvous = {} if launch.own_script else RENDEZVOUS
     exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
     exports += [
-        f"export {name}={shlex.quote(value)}"
+        f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}"
         for name, value in launch.environment.items()
         if name not in hidden.inherited and name not in hidden.kept
     ]
@@ -280,7 +282,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
 
 def listing(plan: Plan, launch: Launch) -> str:
     """Return a shell script that prints the command of a launch, one argument per line, for the user to complete."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
     text = "\n".join([*exports, multi_line(launch.argv)])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 

@@ -24,6 +24,8 @@ from flagcore.errors import LaunchError, SpecError, UsageError
 if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
 
+NETWORK_DEVICES = ("{interface}", "{adapters}")
+"""Values of variables for the devices between hosts, which servers on one host do not use."""
 PROGRAM = "flagcore.engines.serving.trial"
 HOST_PROGRAM = f"{PROGRAM}.host"
 
@@ -101,7 +103,8 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
         raise UsageError("--to compose starts servers of one host; use --to kubernetes or slurm")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
-    common = {**job.platform.environment, **job.platform.task.spec.envs}
+    variables = {**job.platform.environment, **job.platform.task.spec.envs}
+    common = {name: value for name, value in variables.items() if value not in NETWORK_DEVICES}
     return export.compose_files(instances, job.platform.task.spec.serve.directory, common, job.comments)
 
 
