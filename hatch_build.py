@@ -45,6 +45,7 @@ LAUNCHERS = {"ray": ["ray>=2.40"]}
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "babel>=2.14",
+    "jsonschema>=4.21",
     "build>=1.2",
     "gguf>=0.10",
     "hatchling>=1.25",

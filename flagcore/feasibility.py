@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import NothingFits
 from flagcore.i18n import _
@@ -43,15 +44,27 @@ class UnmetLimits:
 def require_candidate(problem: Problem, workload: Workload) -> None:
     """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
     if not problem.pruned.open_rows.size:
-        raise NothingFits(_why_nothing_fits(problem, workload))
+        raise NothingFits(nothing_fits_text(problem, workload))
 
 
-def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
-    """Return one line: the count of each rule, the candidate that came closest, and how to use other hardware."""
+def nothing_fits_text(problem: Problem, workload: Workload, way_out: Callable[[], str] | None = None) -> str:
+    """Return one line: the count of each rule, the candidate that came closest, and a change with which one fits.
+
+    The default of `way_out` is advice on other hardware.
+    """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
     if limits := unmet_text(problem, workload):
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
+    if (rows := np.flatnonzero(predictions.fits)).size:
+        name, message = _main_rule(problem, rows)
+        why = _(
+            "{count:,} fit into memory, but are removed, most by {rule}: {message}",
+            count=rows.size,
+            rule=name,
+            message=message,
+        )
+        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
     needed, available = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
@@ -61,9 +74,16 @@ def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
         have=available,
         budget=_budget_from(problem.platform.task),
         candidate=problem.set_knobs(space.candidate(row)),
-        fix=_other_hardware(problem.platform.task),
+        fix=(way_out or partial(_other_hardware, problem.platform.task))(),
     )
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+
+
+def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
+    """Return the name and the message of the rule that removes most of some rows."""
+    place = int(np.bincount(problem.pruned.rule[rows]).argmax()) - 1
+    name = problem.pruned.rules[place]
+    return name, problem.messages.get(name, "")
 
 
 def unmet_limits(problem: Problem, workload: Workload) -> UnmetLimits | None:

@@ -22,12 +22,12 @@ def fill(text: str) -> str:
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Yield every command with its path, groups first."""
+    """Yield every command with its path, groups first. A command with several names has its first one."""
     yield path, command
     if isinstance(command, click.Group):
         context = click.Context(command)
-        for name in command.list_commands(context):
-            subcommand = command.get_command(context, name)
+        found = {command.get_command(context, name): name for name in reversed(command.list_commands(context))}
+        for subcommand, name in reversed(found.items()):
             assert subcommand is not None
             yield from commands(subcommand, (*path, name))
 

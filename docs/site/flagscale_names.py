@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flagcore.importers.flagscale.shape import OTHER_LAYERS
+from flagcore.engines.megatron.importing.shape import OTHER_LAYERS
 
 MARK = re.compile(r"^<!-- flagscale (\w+) -->$", re.MULTILINE)
 NAMES = {"other_layers": OTHER_LAYERS}

@@ -7,13 +7,16 @@ from flagcore.api.explaining.elimination import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.hardware.hosts import check_hosts
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
+from flagcore.api.importing.command import ImportedCommand, read_command
 from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
+from flagcore.api.importing.new_spec import defaults_of, new_spec
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
 from flagcore.api.reporting.report import REPORT, report
 from flagcore.api.tuning.export import Outcome, run_best
 from flagcore.api.tuning.manifest import manifest
+from flagcore.api.tuning.targets import Exported, export, export_targets
 from flagcore.api.tuning.tune import tune
 from flagcore.testing.runner import Checked, check_plugins
 from flagcore.testing.scaffold import new_plugin
@@ -26,6 +29,8 @@ __all__ = [
     "Comparison",
     "Estimate",
     "Explanation",
+    "Exported",
+    "ImportedCommand",
     "ImportedTrials",
     "Outcome",
     "Probed",
@@ -37,19 +42,24 @@ __all__ = [
     "check_tree",
     "chip_table",
     "compare",
+    "defaults_of",
     "devices",
     "doctor",
     "estimate",
     "estimate_jobs",
     "explain",
     "explain_candidate",
+    "export",
+    "export_targets",
     "forget",
     "import_history",
     "load_run",
     "manifest",
     "new_plugin",
+    "new_spec",
     "plugin_table",
     "probe",
+    "read_command",
     "read_tree",
     "report",
     "run_best",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 )
 @options.chip()
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
+@click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
 @click.option(
     "--explain", metavar="ID", help="Show one candidate in detail: number in the list, baseline, or the id of a job."
 )
@@ -38,6 +39,7 @@ def estimate_command(
     jobs: str | None,
     chip: str | None,
     top: int,
+    every: bool,
     explain: str | None,
     form: str,
     without: tuple[str, ...],
@@ -63,7 +65,7 @@ def estimate_command(
     assert spec is not None
     if spec.endswith(".jsonl"):
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
-    _estimate_spec(spec, data, chip, top, explain, form, without)
+    _estimate_spec(spec, data, chip, top, explain, form, without, every=every)
 
 
 def _is_given(option: str) -> bool:
@@ -110,6 +112,8 @@ def _estimate_spec(
     explain: str | None,
     form: str,
     without: tuple[str, ...],
+    *,
+    every: bool,
 ) -> None:
     from flagcore import api
     from flagcore.report.text import (
@@ -122,7 +126,8 @@ def _estimate_spec(
     )
 
     number = _number(explain)
-    estimate = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
+    distinct = not every and explain is None
+    estimate = api.estimate(spec, chip=chip, top=max(top, number), distinct=distinct, without=without, data=data)
     hardware = f"{estimate.devices} x {estimate.chip}"
     if explain is not None:
         number_of = len(estimate.candidates)
@@ -148,6 +153,10 @@ def _estimate_spec(
             options.say(_("Candidates with the least memory on {hardware}:", hardware=hardware))
     figures = "predicted_serving" if any("objective" in each for each in estimate.candidates) else "predicted"
     columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
+    columns |= options.columns("layouts") if distinct else {}
+    columns |= {
+        name: key for name, key in options.columns("cost").items() if any(key in each for each in estimate.candidates)
+    }
     candidates = [
         {**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in estimate.candidates
     ]

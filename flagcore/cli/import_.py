@@ -8,28 +8,32 @@ import click
 
 from flagcore.cli import options
 from flagcore.cli.main import translated
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 HISTORY = "-history"
 
 
 class _Importers(click.Group):
-    """The commands NAME and NAME-history of each installed importer, looked up on use."""
+    """The commands NAME and NAME-history of each installed importer, and one of each engine, looked up on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from flagcore.plugins import IMPORTERS, names
+        from flagcore.plugins import IMPORTERS, WORKLOADS, names
 
-        return [command for name in names(IMPORTERS) for command in (name, name + HISTORY)]
+        return [*(command for name in names(IMPORTERS) for command in (name, name + HISTORY)), *names(WORKLOADS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from flagcore.plugins import IMPORTERS, names
+
         if cmd_name not in self.list_commands(ctx):
             return None
-        return translated(history_command if cmd_name.endswith(HISTORY) else config_command)
+        if cmd_name in names(IMPORTERS):
+            return translated(config_command)
+        return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
 
 @click.group("import", cls=_Importers)
 def import_command() -> None:
-    """Import the config or the trials of another tuner."""
+    """Import a command of an engine, or the config or the trials of another tuner."""
 
 
 @click.command()
@@ -38,7 +42,7 @@ def import_command() -> None:
 @click.option(
     "--config-name", required=True, metavar="NAME", help="Top-level file of the config, such as train_auto_tuner."
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file [default: stdout].")
+@options.new_file
 @click.pass_context
 def config_command(
     context: click.Context, directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None
@@ -53,15 +57,29 @@ def config_command(
     config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
     options.print_notes(config.notes)
     api.check_tree(config)
-    if output is None:
-        click.echo(config.as_yaml(), nl=False)
-        return
-    if output.exists():
-        raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
-    try:
-        output.write_text(config.as_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
+    options.write_new(config.as_yaml(), output)
+
+
+@click.command()
+@click.argument("command", nargs=-1, required=True, metavar="COMMAND")
+@click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")
+@options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
+@options.new_file
+@click.pass_context
+def command_command(
+    context: click.Context, command: tuple[str, ...], model: str | None, chip: str | None, output: Path | None
+) -> None:
+    """Convert a command of the engine to a spec.
+
+    COMMAND is one quoted text, a script that starts the engine, or the words of the command after `--`. A script is
+    read without running its programs. The arguments are the baseline. Comments, also printed to stderr, mark arguments
+    that are dropped or have another meaning in the spec.
+    """
+    from flagcore import api
+
+    imported = api.read_command(str(context.info_name), command, model=model, chip=chip)
+    options.print_notes(imported.notes)
+    options.write_new(imported.as_yaml(), output)
 
 
 @click.command()

@@ -10,18 +10,16 @@ from flagcore.cli import options
 
 
 @click.command("manifest")
-@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC|RUN")
+@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC")
 @click.option("--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), required=True, help="Kind of the job.")
-@click.option(
-    "--image", required=True, help="Container image with flagcore, or with the environment of the best command."
-)
+@click.option("--image", required=True, help="Container image with flagcore.")
 @click.option("--name", help="Name of the job [default: name of the file or directory].")
 @click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point.")
 @options.plugins
 def manifest_command(
     where: Path, kind: str, image: str, name: str | None, volume: str | None, without: tuple[str, ...]
 ) -> None:
-    """Write a Kubernetes job that tunes SPEC, or that trains with the best configuration of RUN.
+    """Write a Kubernetes job that tunes SPEC.
 
     All files must have the same paths in the image or on the volume as on this machine.
     """

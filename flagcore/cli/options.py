@@ -144,6 +144,26 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
         raise config.translate_error(error) from None
 
 
+def new_file(command: F) -> F:
+    """Add `-o`; the command receives `output`, for `write_new`."""
+    text = N_("Output file [default: stdout].")
+    kind = click.Path(path_type=Path)
+    return click.option("-o", "--output", type=kind, metavar="FILE", help=text)(command)
+
+
+def write_new(text: str, output: Path | None) -> None:
+    """Print a text, or write it to a file that must not exist."""
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.exists():
+        raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
+
+
 def print_notes(notes: Iterable[ImportNote]) -> None:
     """Print how the keys of an imported config were converted."""
     for note in notes:

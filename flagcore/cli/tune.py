@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from flagcore.cli import options
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 
 @click.command("tune")
@@ -135,7 +135,8 @@ def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
     if can_start:
         lines.append(_("Start the best configuration: {command}", command=f"flag run {folder}"))
     else:
-        lines.append(_("The best configuration cannot be started here: see {file}", file=folder / "best.sh"))
+        text = N_("The best configuration cannot be started here: see {file}, or write other files: {command}")
+        lines.append(_(text, file=folder / "best.sh", command=f"flag export {folder} --to ..."))
     options.say("\n".join(lines))
 
 

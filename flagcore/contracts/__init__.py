@@ -14,6 +14,7 @@ from flagcore.contracts.chip import (
     description_of,
     device_use,
 )
+from flagcore.contracts.export import Exporter, ExportJob, Replicas
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import (
     Costs,
@@ -28,6 +29,7 @@ from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Str
 from flagcore.contracts.workload import (
     Breakdown,
     CommandChanges,
+    CommandReader,
     EngineDefaults,
     InstalledDefaults,
     InstalledVersion,
@@ -64,12 +66,15 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "CommandChanges",
+    "CommandReader",
     "CommunicatorMemory",
     "Costs",
     "DescribesDevice",
     "DeviceUseReporter",
     "EngineDefaults",
     "Event",
+    "ExportJob",
+    "Exporter",
     "History",
     "HistoryReader",
     "HistoryRow",
@@ -95,6 +100,7 @@ __all__ = [
     "ProductionDefaults",
     "PruningRule",
     "ReleaseCheck",
+    "Replicas",
     "Runner",
     "RunningLaunch",
     "ScalesDown",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.chip import PruningRule
+from flagcore.contracts.importer import ImportNote
 from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
@@ -176,6 +178,20 @@ class CommandChanges(Protocol):
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
         """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs."""
+
+
+@runtime_checkable
+class CommandReader(Protocol):
+    """Optional: an engine whose commands can be imported as specs."""
+
+    def read_command(
+        self, command: Sequence[str], directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        """Return the data of a spec for a command in `directory`, or for a script that starts one, with notes.
+
+        The arguments of the command are the baseline. Notes name each argument that is dropped or has another meaning
+        in the spec. `model` is the path of the model; None: that of the command. Raises SpecError.
+        """
 
 
 @runtime_checkable

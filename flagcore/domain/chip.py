@@ -65,7 +65,8 @@ class Link:
 class Chip:
     """An accelerator model. Its figures are those of one device, as software sees it.
 
-    `aliases` are the names that drivers and frameworks report. `dense_flops_per_second` maps a precision
+    `aliases` are the names that drivers and frameworks report. `family_names` are shorter names, also of other chips,
+    that mean this chip in specs and on the command line. `dense_flops_per_second` maps a precision
     (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
     interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand),
     `tdp_watts` the power that one device may take for long.
@@ -75,6 +76,7 @@ class Chip:
     name: str
     vendor: str
     aliases: tuple[str, ...] = ()
+    family_names: tuple[str, ...] = ()
     memory_bytes: Fact | None = None
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
@@ -105,12 +107,19 @@ class Chip:
         """Return whether `name` is the chip's name or an alias. Case, spaces and the vendor's name are ignored."""
         return normalize_name(name) in self.spellings
 
+    def is_meant_by(self, name: str) -> bool:
+        """Return whether a user means this chip by `name`: its name, an alias, or a family name."""
+        return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)
+
     @property
     def spellings(self) -> frozenset[str]:
         """The chip's normalized name and aliases, each with and without the vendor's name."""
+        return self._spellings_of((self.name, *self.aliases))
+
+    def _spellings_of(self, names: Iterable[str]) -> frozenset[str]:
         vendor = normalize_name(self.vendor)
-        names = {normalize_name(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
-        return frozenset(names | {vendor + name for name in names})
+        normalized = {normalize_name(name).removeprefix(vendor) or vendor for name in names}
+        return frozenset(normalized | {vendor + name for name in normalized})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,8 @@ class Knob:
     """The knob that this one refines. Text shows its value after that knob's, as in recompute full uniform 1."""
     shows_neutral: bool = False
     """Whether text also shows the neutral value."""
+    layout: bool = False
+    """Whether the knob divides the devices: candidates with equal values of all such knobs have the same layout."""
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()

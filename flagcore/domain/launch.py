@@ -29,7 +29,11 @@ class Launch:
     The other fields describe a launch for the user. A server is ready when all URLs of `ready` return status 200; the
     root of the first is its address. With `own_script`, `argv` runs the user's script. If `argv` is a command that the
     user's script starts, `leaves_out` lists the other commands of the script; None otherwise. `missing` describes what
-    the user must add to the launch; empty: nothing.
+    the user must add to the launch; empty: nothing. `sample` are arguments for it, with which the launch starts on
+    generated data.
+
+    A launch on several nodes is started on each with NODE_RANK, MASTER_ADDR and MASTER_PORT, which replace
+    `{node_rank}`, `{master_addr}` and `{master_port}`.
     """
 
     argv: tuple[str, ...]
@@ -44,6 +48,7 @@ class Launch:
     own_script: bool = False
     leaves_out: tuple[str, ...] | None = None
     missing: str = ""
+    sample: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     client: tuple[str, ...] = ()
     warm: bool = False

@@ -45,6 +45,7 @@ class ClusterSpec:
     min_nodes: int | None = None
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
+    price_per_device_hour: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 
     @property

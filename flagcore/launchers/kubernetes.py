@@ -1,12 +1,17 @@
-"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore.launchers.join`)."""
+"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore.launchers.join`).
+
+It also writes manifests.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from flagcore.contracts import Launcher
+from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import UsageError
+from flagcore.launchers import kubernetes_export
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
@@ -50,7 +55,19 @@ def _name(host: str) -> str:
     return host.partition(".")[0]
 
 
-LAUNCHER: Launcher = HostsLauncher(
+@dataclass(kw_only=True)
+class KubernetesLauncher(HostsLauncher):
+    """The launcher, which also exports jobs as manifests."""
+
+    targets: Collection[str] = ("kubernetes",)
+    per_server: bool = True
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        """Return the manifest of a job. Raises UsageError."""
+        return kubernetes_export.export(job)
+
+
+LAUNCHER: Launcher = KubernetesLauncher(
     name="kubernetes",
     channel=channel,
     find_hosts=find_hosts,

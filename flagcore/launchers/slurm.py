@@ -1,14 +1,17 @@
-"""The slurm launcher: agents are steps of the current allocation."""
+"""The slurm launcher: agents are steps of the current allocation. It also writes batch scripts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from flagcore.contracts import Launcher
+from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import LaunchError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.script import comments, start_lines
 
 
 def channel(host: str) -> list[str]:
@@ -41,7 +44,25 @@ def has_allocation() -> bool:
     return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
 
 
-LAUNCHER: Launcher = HostsLauncher(
+@dataclass(kw_only=True)
+class SlurmLauncher(HostsLauncher):
+    """The launcher, which also exports jobs as batch scripts."""
+
+    targets: Collection[str] = ("slurm",)
+    per_server: bool = False
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        """Return a batch script with one task per node."""
+        devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
+        options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
+        lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
+        first = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        lines += ["start() {", "NODE_RANK=$SLURM_NODEID", *start_lines(job), "}", "export -f start"]
+        lines += [*([first] if job.nodes > 1 else []), "exec srun --kill-on-bad-exit=1 bash -c start"]
+        return {f"{job.name}.sbatch": "\n".join(lines) + "\n"}
+
+
+LAUNCHER: Launcher = SlurmLauncher(
     name="slurm",
     channel=channel,
     find_hosts=find_hosts,

@@ -280,6 +280,7 @@ def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
         memory_bytes_per_device=_bytes(group.memory_per_device, (*at, "memory_per_device"), file),
         nic_bytes_per_second=group.nic_bytes_per_second,
         nic_latency_seconds=group.nic_latency_seconds,
+        price_per_device_hour=group.price_per_device_hour,
     )
 
 

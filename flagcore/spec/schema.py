@@ -43,6 +43,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
 Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Latency = Annotated[float, Field(gt=0, le=1)]
+Price = Annotated[float, Field(ge=0, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
 _CONTROL = ControlSpec()
@@ -116,6 +117,8 @@ class GroupSection(Section):
     """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
     nic_latency_seconds: Latency | None = None
     """Seconds until a small message arrives on another host; null: 20 µs, as of InfiniBand."""
+    price_per_device_hour: Price | None = None
+    """Price of one device for an hour, in any currency, for the cost of tokens and of `planned_steps`."""
 
 
 class ClusterSection(GroupSection):

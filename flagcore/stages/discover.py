@@ -277,7 +277,7 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
 def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
     chips = plugins.chips()
     for chip in chips:
-        if chip.has_name(name):
+        if chip.is_meant_by(name):
             return chip
     hint = unknown_chip_hint(name, chips)
     raise NoDevice(

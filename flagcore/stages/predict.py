@@ -11,6 +11,7 @@ from flagcore.contracts import Costs, Workload, memory_components, stage_layers
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import objective_value
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction
+from flagcore.domain.price import cost_figures
 from flagcore.domain.serving import ServeSpec, nest_statistics
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
@@ -112,7 +113,7 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
     `layers` are the numbers of layers per stage if the engine derived them.
     """
     if isinstance(task.spec.work, ServeSpec):
-        return _serving_record(task.spec.objective, prediction)
+        return _serving_record(task, prediction)
     data: dict[str, object] = {}
     devices, train = task.cluster.devices, task.spec.train
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
@@ -120,6 +121,7 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
         tokens = train.global_batch_size * train.seq_length / devices
         data["step_time_s"] = {"value": seconds, "low": low, "high": high}
         data["tokens_per_second_per_device"] = {"value": tokens / seconds, "low": tokens / high, "high": tokens / low}
+        data |= cost_figures(task, seconds, tokens / seconds)
         rate = prediction.model_flops / seconds / devices
         data["model_tflops_per_device"] = rate / 1e12
         peak = task.cluster.peak_flops(train.precision)
@@ -131,8 +133,9 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
     return data | {"memory": _memory(prediction)} | split
 
 
-def _serving_record(objective: str, prediction: Prediction) -> dict[str, object]:
+def _serving_record(task: Task, prediction: Prediction) -> dict[str, object]:
     """Return the prediction of a server as plain data, with the statistics of each latency."""
+    objective = task.spec.objective
     cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
     data = nest_statistics({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
@@ -140,6 +143,7 @@ def _serving_record(objective: str, prediction: Prediction) -> dict[str, object]
         bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
         data["objective"] = {"value": objective_value(objective, seconds), "low": bounds[0], "high": bounds[1]}
         data["step_time_s"] = {"value": seconds, "low": low, "high": high}
+        data |= cost_figures(task, seconds, prediction.figures.get("output_tokens_per_s_per_device"))
     return data | {"memory": _memory(prediction) | cache}
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.api.tuning.export import DEVICES_OF_HOST, shell_quoted
-from flagcore.api.tuning.kubernetes_job import KINDS
-from flagcore.errors import FlagError, SpecError, UsageError
-from flagcore.launchers import network
+from flagcore.errors import SpecError, UsageError
+from flagcore.launchers.kubernetes_job import KINDS
+from flagcore.launchers.script import DEVICES_OF_HOST, shell_quoted
 from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
@@ -122,61 +121,6 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     assert found(checked(manifest), "limits") == [limits] * 2
 
 
-def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> Path:
-    """Return a run whose best is started so. Its spec stands for the state of the run."""
-    from flagcore.api.tuning import manifest as module
-
-    snapshot = module.load_snapshot(written(tmp_path), None, ())
-    monkeypatch.setattr(module, "load_snapshot", lambda *_: snapshot)
-    (tmp_path / "run" / "best").mkdir(parents=True)
-    inputs = {"argv": ["true"], "environment": {}, "directory": "/job", **launch}
-    (tmp_path / "run" / "best" / "launch.json").write_text(json.dumps(inputs))
-    return tmp_path / "run"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    argv = [
-        "sh",
-        "-c",
-        'echo "$@" on $MODE',
-        "sh",
-        "{node_rank} of {nnodes}",
-        "{master_addr}:{master_port}",
-        "it's $HOME",
-    ]
-    secret = {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}
-    interface = network.interface_to(network.OUTSIDE)
-    run = run_with(tmp_path, monkeypatch, argv=argv, environment=secret, needs=["WANDB_API_KEY"])
-    manifest, notes = api.manifest(run, kind=kind, image="image:1")
-    first, others = (each[0] for each in found(checked(manifest), "containers"))
-    host = KINDS[kind].hosts("run", 3)[0]
-    for one, index, rank in ((first, "0", 0), (others, "1", 2)):
-        ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
-        completed = subprocess.run(
-            one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True
-        )
-        assert completed.stdout.decode().rstrip() == f"{rank} of 3 {host}:29500 it's $HOME on {interface}".rstrip()
-    assert "hidden-4711" not in json.dumps(manifest)
-    assert {each["key"] for each in found(manifest, "secretKeyRef")} == {"HF_TOKEN", "WANDB_API_KEY"}
-    assert notes
-
-
-@pytest.mark.parametrize(
-    ("launch", "error"),
-    [
-        ({"missing": "the data"}, UsageError),
-        ({"ready": ["http://127.0.0.1:1/health"]}, UsageError),
-        ({"argv": ["train", "--token=hf_0123456789abcdefghijABCDEFGHIJ0123"]}, UsageError),
-    ],
-)
-def test_invalid_jobs_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any], error: type[FlagError]
-) -> None:
-    with pytest.raises(error):
-        api.manifest(run_with(tmp_path, monkeypatch, **launch), kind="jobset", image="image:1")
-
-
 def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--name"):
         api.manifest(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
@@ -184,6 +128,11 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
         api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data")
     with pytest.raises(SpecError, match="kubernetes"):
         api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
+
+
+def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="flag export"):
+        api.manifest(tmp_path, kind="jobset", image="image:1")
 
 
 def test_the_check_finds_all_problems(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
 
 
 def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project: Project) -> None:
-    listing = json.loads(flag("estimate", project.spec(), "--json").out)
+    listing = json.loads(flag("estimate", "--all", project.spec(), "--json").out)
     assert [each["number"] for each in listing] == list(range(1, len(listing) + 1))
     assert {each["limit"] for each in listing} <= LIMITS
     table = flag("estimate", project.spec())
@@ -75,7 +75,7 @@ def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project
 
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, project: Project) -> None:
     spec = project.spec()
-    second_run = json.loads(flag("estimate", spec, "--json").out)[1]
+    second_run = json.loads(flag("estimate", spec, "--all", "--json").out)[1]
     output = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
     assert {key: output[key] for key in second_run} == second_run
     assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == output
@@ -234,15 +234,15 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
 
 
 def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
-    nearest = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
+    nearest = "did you mean H100-NVL or H100-PCIe or H100-SXM?"
     for completed in (
-        flag("estimate", project.spec(cluster={"chip": "H100"})),
-        flag("estimate", project.spec(), "--chip", "H100"),
+        flag("estimate", project.spec(cluster={"chip": "H100-X"})),
+        flag("estimate", project.spec(), "--chip", "H100-X"),
     ):
         assert (completed.code, completed.out) == (4, "")
         assert nearest in completed.err
     (answer,) = answers(
-        flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100"}}))
+        flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100-X"}}))
     )
     assert answer["status"] == "unknown"
     assert nearest in answer["reason"]

@@ -28,7 +28,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
@@ -270,7 +270,7 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     chips = load_plugins(without).chips()
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
-        if isinstance(name, str) and name != AUTO and not any(chip.has_name(name) for chip in chips):
+        if isinstance(name, str) and name != AUTO and not any(chip.is_meant_by(name) for chip in chips):
             problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
             yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 
@@ -314,12 +314,24 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     lines += _idle_devices(problem, workload)
+    lines += _family_names(task)
     lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
         lines += _unchecked_flags(task.spec.work, task.spec, workload)
     warn(lines)
+
+
+def _family_names(task: Task) -> list[str]:
+    """Return a note for each chip that a spec names by its family."""
+    sections = task.spec.cluster.groups or (task.spec.cluster,)
+    chips = zip((each.chip for each in sections), (group.chip for group in task.cluster.groups), strict=False)
+    return [
+        _("chip {name} means {chip}; name another variant by its own name", name=name, chip=chip.name)
+        for name, chip in chips
+        if name != AUTO and not chip.has_name(name)
+    ]
 
 
 def _idle_devices(problem: Problem, workload: Workload) -> list[str]:

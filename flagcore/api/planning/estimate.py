@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
+from flagcore.api.planning.ways_out import way_out
 from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
@@ -18,8 +20,9 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
-from flagcore.domain.spec import Task
-from flagcore.feasibility import require_candidate, unmet_text
+from flagcore.domain.spec import AUTO, Task
+from flagcore.errors import NothingFits
+from flagcore.feasibility import nothing_fits_text, unmet_text
 from flagcore.i18n import _
 from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
@@ -35,12 +38,12 @@ from flagcore.trial_plan import estimate_search_time
 class Estimate(Notebook):
     """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    `number` of a candidate is its position, from 1. `model` has the weights of the model by part. `untimed` is the
-    number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of the trials,
-    `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine and chip.
-    `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency limits,
-    `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds one.
-    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    `number` of a candidate is its position among all candidates, from 1. `model` has the weights of the model by part.
+    `untimed` is the number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of
+    the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
+    and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
+    limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
+    one. `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
     engine.
     """
 
@@ -78,16 +81,22 @@ def estimate(
     *,
     chip: str | None = None,
     top: int = 10,
+    distinct: bool = False,
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the errors of
-    `flagcore.errors`.
+    With `distinct`, these are the fastest of each layout, and `variants` is the number of further candidates with the
+    layout. `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the
+    errors of `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
-    require_candidate(problem, workload)
+    if not problem.pruned.open_rows.size:
+        cluster = problem.platform.task.spec.cluster
+        is_detected = cluster.chip == AUTO and not cluster.groups
+        fix = None if is_detected else partial(way_out, problem, workload, without)
+        raise NothingFits(nothing_fits_text(problem, workload, fix))
     order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
@@ -100,9 +109,7 @@ def estimate(
         baseline=_records(problem, workload, np.array([baseline]))[0],
         defaults=_engine_defaults(problem, workload),
         unmet=unmet_text(problem, workload),
-        candidates=tuple(
-            {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
-        ),
+        candidates=_candidates(problem, workload, order, top, distinct=distinct),
         model=tuple(model_table(model_parts(workload, task))),
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
@@ -113,6 +120,41 @@ def estimate(
         knobs=problem.knobs,
         labels=labels_of(workload),
     )
+
+
+def _candidates(
+    problem: Problem, workload: Workload, order: IntArray, top: int, *, distinct: bool
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the records of the first `top` rows of `order`, or of the first rows with different layouts."""
+    if not distinct:
+        places, variants = np.arange(min(top, order.size)), None
+    else:
+        layouts = _layouts(problem, order)
+        _values, first, counts = np.unique(layouts, return_index=True, return_counts=True)
+        fastest = np.argsort(first)[:top]
+        places, variants = first[fastest], counts[fastest] - 1
+    records = _records(problem, workload, order[places])
+    more = [{}] * len(records) if variants is None else [{"variants": int(count)} for count in variants]
+    numbered = zip(places, records, more, strict=True)
+    return tuple({"number": int(place) + 1, **record, **counted} for place, record, counted in numbered)
+
+
+def _layouts(problem: Problem, rows: IntArray) -> IntArray:
+    """Return a number for each row that is equal for rows with equal layouts."""
+    names = [name for name, knob in problem.knobs.items() if knob.layout]
+    numbers = np.zeros(rows.size, dtype=np.int64)
+    for start in range(0, rows.size, LAYOUT_ROWS):
+        part = slice(start, start + LAYOUT_ROWS)
+        columns = problem.space.columns(rows[part])
+        for name in names:
+            numbers[part] = numbers[part] * LARGEST_SIZE + columns[name]  # overflows, as a hash
+    return numbers
+
+
+LAYOUT_ROWS = 100_000
+"""The number of rows that are decoded at once."""
+LARGEST_SIZE = 1_000_003
+"""A prime above the largest size of a layout."""
 
 
 def _runs(task: Task) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
+from flagcore.domain.price import COST, cost_figures
 from flagcore.domain.secrets import (
     is_secret,
     redact_data,
@@ -32,6 +33,7 @@ from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.launchers import network
+from flagcore.launchers.script import DEVICES_OF_HOST, multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
@@ -84,6 +86,8 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     cannot = ""
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
     data = _with_stop_message(data, run_dir)
+    for each in filter(None, (data["baseline"], data["best"])):
+        each["cost"] = _cost(problem, each)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -99,12 +103,22 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
+def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float]:
+    """Return the cost of a trial in the format of result.json, as measured or else as predicted."""
+    predicted, measured = trial["predicted"], trial["measured"]
+    if not measured:
+        return {name: predicted[name] for name in COST if name in predicted}
+    name = "output_tokens_per_s_per_device"
+    rate = measured.get("figures", {}).get(name, measured["tokens_per_second_per_device"])
+    return cost_figures(problem.platform.task, measured["step_time_s"]["median"], rate)
+
+
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
     """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty text."""
     assert plan.best is not None
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
-        _require_startable(problem, workload, best)
+        require_startable(problem, workload, best)
         planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
     except UsageError as error:
         cannot = str(error)
@@ -172,7 +186,7 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(problem) from None
 
 
-def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
+def require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
     """Raise UsageError if the best of a plan cannot be started without changes on any machine."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
@@ -200,11 +214,6 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
-DEVICES_OF_HOST = {
-    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
-    "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
-}
-"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
 FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
@@ -273,15 +282,8 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
 
 def listing(plan: Plan, launch: Launch) -> str:
     """Return a shell script that prints the command of a launch, one argument per line, for the user to complete."""
-    lines: list[str] = []
-    for word in launch.argv:
-        if lines and not word.startswith("-") and lines[-1].startswith("-"):
-            lines[-1] += f" {shlex.quote(word)}"
-        else:
-            lines.append(shlex.quote(word))
     exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
-    command = " \\\n  ".join(lines)
-    text = "\n".join([*exports, command])
+    text = "\n".join([*exports, multi_line(launch.argv)])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
@@ -289,16 +291,6 @@ def secrets_script(hidden: Hidden) -> str:
     """Return a shell script that sets the secrets which this shell does not have."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
     return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
-
-
-def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
-    for value, name in variables.items():
-        before, found, after = word.partition(value)
-        if found:
-            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
-            return f'{ends[0]}"${name}"{ends[1]}'
-    return shlex.quote(word)
 
 
 def no_start_script(plan: Plan, why: str) -> str:

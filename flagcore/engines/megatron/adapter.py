@@ -36,6 +36,7 @@ from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.command.checks import command_changes
 from flagcore.engines.megatron.failures import FAILURES
+from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
@@ -104,6 +105,7 @@ class Megatron:
     read = staticmethod(reading.read)
     step_limit = staticmethod(reading.step_limit)
     command_changes = staticmethod(command_changes)
+    read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
     as_installed = staticmethod(trial_program.as_installed)
@@ -202,6 +204,7 @@ class _Capabilities(
     contracts.JobRecords,
     contracts.KeyWarnings,
     contracts.CommandChanges,
+    contracts.CommandReader,
     contracts.PipelineTimeline,
     contracts.ProductionDefaults,
     contracts.ReleaseCheck,

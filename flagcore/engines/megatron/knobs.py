@@ -38,6 +38,7 @@ def _parallel_size(name: str, label: str, help: str, **changes: Any) -> Knob:
         "auto": lambda task: divisors(task.cluster.devices),
         "auto_help": "every divisor of the number of devices",
         "passes_neutral": True,
+        "layout": True,
     }
     return _knob(name, label, help, **{**row, **changes})
 
@@ -74,6 +75,7 @@ SPACE_KNOBS = (
         auto=lambda task: divisors(task.spec.train.global_batch_size),
         auto_help="every divisor of the global batch size",
         shows_neutral=True,
+        layout=False,
         memory_order=1,
     ),
     _parallel_size(

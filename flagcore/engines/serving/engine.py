@@ -12,20 +12,26 @@ Job records of published runs are completed with the settings that they omit:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from flagcore.contracts import (
+    CommandReader,
     Costs,
     EngineDefaults,
+    Exporter,
+    ExportJob,
+    ImportNote,
     InstalledVersion,
     JobRecords,
     NamedDistribution,
     Platform,
     PruningRule,
+    Replicas,
     UntestedEngine,
     Workload,
 )
@@ -36,11 +42,11 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving import launching, layout, reading
+from flagcore.engines.serving import importing, launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
+from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, SIZES, TP, Hardware, count
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
@@ -49,11 +55,20 @@ from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.job import Instance
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, UsageError
 
 
 class ServingWorkload(
-    Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
+    Workload,
+    CommandReader,
+    EngineDefaults,
+    Exporter,
+    JobRecords,
+    InstalledVersion,
+    NamedDistribution,
+    Replicas,
+    UntestedEngine,
+    Protocol,
 ):
     """The protocols that every serving engine implements."""
 
@@ -104,6 +119,8 @@ class Engine:
     untested: str = ""
     """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
+    targets: Collection[str] = ("compose",)
+    per_server: bool = False
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)
@@ -211,6 +228,11 @@ class Engine:
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         return *published(task, self.parse(values), self.published_runs), frozenset()
 
+    def read_command(
+        self, command: Sequence[str], directory: Path, model: str | None
+    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        return importing.spec_of_command(self, command, directory, model)
+
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return layout.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
 
@@ -225,6 +247,15 @@ class Engine:
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         return launching.launch(platform, self, candidate, folder, for_real=for_real)
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        return launching.compose(self, job)
+
+    def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
+        values = candidate.as_dict()
+        if values.get(SIZES) is not None:
+            raise UsageError(f"{SIZES} = {values[SIZES]}: this target starts equal servers only")
+        return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that returns no steps: a load has no intermediate result."""

@@ -20,20 +20,19 @@ FRONT_PORT = 8000
 MEETING_PORT = 8500
 """The rendezvous port of the hosts of the first instance; the other instances have the following ports."""
 BALANCER = "flagcore.engines.serving.balancer"
-START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
+START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
 
 
 def launch(
     instances: Sequence[Instance],
     folder: str,
     directory: str,
-    common: Mapping[str, str],
     health: str,
     hosts: Sequence[str] = (),
 ) -> Launch:
     """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
 
-    `common` is the environment of all launches, which containers need in full. The path `health` returns 200 when a
+    The path `health` returns 200 when a
     server is ready. On several `hosts`, the user starts the script on each.
     """
     if len(instances) == 1 and not instances[0].further:
@@ -47,11 +46,9 @@ def launch(
         heads = enumerate(each.host for each in instances)
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
         placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
-    Path(folder, NGINX).write_text(_render("nginx.conf.j2", places=_places_of(placed, hosts)), encoding="utf-8")
+    Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
     start = Path(folder, START)
     texts = [(start, start_script(placed, folder, hosts), 0o700)]
-    if not hosts:
-        texts.append((Path(folder, COMPOSE), compose_yaml(placed, folder, directory, common), 0o600))
     has_secret = any(secrets_in_arguments(each.argv) for each in placed)
     for file, text, mode in texts:
         file.touch(mode=0o600)
@@ -104,19 +101,26 @@ def _render(template: str, **values: object) -> str:
     return environment.from_string(text).render(front=FRONT_PORT, **values)
 
 
-def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
-    """Return a docker compose file for all instances, with the host's network and files mounted at the same paths.
+def compose_files(
+    instances: Sequence[Instance], directory: str | None, common: Mapping[str, str], comments: Sequence[str]
+) -> dict[str, str]:
+    """Return a docker compose file for all instances, with the host's network and files mounted at the same paths, and
+    the configuration of nginx if there are several.
 
-    The program comes from the image; the other paths of the commands are mounted.
+    The program comes from the image; the other paths of the commands are mounted. `common` is the environment of all
+    instances.
     """
+    several = len(instances) > 1
+    ports = _ports(instances) if several else [FRONT_PORT]
+    instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
     words = [word for instance in instances for word in instance.argv[1:]]
-    paths = sorted({directory, *(path for word in words for path in _mounted_paths(word))})
+    paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
     services: dict[str, object] = {
         f"instance-{number}": {
             "image": "${IMAGE:?set IMAGE to an image that has the engine}",
             "network_mode": "host",
             "ipc": "host",
-            "working_dir": directory,
+            **({"working_dir": directory} if directory else {}),
             "entrypoint": [_escape(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
             "environment": {
                 name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escape(value)
@@ -128,18 +132,25 @@ def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, com
         }
         for number, instance in enumerate(instances)
     }
-    services["balancer"] = {
-        "image": "nginx:stable",
-        "network_mode": "host",
-        "volumes": [f"{_escape(str(Path(folder, NGINX)))}:/etc/nginx/nginx.conf:ro"],
-        "depends_on": list(services),
-        "restart": "unless-stopped",
-    }
-    head = (
-        "# IMAGE=... docker compose up: starts the servers and nginx, which listens at port "
-        f"{FRONT_PORT}.\n# Put the device settings of the vendor's container runtime into compose.override.yaml.\n"
-    )
-    return head + str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))
+    if several:
+        services["balancer"] = {
+            "image": "nginx:stable",
+            "network_mode": "host",
+            "volumes": [f"./{NGINX}:/etc/nginx/nginx.conf:ro"],
+            "depends_on": list(services),
+            "restart": "unless-stopped",
+        }
+    head = [
+        *(f"# {line}" for line in comments),
+        f"# IMAGE=... docker compose up: starts the servers, which listen at port {FRONT_PORT}.",
+        "# Put the device settings of the vendor's container runtime into compose.override.yaml.",
+    ]
+    text = "\n".join([*head, str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))])
+    return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if several else {})}
+
+
+def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
+    return _render("nginx.conf.j2", places=_places_of(instances, hosts))
 
 
 def _command(instance: Instance) -> list[str]:

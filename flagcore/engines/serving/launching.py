@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flagcore.contracts import Platform
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
@@ -18,11 +19,13 @@ from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
-from flagcore.errors import LaunchError, SpecError
+from flagcore.errors import LaunchError, SpecError, UsageError
 
 if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
 
+NETWORK_DEVICES = ("{interface}", "{adapters}")
+"""Values of variables for the devices between hosts, which servers on one host do not use."""
 PROGRAM = "flagcore.engines.serving.trial"
 HOST_PROGRAM = f"{PROGRAM}.host"
 
@@ -52,13 +55,12 @@ def ready(spec: Spec, engine: Engine) -> None:
 def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
     """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
-    instances = tuple(_instance(platform, engine, each) for each in placements(task, candidate.as_dict()))
+    instances = instances_of(platform, engine, candidate)
     directory = serve.directory or folder
     try:
         if for_real:
-            common = {**platform.environment, **platform.task.spec.envs}
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
-            return export.launch(instances, folder, directory, common, engine.health, hosts)
+            return export.launch(instances, folder, directory, engine.health, hosts)
         job = Job(
             engine=engine.where,
             instances=instances,
@@ -87,6 +89,23 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
         return Launch(argv=program, folder=folder)
     on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
     return Launch(argv=on_host, client=program, folder=folder)
+
+
+def instances_of(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
+    """Return the servers of a candidate."""
+    return tuple(_instance(platform, engine, each) for each in placements(platform.task, candidate.as_dict()))
+
+
+def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
+    """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
+    instances = instances_of(job.platform, engine, job.candidate)
+    if any(each.further or each.host for each in instances):
+        raise UsageError("--to compose starts servers of one host; use --to kubernetes or slurm")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    variables = {**job.platform.environment, **job.platform.task.spec.envs}
+    common = {name: value for name, value in variables.items() if value not in NETWORK_DEVICES}
+    return export.compose_files(instances, job.platform.task.spec.serve.directory, common, job.comments)
 
 
 def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:

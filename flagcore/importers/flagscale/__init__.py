@@ -7,14 +7,15 @@ at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import History, Importer
+from flagcore.contracts import ExportJob, History, Importer
 from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale import compose, serving, training
 from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
+from flagcore.importers.flagscale.export import export
 from flagcore.importers.flagscale.history import read_history
 from flagcore.importers.flagscale.imported import Imported
 from flagcore.importers.flagscale.layouts import normalize_layout
@@ -23,9 +24,11 @@ from flagcore.spec.plain_data import spec_error
 
 
 class FlagScale:
-    """Imports hydra trees and history.csv files."""
+    """Imports hydra trees and history.csv files, and exports candidates as trees."""
 
     name, title = "flagscale", "FlagScale"
+    targets: Collection[str] = ("flagscale",)
+    per_server = True
 
     def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
         """Compose the config `name` in `directory` with hydra's `overrides` (`a.b=c`), and translate it.
@@ -38,6 +41,9 @@ class FlagScale:
 
     def read_history(self, path: Path) -> History:
         return read_history(path)
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        return export(job)
 
 
 def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), *, file: str) -> Imported:

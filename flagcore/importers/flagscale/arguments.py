@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from flagcore.engines.serving.importing import LENGTHS, parse_length
 from flagcore.importers.flagscale.engines import (
     COMMON_ARGUMENTS,
     ENGINES,
@@ -20,7 +19,6 @@ from flagcore.importers.flagscale.engines import (
 from flagcore.importers.flagscale.source import Source
 
 _SPEC_KEY = "serve.engine_args"
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 Arguments = dict[str, tuple[str, Any]]
 """The key in the tree and the value of each argument, by the engine's names."""
@@ -100,13 +98,5 @@ def _add_argument(
         previous_key, previous = result[engine_name]
         text = f"dropped for {engine} ({previous}): {tree_key} is used"
         source.note(previous_key, text, f"{_SPEC_KEY}.{engine_name}")
-    is_length = name in ("max_model_len", "context_length", "ctx_size")
-    result[engine_name] = tree_key, _parse_length(value) if is_length else value
-
-
-def _parse_length(value: Any) -> Any:
-    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does."""
-    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
-    if not match or (match[2] and match[3].isupper()):
-        return value
-    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])
+    is_length = name in LENGTHS
+    result[engine_name] = tree_key, parse_length(value) if is_length else value

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.contracts import ImportNote
+from flagcore.engines.megatron.importing.arguments import flag_name
 from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
-from flagcore.importers.flagscale.source import flag_name
-from flagcore.spec.data_file import dump_yaml
+from flagcore.spec.importing import commented_yaml
 from flagcore.spec.plain_data import spec_error
 
 _MOVED_KEYS: dict[str, str] = TABLES["keys_of_spec"]
 _RENAMED_KEYS: dict[str, list[str]] = TABLES["names_of_spec"]
 _INDEX_PATTERN = re.compile(r"(\[\d+\])+$")
-WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +35,7 @@ class Imported:
         return join_errors([self._with_tree_key(each) for each in error.problems])
 
     def as_yaml(self) -> str:
-        """Return the spec as YAML, with each note above its key or above the closest existing section."""
-        notes_by_key: dict[str, list[ImportNote]] = {}
-        for note in self.notes:
-            key = note.at
-            while key and not _has_key(self.data, key):
-                key = key.rpartition(".")[0]
-            notes_by_key.setdefault(key, []).append(note)
-        return "\n".join([*_comments(notes_by_key.get("", []), 0), *_lines(self.data, "", notes_by_key)]) + "\n"
+        return commented_yaml(self.data, self.notes)
 
     def _with_tree_key(self, error: SpecError) -> SpecError:
         key = self._key_of_argument(str(error.value)) if error.key == "train.command" else _key_of(self.tree, error.key)
@@ -99,33 +89,3 @@ def _leaves(data: Any, path: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{path}[{number}]")
     else:
         yield path
-
-
-def _has_key(data: Any, path: str) -> bool:
-    for part in path.split("."):
-        if not isinstance(data, Mapping) or part not in data:
-            return False
-        data = data[part]
-    return True
-
-
-def _lines(data: Mapping[str, Any], path: str, notes_by_key: Mapping[str, list[ImportNote]]) -> Iterator[str]:
-    depth = path.count(".") + 1 if path else 0
-    for key, value in data.items():
-        key_path = f"{path}.{key}" if path else key
-        yield from _comments(notes_by_key.get(key_path, []), depth)
-        if isinstance(value, Mapping) and value:
-            yield f"{'  ' * depth}{key}:"
-            yield from _lines(value, key_path, notes_by_key)
-        else:
-            flow = isinstance(value, list)
-            text = dump_yaml({key: value}, default_flow_style=None if flow else False, width=math.inf)
-            yield from ("  " * depth + line for line in text.splitlines())
-
-
-def _comments(notes: Iterable[ImportNote], depth: int) -> Iterator[str]:
-    indent = "  " * depth + "# "
-    for note in notes:
-        yield from textwrap.wrap(
-            str(note), WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
-        )

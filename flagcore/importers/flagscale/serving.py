@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore.engines.megatron.importing.arguments import flag_name
 from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale import arguments, layouts
 from flagcore.importers.flagscale.engines import (
@@ -18,7 +19,7 @@ from flagcore.importers.flagscale.engines import (
     flagscale_name,
 )
 from flagcore.importers.flagscale.experiment import cluster, control
-from flagcore.importers.flagscale.source import Source, flag_name, leaves
+from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _OBJECTIVES: dict[str, str] = TABLES["objectives"]

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flagcore.engines.megatron.importing.arguments import Flags
+from flagcore.engines.megatron.importing.baseline import RECOMPUTE, SIZES, baseline_of, baseline_problem
+from flagcore.engines.megatron.importing.options import options
+from flagcore.engines.megatron.importing.shape import shape
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import cluster, control
-from flagcore.importers.flagscale.options import options
-from flagcore.importers.flagscale.shape import shape
-from flagcore.importers.flagscale.source import Flags, Source, leaves
+from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
-_SIZES: list[str] = TABLES["sizes"]
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _MIB = 1 << 20
 
 
@@ -26,15 +25,23 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
     """
     entries = take_entries(source)
-    flags = Flags(source, entries)
+    flags = Flags(source, entries, "train.model.{name}")
     _check_supported(source, flags)
     machines, nodes, devices, host = cluster(source)
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
             source.report(f"train.model.{key}", "is missing", fix="give it")
-    model = shape(flags)
-    baseline = _baseline(flags, bool(model.get("num_moe_experts")))
+    model = shape(flags, _vocabulary(flags))
+    if "rwkv" in str(source.at(key := "experiment.task.entrypoint")):
+        source.note(key, "predictions are those of a plain decoder with attention", "model")
+    baseline = baseline_of(flags, bool(model.get("num_moe_experts")))
+    for name in (*baseline, *RECOMPUTE):
+        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
+            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
+            flags.note(name, text, "auto_tuner.baseline")
+    text = "used in the baseline, with the parallel sizes of train.system"
+    flags.note("micro_batch_size", text, "auto_tuner.baseline")
     arguments = command_words([*entries, *((key, MISSING) for key in unresolved)])
     for key, value in entries:
         if is_placeholder(value):
@@ -44,7 +51,7 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
-    tuner = _tuner(source, baseline, _baseline_problem(baseline, train, model, nodes * devices))
+    tuner = _tuner(source, baseline, baseline_problem(baseline, train, model, nodes * devices))
     if nodes > 1 and "hostfile" in machines and not source.at("experiment.runner.per_node_task"):
         tuner["launcher"] = "ssh"
     _set_memory(source, machines)
@@ -79,69 +86,15 @@ def _check_supported(source: Source, flags: Flags) -> None:
         raise source.error(flags.key("enable_hetero"), problem, value=True, fix=fix)
 
 
-def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
-    """Return the tree's own configuration as a baseline; missing knobs are off or 1."""
-    baseline = {key: value for key in _SIZES if (value := flags.get(key)) not in (None, 0)}
-    if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
-        flags.note(
-            "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
-        )
-    baseline["micro_batch_size"] = flags.get("micro_batch_size", 1)
-    baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
-    if sequence := flags.get("sequence_parallel"):
-        if baseline.get("tensor_model_parallel_size", 1) == 1:
-            text = "off in the baseline: it needs tensor parallelism"
-            flags.note("sequence_parallel", text, "auto_tuner.baseline")
-        else:
-            baseline["sequence_parallel"] = True
-    elif sequence is not None:
-        baseline["sequence_parallel"] = False
-    baseline |= _recompute(flags)
-    for name in (*baseline, *_RECOMPUTE):
-        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
-            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
-            flags.note(name, text, "auto_tuner.baseline")
-    flags.note(
-        "micro_batch_size", "used in the baseline, with the parallel sizes of train.system", "auto_tuner.baseline"
-    )
-    return baseline
-
-
-def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the knobs of recompute. Block recompute of 0 layers is off."""
-    knobs = {name: value for name in _RECOMPUTE if (value := flags.get(name)) is not None}
-    if _RECOMPUTE[0] not in knobs:
-        return {"use_recompute": False}
-    if knobs.get("recompute_num_layers") == 0:
-        if knobs.get("recompute_method") == "block":
-            flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
-            return {"use_recompute": False}
-        flags.note("recompute_num_layers", "dropped (0): it must be at least 1", "auto_tuner.baseline")
-        del knobs["recompute_num_layers"]
-    return {"use_recompute": True, **knobs}
-
-
-def _baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
-    """Return why a tree's own sizes do not fit its devices, batch or layers; empty if they fit."""
-    tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
-    shape = (model["num_layers"], model["num_attention_heads"])
-    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
-    if not all(type(each) is int and each > 0 for each in numbers):
-        return ""  # the rules of the spec report it
-    if devices % (tensor * stages * context):
-        return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
-    if model["num_attention_heads"] % tensor:
-        return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
-    experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
-    if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
-        return f"EP {expert_size} does not divide {experts} experts"
-    samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
-    if train["global_batch_size"] % samples:
-        return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
-    has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
-    if model["num_layers"] % stages and not has_split:
-        return f"{model['num_layers']} layers do not divide over {stages} stages"
-    return ""
+def _vocabulary(flags: Flags) -> Any:
+    size, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
+    if size is None:
+        key = "train.data.tokenizer.vocab_size"
+        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
+    elif is_placeholder(size):
+        key = flags.key("vocab_size")
+        flags.source.report(key, "is a placeholder", value=size, fix=fix.format(key))
+    return size
 
 
 def _space(source: Source, knob_names: Any) -> dict[str, Any]:
@@ -161,10 +114,10 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
             source.note(tree_key, "dropped: all stages recompute alike", "auto_tuner.space")
         elif key not in knob_names:
             source.note(tree_key, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
-    virtual = space.get(_SIZES[4])
+    virtual = space.get(SIZES[4])
     if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
         text = "FlagScale tries only pipelines of more than two stages; flagcore also tries shorter ones without them"
-        source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
+        source.note(f"{_TUNER}.space.{SIZES[4]}", text, f"auto_tuner.space.{SIZES[4]}")
     missing = [key for key in knob_names if key not in space]
     if missing:
         text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"

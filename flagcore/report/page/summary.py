@@ -125,12 +125,24 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
         capacity = lookup(best["predicted"], "memory.capacity_gib")
         limit = "" if capacity is None else f" / {shown(capacity)} GiB"
         yield _("Device memory in use"), Cell(f"{approximate}{shown(used)} GiB{limit}", used)
+    yield from _cost(best, mark if measured else "~")
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best['number']}"
     yield _("Source"), Cell(source, None, f"#trial-{best['number']}")
+
+
+def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
+    """Yield the time and the cost of the planned job, and the cost of tokens, as far as they are known."""
+    cost = best.get("cost") or {}
+    if days := cost.get("planned_days"):
+        text, price = _("{days} days", days=shown(days)), cost.get("planned_cost")
+        total = "" if price is None else ", " + _("cost {cost}", cost=shown(price))
+        yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
+    if (price := cost.get("cost_per_million_tokens")) is not None:
+        yield _("Cost per million tokens"), Cell(f"{mark}{shown(price)}", price)
 
 
 def _step(best: Record, mark: str) -> Cell:

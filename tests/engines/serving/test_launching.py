@@ -18,6 +18,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
 from flagcore.engines.serving import export
+from flagcore.engines.serving.launching import instances_of
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.job import Instance, Job, as_text, read_job
 from flagcore.errors import SpecError
@@ -43,6 +44,12 @@ def launched(where: Platform, folder: Path, *, for_real: bool = False, **values:
 def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, ...]:
     launched(where, folder, **values)
     return read_job(folder).instances
+
+
+def composed(where: Platform, **values: Any) -> dict[str, Any]:
+    candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
+    files = export.compose_files(instances_of(where, LLAMACPP, candidate), None, {}, ())
+    return dict(yaml.safe_load(files[export.COMPOSE])["services"])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +166,7 @@ def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
     assert "least_conn;" in conf
     assert conf.count("server 127.0.0.1:") == 2
     assert "proxy_buffering off;" in conf
-    services = yaml.safe_load((tmp_path / export.COMPOSE).read_text())["services"]
+    services = composed(where, instances=2, pipeline_model_parallel_size=2)
     assert list(services) == ["instance-0", "instance-1", "balancer"]
     assert [services[f"instance-{number}"]["environment"][VISIBLE] for number in (0, 1)] == ["0,1", "2,3"]
     weights = tmp_path / "weights.gguf"
@@ -173,7 +180,7 @@ def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
 
 def test_unequal_winners_are_started_with_their_tested_sizes(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, for_real=True, instance_sizes="2+1+1")
-    services = yaml.safe_load((tmp_path / export.COMPOSE).read_text())["services"]
+    services = composed(on_cards(tmp_path), instance_sizes="2+1+1")
     seen = [services[f"instance-{number}"]["environment"][VISIBLE] for number in range(3)]
     assert seen == ["0,1", "2", "3"]
     assert (tmp_path / export.NGINX).read_text().count("server 127.0.0.1:") == 3
@@ -199,8 +206,8 @@ def test_containers_mount_the_targets_of_links_and_get_all_variables(tmp_path: P
     (blobs / "1").touch()
     (snapshot / "model.safetensors").symlink_to(blobs / "1")
     instance = Instance(argv=("/opt/bin/serve", str(snapshot)), environment={"PRICE": "$5", "A": "own"})
-    text = export.compose_yaml([instance], str(tmp_path), "/work", {"A": "plugin", "B": "user"})
-    service = yaml.safe_load(text)["services"]["instance-0"]
+    files = export.compose_files([instance], "/work", {"A": "plugin", "B": "user"}, ())
+    (service,) = yaml.safe_load(files[export.COMPOSE])["services"].values()
     assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} == set(service["volumes"])
     assert service["environment"] == {"A": "own", "B": "user", "PRICE": "$$5"}
 
@@ -236,13 +243,12 @@ def test_winners_on_hosts_are_started_on_each_by_its_number(tmp_path: Path) -> N
     assert "--port 8001" not in own
     assert "balancer 8000 a:8001 b:8002" in script
     assert "server b:8002" in (tmp_path / export.NGINX).read_text()
-    assert not (tmp_path / export.COMPOSE).exists()
     subprocess.run(["sh", "-n", str(tmp_path / export.START)], check=True)
 
 
 def test_an_instance_on_two_hosts_meets_at_the_first(tmp_path: Path) -> None:
     far = Instance(argv=("serve", "{head}:{head_port}", "{port}"), further=(("follow", "{head}:{head_port}"),), host=1)
-    best = export.launch([far], str(tmp_path), "/work", {}, "/health", ["a", "b", "c"])
+    best = export.launch([far], str(tmp_path), "/work", "/health", ["a", "b", "c"])
     script = (tmp_path / export.START).read_text()
     assert best.argv == ("/bin/sh", str(tmp_path / export.START))
     assert script.index("1)\n    serve b:8500 8001") < script.index("2)\n    follow b:8500")

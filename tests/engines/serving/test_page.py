@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.export import COMPOSE, FRONT_PORT, NGINX, START
+from flagcore.engines.serving.export import FRONT_PORT, NGINX, START
 from flagcore.engines.serving.trial.job import SERVE
 from flagcore.spec import read_spec
 from tests.small import ENGINES
@@ -18,7 +18,7 @@ EXAMPLES = ["serve-cpu.yaml", "serve-vllm-cpu.yaml"]
 
 
 def test_file_and_port_flags_are_reserved_for_the_program() -> None:
-    assert all(f"`{name}`" in PAGE for name in (SERVE, METRICS, START, NGINX, COMPOSE))
+    assert all(f"`{name}`" in PAGE for name in (SERVE, METRICS, START, NGINX))
     assert f"port {FRONT_PORT}" in PAGE
 
 

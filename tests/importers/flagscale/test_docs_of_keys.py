@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from docs.site import tables
+from flagcore.engines.megatron.importing import shape
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.importers.flagscale import engines, experiment, history, layouts, shape
+from flagcore.importers.flagscale import engines, experiment, history, layouts
 from tests.importers.flagscale.accounting import leaves
 
 ROOT = Path(__file__).parents[3]

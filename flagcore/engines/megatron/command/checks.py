@@ -134,7 +134,7 @@ def command_warnings(spec: Spec) -> list[str]:
     table = argument_table(spec, command)
     flags_by_dest = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = []
-    release, detected = spec.train.engine_version, detected_release(spec, command)
+    release, detected = spec.train.engine_version, detected_release(command, spec.envs)
     is_found = Path(command.directory, command.file or "").is_file()
     if release and detected and is_found and release_table(release).release != release_table(detected).release:
         text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")

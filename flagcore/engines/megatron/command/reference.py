@@ -16,7 +16,11 @@ from flagcore.engines.megatron.flags import flags
 MISSING_ARGUMENTS = (
     "the data and tokenizer, the learning rate and its schedule, --train-iters or --train-samples, and --save"
 )
-MULTI_NODE_NOTE = "; start it on each node, with the first node in place of HOST"
+SAMPLE_ARGUMENTS = (
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--split", "99,1,0", "--eval-iters", "1"),
+    *("--lr", "1e-4", "--train-iters", "100", "--log-interval", "1"),
+)
+"""Arguments that train on generated data."""
 PRECISION_FLAGS = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16",),
@@ -31,15 +35,14 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str) -
     """Return how to start `pretrain_gpt.py` by torchrun with the arguments of model, precision and candidate."""
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
-    multi_node_options = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
-    rendezvous = ["--standalone"] if nodes == 1 else multi_node_options
+    addresses = ["--master-addr={master_addr}", "--master-port={master_port}"]
+    rendezvous = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--node-rank={node_rank}", *addresses]
     argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", "pretrain_gpt.py"]
     argv += model_arguments(spec.model)
     argv += ["--max-position-embeddings", str(train.seq_length), *PRECISION_FLAGS[train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
     argv += flags(values, spec, None)
-    missing = MISSING_ARGUMENTS + (MULTI_NODE_NOTE if nodes > 1 else "")
-    return Launch(argv=tuple(argv), folder=folder, missing=missing)
+    return Launch(argv=tuple(argv), folder=folder, missing=MISSING_ARGUMENTS, sample=SAMPLE_ARGUMENTS)
 
 
 def model_arguments(model: Model) -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import Argument
-from flagcore.engines.megatron.command.script import SHELLS
 from flagcore.engines.megatron.command.user_command import UserCommand, readable_command
+from flagcore.engines.script import SHELLS
 
 WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
 """Programs that a script may use to start the training program."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
 from flagcore.engines.megatron.command.release import find_release
-from flagcore.engines.megatron.command.script import SCRIPT_FIX, SHELLS, is_script, trace_script
+from flagcore.engines.script import SCRIPT_FIX, SHELLS, is_script, trace_script
 from flagcore.errors import SpecError
 
 PLACEHOLDER = "{flags}"
@@ -98,12 +98,16 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
     A script is traced with `variables`, the spec's variables and a master address in its environment. Raises SpecError
     for a script that cannot be read.
     """
-    train = spec.train
-    if train.command is None:
+    if spec.train.command is None:
         return None
+    return read_command(spec.train.command, spec.train.directory, {**(variables or {}), **spec.envs})
+
+
+def read_command(words: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> UserCommand | None:
+    """Return the parts of a command in `directory`, see `user_command`. Raises SpecError."""
     master_variables = {name: value for name, value in MASTER_VARIABLES.items() if name not in os.environ}
-    trace_variables = {**master_variables, **(variables or {}), **spec.envs}
-    command = _parse_command(train.command, train.directory, tuple(sorted(trace_variables.items())))
+    trace_variables = {**master_variables, **variables}
+    command = _parse_command(tuple(words), directory, tuple(sorted(trace_variables.items())))
     if isinstance(command, SpecError):
         raise command
     return command
@@ -119,12 +123,12 @@ def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> 
 
 def release_of(spec: Spec, command: UserCommand) -> str | None:
     """Return the release of Megatron-LM that a command runs: `train.engine_version`, or else the detected one."""
-    return spec.train.engine_version or detected_release(spec, command)
+    return spec.train.engine_version or detected_release(command, spec.envs)
 
 
-def detected_release(spec: Spec, command: UserCommand) -> str | None:
-    """Return the release of Megatron-LM that the program of a command imports."""
-    variables = {**spec.envs, **command.environment}
+def detected_release(command: UserCommand, envs: Mapping[str, str]) -> str | None:
+    """Return the release of Megatron-LM that the program of a command imports with the variables `envs`."""
+    variables = {**envs, **command.environment}
     interpreter = _interpreter(command, variables.get("PATH"))
     return _cached_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
 
@@ -150,7 +154,7 @@ def _parse_command(
 
 def _parse_script(command: tuple[str, ...], directory: str | None, variables: Mapping[str, str]) -> UserCommand:
     """Return the only training command that a script starts. Raises SpecError for none or several."""
-    records = trace_script(command, directory, variables)
+    records, failure = trace_script(command, directory, variables)
     launches = {
         (each.words, each.directory): launch
         for each in records
@@ -162,6 +166,7 @@ def _parse_script(command: tuple[str, ...], directory: str | None, variables: Ma
         return replace(launch, skipped=skipped)
     other_commands = [shlex.join(each.words)[:60] for each in records][:4]
     problem = f"starts no torchrun or Megatron-LM program; it runs {', '.join(other_commands) or 'nothing'}"
+    problem += f"; it ends with {failure}" if failure else ""
     if launches:
         problem = f"starts {len(launches)} programs: {', '.join(' '.join(each.program) for each in launches.values())}"
     raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=SCRIPT_FIX)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, IntArray
@@ -55,9 +55,11 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class Program:
     """An engine's flags, log lines, counters, and overheads.
 
-    `program` is the default command; `packages` are the pip packages that may install it. `reserved` are the flags that
-    the user cannot set, with the reasons. The source of the installed engine has its flags as literals in `flag_files`
-    and as fields of a class in `flag_fields`; flags are not checked if both are empty.
+    `program` is the default command, and `commands` are all commands of users. `model_flags` are flags of the model,
+    which may also follow the command; `expert_switch` is the flag of expert parallelism if it is a switch. `packages`
+    are the pip packages that may install the engine. `reserved` are the flags that the user cannot set, with the
+    reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
+    `flag_fields`; flags are not checked if both are empty.
 
     `counters` are samples of /metrics, and their names in the metrics of a trial. `settings` are regular expressions
     for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
@@ -69,6 +71,9 @@ class Program:
     title: str
     program: Sequence[str]
     knobs: tuple[Knob, ...]
+    commands: Sequence[Sequence[str]] = ()
+    model_flags: Sequence[str] = ()
+    expert_switch: str = ""
     packages: Sequence[str] = ()
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
@@ -100,19 +105,10 @@ class Program:
 
     def split(self, spec: Spec) -> EngineArgs:
         """Return the result of `parse` without a check of the other flags. A knob is set by its name or by its flag."""
-        by_flag = {
-            strip_dashes(word): (knob, flag)
-            for knob in reversed(self.knobs)
-            for flag in knob.flags
-            for word in (flag.name, flag.off)
-        }
-        by_name = {knob.name: knob for knob in self.knobs}
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in spec.serve.engine_args.items():
             name = strip_dashes(key)
-            knob, flag = by_name.get(name.replace("-", "_")), None
-            if knob is None and name in by_flag:
-                knob, flag = by_flag[name]
+            knob, flag = self.knob_of(name)
             if knob is None:
                 engine_args.others[name] = value
             elif flag is not None and name == flag.off and isinstance(value, bool):
@@ -125,6 +121,15 @@ class Program:
         if problems:
             raise join_errors(problems)
         return engine_args
+
+    def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
+        """Return the knob with a name or a flag (without dashes), and the flag; None for others."""
+        for knob in self.knobs:
+            if knob.name == name.replace("-", "_"):
+                return knob, None
+        matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
+        found = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
+        return next(found, (None, None))
 
     def check(self, names: Iterable[str], known_flags: Collection[str]) -> None:
         """Raise SpecError for reserved flags and, if `known_flags` is not empty, for flags that are not in it."""
@@ -155,6 +160,13 @@ class Program:
     def command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
         return program.find_command(spec, tuple(self.program))
+
+    def start_command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the result of `command`, without a path if the command is not on this machine."""
+        try:
+            return self.command(spec)
+        except NoDevice:
+            return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
         """Return the version in the spec, or of the installed package; empty if unknown."""

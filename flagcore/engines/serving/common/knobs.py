@@ -201,6 +201,7 @@ INSTANCES_KNOB = knob(
     INSTANCES,
     "Number of servers, each with its own devices or CPU cores; a request goes to the least busy server.",
     flags=(),
+    layout=True,
     neutral=1,
     auto=DIVISORS_FOR_RATES,
     aliases=("instance",),
@@ -209,23 +210,22 @@ SIZES_KNOB = SizesKnob(
     name=SIZES,
     help=f"Devices (or CPU cores) of each instance if they differ, such as 4+2+2; replaces {INSTANCES} and {TP}.",
     label="sizes",
+    layout=True,
     kind="word",
     auto=heterogeneous.auto_sizes,
     auto_help="not set; for a rate also splits of all devices into unequal powers of two",
 )
-TP_KNOB = knob(TP, "Devices that split each layer's matrices.", flags=(), label="TP", neutral=1, auto=DIVISORS)
-PP_KNOB = knob(
-    PP, "Pipeline stages: devices that hold successive layers.", flags=(), label="PP", neutral=1, auto=DIVISORS
-)
+_SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
+TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=DIVISORS, **_SIZE)
+PP_KNOB = knob(PP, "Pipeline stages: devices that hold successive layers.", label="PP", auto=DIVISORS, **_SIZE)
 DP_KNOB = knob(
     DP,
     "Attention data parallelism: groups inside one instance that each hold the attention of some sequences.",
-    flags=(),
     label="DP",
-    neutral=1,
     auto=DIVISORS_WITH_EXPERTS,
+    **_SIZE,
 )
-EP_KNOB = knob(EP, "Devices that share the experts.", flags=(), label="EP", neutral=1, auto=DIVISORS_WITH_EXPERTS)
+EP_KNOB = knob(EP, "Devices that share the experts.", label="EP", auto=DIVISORS_WITH_EXPERTS, **_SIZE)
 CONTEXT_KNOB = knob("context_len", "Tokens of one sequence, prompt and answer.", flags=())
 PREFIX_KNOB = knob(
     "enable_prefix_caching",

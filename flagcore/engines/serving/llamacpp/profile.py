@@ -16,7 +16,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
@@ -51,7 +51,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     spec = task.spec
     other_args = own.PROGRAM.parse(spec).others
     is_embedded = spec.serve.command is None
-    command = (sys.executable, "-m", RUNNER) if is_embedded else program.find_command(spec, spec.serve.command or ())
+    command = (sys.executable, "-m", RUNNER) if is_embedded else own.PROGRAM.start_command(spec)
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != own.CONTEXT], values)
     slots, context = _int(values.get(own.PARALLEL)), _int(values.get(own.CONTEXT))

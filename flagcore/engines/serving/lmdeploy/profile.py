@@ -31,7 +31,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     spec, data = task.spec, count(values, DP)
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
-    argv = [*own.PROGRAM.command(spec), spec.serve.weights or ""]
+    argv = [*own.PROGRAM.start_command(spec), spec.serve.weights or ""]
     argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(own.KNOBS, values)
     argv += as_words(own.PROGRAM.parse(spec).others, has_negation=False)

@@ -34,7 +34,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     other_args = own.PROGRAM.parse(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
-    argv = [*own.PROGRAM.command(spec), "--model-path", spec.serve.weights or ""]
+    argv = [*own.PROGRAM.start_command(spec), "--model-path", spec.serve.weights or ""]
     argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
     argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1})
     if data > 1:

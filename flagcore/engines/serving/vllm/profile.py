@@ -31,12 +31,12 @@ follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    command = own.PROGRAM.command(task.spec)
+    command = own.PROGRAM.start_command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values)]
     if count(values, EP) > 1:
-        argv.append("--enable-expert-parallel")
+        argv.append(f"--{own.PROGRAM.expert_switch}")
     argv += as_words(own.PROGRAM.parse(task.spec).others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if Hardware.of(task).on_cores:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.engines.megatron.command import script
+from flagcore.engines import script
 from flagcore.engines.megatron.command.user_command import user_command
 from flagcore.errors import SpecError
 from tests.engines.megatron.command.scripts import LAUNCH, MODEL, read, spec_of

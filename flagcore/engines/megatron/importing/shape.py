@@ -7,27 +7,33 @@ import math
 from contextlib import suppress
 from typing import Any
 
+from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.errors import join_errors
-from flagcore.importers.flagscale.command import is_placeholder
-from flagcore.importers.flagscale.engines import TABLES
-from flagcore.importers.flagscale.source import Flags
 
-OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
+MODEL_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
+EXPERT_FLAGS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+"""Flags of a model that are keys of a spec as well, and those of experts."""
+LATENT_SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Default sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
+OTHER_LAYERS = (
+    *("experimental_attention_variant", "linear_", "attention_output_gate", "hybrid_", "is_hybrid", "mamba_", "rwkv"),
+    *("window_", "use_mimo", "mimo_", "vision_", "patch_dim", "patch_size", "img_", "use_engram", "engram_"),
+    "enable_hyper_connections",
+)
 """Prefixes of flags for layers other than attention and feed-forward networks."""
 MAX_PATTERN = 10_000
 """Maximum text length, list length and factor in an expression for a pattern of layers."""
 
 
-def shape(flags: Flags) -> dict[str, Any]:
+def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError for a missing size or an unsupported pattern of layers."""
-    vocabulary = _vocabulary(flags)
-    section: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.get(key)) is not None}
+    section: dict[str, Any] = {key: value for key in MODEL_FLAGS if (value := flags.get(key)) is not None}
     problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in section:
-            problems.append(flags.source.error(f"train.model.{key}", "is missing", fix="give it"))
+            problems.append(flags.source.error(flags.key(key), "is missing", fix="give it"))
         elif not isinstance(section[key], int):
-            problems.append(flags.source.error(f"train.model.{key}", "must be a number", value=section[key]))
+            problems.append(flags.source.error(flags.key(key), "must be a number", value=section[key]))
     if problems:
         raise join_errors(problems)
     section["vocab_size"] = vocabulary
@@ -38,17 +44,6 @@ def shape(flags: Flags) -> dict[str, Any]:
     section |= _attention(flags) | _experts(flags, section["num_layers"])
     _note_other_layers(flags)
     return section
-
-
-def _vocabulary(flags: Flags) -> Any:
-    size, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
-    if size is None:
-        key = "train.data.tokenizer.vocab_size"
-        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
-    elif is_placeholder(size):
-        key = flags.key("vocab_size")
-        flags.source.report(key, "is a placeholder", value=size, fix=fix.format(key))
-    return size
 
 
 def _attention(flags: Flags) -> dict[str, Any]:
@@ -72,7 +67,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
     if is_latent:
-        sizes = {key: flags.get(key, own) for key, own in TABLES["latent_sizes"].items()}
+        sizes = {key: flags.get(key, own) for key, own in LATENT_SIZES.items()}
         rank = flags.get("q_lora_rank")
         section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
     return section
@@ -85,8 +80,6 @@ def _note_other_layers(flags: Flags) -> None:
     for prefixes, model in texts:
         if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
             flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
-    if "rwkv" in str(flags.source.at(key := "experiment.task.entrypoint")):
-        flags.source.note(key, "predictions are those of a plain decoder with attention", "model")
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:
@@ -121,7 +114,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     experts, frequency = flags.get("num_experts", flags.get("num_moe_experts")), flags.get("moe_layer_freq", 1)
     if experts is None:
         return {}
-    sizes = {key: value for key in TABLES["expert_flags"] if (value := flags.get(key)) is not None}
+    sizes = {key: value for key in EXPERT_FLAGS if (value := flags.get(key)) is not None}
     section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
     dense = _dense_layers(frequency, layers)
     if dense is None:

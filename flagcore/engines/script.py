@@ -40,8 +40,10 @@ def is_script(command: Sequence[str], directory: str | None) -> bool:
     return Path(command[0]).name in SHELLS or _names_shell(Path(directory or ".", command[0]))
 
 
-def trace_script(command: Sequence[str], directory: str | None, variables: Mapping[str, str]) -> tuple[Record, ...]:
-    """Return the external commands that a script would run, in order.
+def trace_script(
+    command: Sequence[str], directory: str | None, variables: Mapping[str, str]
+) -> tuple[tuple[Record, ...], str]:
+    """Return the external commands that a script would run, in order, and why it failed; empty if it did not.
 
     `variables` are added to the environment. Raises SpecError if the script cannot be traced.
     """
@@ -63,7 +65,7 @@ def trace_script(command: Sequence[str], directory: str | None, variables: Mappi
             raise _script_error(command, f"redirects a block to a file, which cannot be skipped: {location}")
     if problem and not records:
         raise _script_error(command, f"cannot be read: {problem}")
-    return tuple(record for _, record in records)
+    return tuple(record for _, record in records), problem
 
 
 def _names_file(words: Sequence[str], directory: str | None) -> bool:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagcore.importers.flagscale.engines import TABLES
-from flagcore.importers.flagscale.source import Flags
+from flagcore.engines.megatron.importing.arguments import Flags
+
+NOT_PREDICTED = {
+    "_per_stage": "all stages recompute alike",
+    "schedules_method": "1F1B, interleaved with virtual stages",
+    "moe_fb_overlap": "experts communicate between the products",
+    "rampup_batch_size": "all steps have the full batch",
+}
+"""Parts of the names of flags that predictions leave out, and what they assume instead."""
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
@@ -22,7 +29,7 @@ def options(flags: Flags) -> dict[str, Any]:
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     for name in flags.names():
-        if why := next((why for part, why in TABLES["not_predicted"].items() if part in name), ""):
+        if why := next((why for part, why in NOT_PREDICTED.items() if part in name), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
     settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # Megatron's default
     if flags.get("peft_type") is not None:

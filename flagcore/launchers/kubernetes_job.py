@@ -6,10 +6,20 @@ batch.volcano.sh/v1alpha1. Each gives every pod a stable name, by which the othe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flagcore.contracts import Platform
+from flagcore.domain.cluster import NodeGroup
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
+characters.
+"""
 FIRST, OTHERS = "first", "others"
 RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
@@ -38,6 +48,40 @@ class Pods:
     first_ends: bool = False
 
 
+def job_name(text: str) -> str:
+    """Return a valid name of a job from a text."""
+    return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
+
+
+def checked_name(name: str) -> str:
+    """Return `name`. Raises UsageError if it is not a valid name of a job."""
+    if not NAME.fullmatch(name):
+        raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
+    return name
+
+
+def claim_and_mount(volume: str) -> tuple[str, str]:
+    """Return the claim and the mount point of `--volume`, empty for none. Raises UsageError."""
+    claim, _separator, mount = volume.partition(":")
+    if volume and not (claim and mount.startswith("/")):
+        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
+    return claim, mount
+
+
+def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
+    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
+    groups, support = platform.task.cluster.groups, platform.support
+    if len(groups) > 1:
+        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
+    group: NodeGroup = groups[0]
+    if support.shared_devices:
+        return {"cpu": devices}
+    if support.kubernetes is None:
+        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
+    each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
+    return {support.kubernetes.name: -(-devices // each)}
+
+
 def _jobset_hosts(name: str, count: int) -> list[str]:
     return [f"{name}-{FIRST}-0-0.{name}", *(f"{name}-{OTHERS}-0-{number}.{name}" for number in range(count - 1))]
 
@@ -50,9 +94,9 @@ def _volcano_hosts(name: str, count: int) -> list[str]:
     return [f"{name}-{FIRST}-0.{name}", *(f"{name}-{OTHERS}-{number}.{name}" for number in range(count - 1))]
 
 
-def _template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
+def pod_template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
     """Return the template of a pod. Devices exchange data through /dev/shm, which is 64 MB without a volume."""
-    variables = [{"name": name, "value": value} for name, value in pods.environment.items()]
+    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in pods.environment.items()]
     secret = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
         for name, (where, key) in pods.secrets.items()
@@ -66,7 +110,7 @@ def _template(pods: Pods, command: str, restart: str, container: str = "flagcore
         "name": container,
         "image": pods.image,
         "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
-        "workingDir": pods.directory,
+        **({"workingDir": pods.directory} if pods.directory else {}),
         "env": variables + secret,
         "resources": {"limits": dict(pods.limits)},
         "volumeMounts": mounts,
@@ -84,7 +128,7 @@ def _jobset(pods: Pods) -> dict[str, Any]:
     def job(name: str, count: int, command: str) -> dict[str, Any]:
         spec = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": RESTARTS}
         restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
-        template = {"spec": {**spec, "template": _template(pods, command, restart)}}
+        template = {"spec": {**spec, "template": pod_template(pods, command, restart)}}
         return {"name": name, "replicas": 1, "template": template}
 
     jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
@@ -99,7 +143,7 @@ def _pytorch(pods: Pods) -> dict[str, Any]:
         names[name]: {
             "replicas": count,
             "restartPolicy": "OnFailure",
-            "template": _template(pods, command, "OnFailure", "pytorch"),
+            "template": pod_template(pods, command, "OnFailure", "pytorch"),
         }
         for name, count, command in _groups(pods, "$RANK", "$RANK")
     }
@@ -117,7 +161,7 @@ def _pytorch(pods: Pods) -> dict[str, Any]:
 def _volcano(pods: Pods) -> dict[str, Any]:
     def task(name: str, count: int, command: str) -> dict[str, Any]:
         restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
-        template = _template(pods, command, restart)
+        template = pod_template(pods, command, restart)
         ends_job = name == FIRST and pods.first_ends
         completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends_job else {}
         return {"name": name, "replicas": count, **completion_policy, "template": template}

@@ -1,0 +1,177 @@
+"""Export a candidate of a run or of a plan as files that start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+
+from flagcore import plugins
+from flagcore.api.common.candidate_parser import as_candidate
+from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.explaining.candidate_report import named_columns
+from flagcore.api.explaining.elimination import broken_rules_of
+from flagcore.api.explaining.neighbors import columns_of
+from flagcore.api.tuning.export import require_startable
+from flagcore.contracts import EngineDefaults, Exporter, ExportJob, Replicas
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Launch
+from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.errors import FlagError, UsageError
+from flagcore.i18n import N_, _, did_you_mean
+from flagcore.launchers.kubernetes_job import checked_name, job_name
+from flagcore.launchers.script import start_script
+from flagcore.report.text import candidate_text
+from flagcore.stages.build import canonical
+from flagcore.stages.launch import planned_launch
+from flagcore.store.directory import writable, write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The files of an export, and notes for the user."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def export(
+    where: Path | str,
+    target: str,
+    candidate: str = "best",
+    *,
+    output: Path | str | None = None,
+    chip: str | None = None,
+    name: str | None = None,
+    options: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
+) -> Exported:
+    """Write files that start a candidate of a run's folder, or of a spec as a plan, to the folder `output`.
+
+    `target` is the engine of the candidate, or a target of an exporter (`flagcore.contracts.Exporter`). `candidate` is
+    named as for `explain_candidate`. `options` are image, kind and volume. The default of `output` is `NAME-TARGET` in
+    the working directory. Raises the errors of `flagcore.errors`.
+    """
+    place = Path(where)
+    job_id = job_name(place.stem) if name is None else checked_name(name)
+    snapshot = load_snapshot(place, chip, without)
+    exporter = _exporter(snapshot, target)
+    chosen = _candidate(snapshot, candidate)
+    folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
+    require_startable(snapshot.problem, snapshot.workload, chosen)
+    with writable(folder), _removed_on_failure(folder):
+        job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
+        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+        for file, text in files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            write(folder / file, text)
+            (folder / file).chmod(0o755 if text.startswith("#!") else 0o644)
+    text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
+    notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
+    return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Make a folder, and remove it if an error is raised."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except FlagError:
+        rmtree(folder, ignore_errors=True)
+        raise
+
+
+def export_targets(engine: str | None = None) -> tuple[str, ...]:
+    """Return the names of all targets, or of those that an engine's candidates have."""
+    return tuple(_exporters(engine))
+
+
+def _exporters(engine: str | None) -> dict[str, Exporter | None]:
+    """Return the exporters by target; None for the script of an engine. Those that cannot be loaded are left out."""
+    names = (engine,) if engine else plugins.names(plugins.WORKLOADS)
+    loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
+    loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
+    loads += [partial(plugins.workload, name) for name in names]
+    result: dict[str, Exporter | None] = dict.fromkeys(names)
+    for load in loads:
+        with suppress(FlagError):
+            if isinstance(found := load(), Exporter):
+                result |= dict.fromkeys(found.targets, found)
+    return result
+
+
+def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
+    """Return the exporter of a target. Raises UsageError for a target that the engine's candidates do not have."""
+    exporters = _exporters(snapshot.task.spec.work.engine)
+    if target not in exporters:
+        problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
+        raise UsageError("; ".join(filter(None, [problem, did_you_mean(target, exporters)])))
+    return exporters[target]
+
+
+def _candidate(snapshot: Snapshot, name: str) -> Candidate:
+    """Return the candidate with a name. Raises UsageError if it is illegal."""
+    columns, _named = named_columns(snapshot, name)
+    if rules := broken_rules_of(snapshot.problem, columns):
+        texts = "; ".join(f"{rule['rule']}: {rule['says']}" for rule in rules)
+        raise UsageError(_("the candidate is illegal: {rules}", rules=texts))
+    legality = snapshot.problem.legality
+    return as_candidate(snapshot.problem.space.axes, canonical(columns, legality.merges))
+
+
+def _job(
+    snapshot: Snapshot,
+    candidate: Candidate,
+    exporter: Exporter | None,
+    folder: Path,
+    name: str,
+    options: Mapping[str, str],
+) -> ExportJob:
+    """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
+    one, replicas = candidate, 1
+    if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
+        one, replicas = snapshot.workload.replica(candidate)
+    return ExportJob(
+        name=name,
+        comments=_comments(snapshot, candidate),
+        platform=snapshot.problem.platform,
+        candidate=candidate,
+        launch=_launch(snapshot, one, folder),
+        devices=_devices_per_node(snapshot, one),
+        replicas=replicas,
+        options=options,
+    )
+
+
+def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
+    platform = snapshot.problem.platform
+    launch = platform.prepared(planned_launch(platform, snapshot.workload, candidate, str(folder), for_real=True))
+    if secrets_in_arguments(launch.argv):
+        raise UsageError(_("the command contains a secret; pass it in a variable"))
+    return replace(launch, directory=None) if launch.directory == str(folder) else launch
+
+
+def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
+    """Return the devices of a node that a candidate uses."""
+    per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
+    if not isinstance(snapshot.workload, EngineDefaults):
+        return per_node
+    return min(per_node, int(snapshot.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0]))
+
+
+def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
+    """Return the origin of a candidate, and a line for each knob that is not at its default."""
+    task, knobs = snapshot.task, snapshot.problem.knobs
+    hardware = f"{task.cluster.devices} x {task.cluster.chips}"
+    lines = [f"{candidate_text(candidate, knobs)} on {hardware}, from {snapshot.where}"]
+    for name, value in candidate.items:
+        knob = knobs.get(name)
+        if knob is not None and value not in (None, knob.neutral):
+            lines.append(f"  {name} = {value}: {knob.help}")
+    return tuple(lines)

@@ -1,0 +1,74 @@
+"""The configuration in Megatron's arguments as a baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flagcore.engines.megatron.importing.arguments import Flags
+
+SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+)
+"""Parallel sizes in the order of a baseline."""
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+
+
+def baseline_of(flags: Flags, has_experts: bool) -> dict[str, Any]:
+    """Return the knobs in Megatron's arguments as a baseline; missing knobs are off or 1."""
+    baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
+    if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
+        flags.note(
+            "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
+        )
+    baseline["micro_batch_size"] = flags.get("micro_batch_size", 1)
+    baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
+    if sequence := flags.get("sequence_parallel"):
+        if baseline.get("tensor_model_parallel_size", 1) == 1:
+            text = "off in the baseline: it needs tensor parallelism"
+            flags.note("sequence_parallel", text, "auto_tuner.baseline")
+        else:
+            baseline["sequence_parallel"] = True
+    elif sequence is not None:
+        baseline["sequence_parallel"] = False
+    baseline |= _recompute(flags)
+    return baseline
+
+
+def _recompute(flags: Flags) -> dict[str, Any]:
+    """Return the knobs of recompute. Block recompute of 0 layers is off."""
+    knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
+    if RECOMPUTE[0] not in knobs:
+        return {"use_recompute": False}
+    if knobs.get("recompute_num_layers") == 0:
+        if knobs.get("recompute_method") == "block":
+            flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
+            return {"use_recompute": False}
+        flags.note("recompute_num_layers", "dropped (0): it must be at least 1", "auto_tuner.baseline")
+        del knobs["recompute_num_layers"]
+    return {"use_recompute": True, **knobs}
+
+
+def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why the sizes of a job do not fit its devices, batch or layers; empty if they fit."""
+    tensor, stages, context = (baseline.get(key, 1) for key in SIZES[:3])
+    shape = (model["num_layers"], model["num_attention_heads"])
+    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
+    if not all(type(each) is int and each > 0 for each in numbers):
+        return ""  # the rules of the spec report it
+    if devices % (tensor * stages * context):
+        return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
+    if model["num_attention_heads"] % tensor:
+        return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
+    experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
+    if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
+        return f"EP {expert_size} does not divide {experts} experts"
+    if type(expert_size) is int and expert_size > 0 and devices % (expert_size * stages):
+        return f"EP {expert_size} x PP {stages} does not divide {devices} devices"
+    samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
+    if train["global_batch_size"] % samples:
+        return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
+    has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
+    if model["num_layers"] % stages and not has_split:
+        return f"{model['num_layers']} layers do not divide over {stages} stages"
+    return ""

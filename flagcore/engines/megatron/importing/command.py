@@ -1,0 +1,123 @@
+"""Converts a Megatron-LM command, or a script that starts one, to a spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import ImportNote
+from flagcore.engines.megatron.command.arguments import release_table
+from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
+from flagcore.engines.megatron.importing.arguments import Flags
+from flagcore.engines.megatron.importing.baseline import SIZES, baseline_of, baseline_problem
+from flagcore.engines.megatron.importing.options import options
+from flagcore.engines.megatron.importing.shape import shape
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.data_file import load_json
+from flagcore.spec.importing import Notes
+from flagcore.spec.models import model_from
+
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""The sizes of the published vocabularies of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
+
+
+def spec_of_command(
+    command: Sequence[str], directory: Path, model: str | None
+) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+    """Return the data of a spec for a command and notes, see `CommandReader`. Raises SpecError."""
+    user_command = read_command(command, str(directory), {})
+    if user_command is None:
+        problem, fix = "starts no Megatron-LM program", "give `torchrun ... pretrain_gpt.py ...` or a script with it"
+        raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
+    notes = Notes()
+    flags = _flags(user_command, notes)
+    cluster = _cluster(user_command, notes)
+    devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
+    if model:
+        section = asdict(model_from(model, base=directory))
+    else:
+        section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
+    baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
+    sizes = {"seq_length": flags.get("seq_length"), "global_batch_size": _global_batch(flags, baseline, devices)}
+    if sizes["seq_length"] is None:
+        notes.report("--seq-length", "is missing", fix="add it to the command")
+    if notes.problems:
+        raise join_errors(notes.problems)
+    train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
+    tuner: dict[str, Any] = {"baseline": baseline}
+    if problem := baseline_problem(baseline, train, section, devices):
+        notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
+        tuner = {}
+    notes.note("command", "runs with other values of the knobs in each trial; all its other arguments stay", "train")
+    return {"model": model or section, "cluster": cluster, "train": train, "auto_tuner": tuner}, notes.notes
+
+
+def _flags(command: UserCommand, notes: Notes) -> Flags:
+    """Return the arguments of a command by name. The last of several equal ones counts, as in argparse."""
+    arguments, problems = release_table(detected_release(command, {})).parse(command.arguments)
+    for problem in problems:
+        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+    values = {each.flag: each.spec.values == 0 or each.value for each in arguments}
+    return Flags(notes, values.items())
+
+
+def _cluster(command: UserCommand, notes: Notes) -> dict[str, Any]:
+    """Return the section `cluster` from the options of torchrun."""
+    option = command.option("nproc-per-node", "nproc_per_node")
+    devices = option.value if option else "1" if command.launcher else "auto"
+    nodes = option.value.rpartition(":")[2] if (option := command.option("nnodes")) else "1"
+    if not devices.isdecimal():
+        notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
+    return {
+        "chip": "auto",
+        "nodes": int(nodes) if nodes.isdecimal() else 1,
+        "devices_per_node": int(devices) if devices.isdecimal() else "auto",
+    }
+
+
+def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
+    """Return the global batch size; Megatron's default is one micro-batch of each replica."""
+    if (size := flags.get("global_batch_size")) is not None:
+        return size
+    replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])
+    flags.note("global_batch_size", "is missing: as in Megatron, one micro-batch of each replica", "train")
+    return baseline["micro_batch_size"] * max(1, replicas)
+
+
+def _vocabulary(flags: Flags, directory: Path) -> int | None:
+    """Return the size of the vocabulary from the command or the tokenizer's files; None with an error if unknown."""
+    for name in ("vocab_size", "padded_vocab_size"):
+        if isinstance(size := flags.get(name), int):
+            return size
+    for name, file, keys in (
+        ("tokenizer_model", "config.json", ("vocab_size",)),
+        ("tokenizer_model", "tokenizer.json", ("model", "vocab")),
+        ("vocab_file", "", ()),
+    ):
+        path = Path(directory, str(flags.get(name)), file)
+        if flags.has(name) and path.is_file() and path.suffix == ".json":
+            size = _size_in(path, keys)
+            if size:
+                flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
+                return size
+    tokenizer = str(flags.get("tokenizer_type", "GPT2BPETokenizer"))  # the default of pretrain_gpt.py
+    if size := VOCABULARIES.get(tokenizer):
+        flags.note("vocab_size", f"{size}, the usual vocabulary of {tokenizer}", "model.vocab_size")
+        return size
+    fix = "add it to the command, or give the model's Hugging Face directory as --model"
+    flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
+    return None
+
+
+def _size_in(path: Path, keys: Sequence[str]) -> int:
+    """Return the number, or the number of entries, at `keys` of a JSON file; 0 if there is none."""
+    try:
+        value = load_json(path.read_text(encoding="utf-8"))
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError, SpecError):
+        return 0
+    return value if isinstance(value, int) else len(value) if isinstance(value, (dict, list)) else 0

@@ -1,0 +1,110 @@
+"""Exports a candidate as a tree of FlagScale, which `flagscale train` and `flagscale serve` start.
+
+Source of the keys: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and `flagscale/serve`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flagcore.contracts import ExportJob
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.errors import UsageError
+from flagcore.importers.flagscale.engines import ENGINES, flagscale_name
+from flagcore.spec.data_file import dump_yaml
+
+ENTRYPOINT = "flagscale/train/train_gpt.py"
+DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")
+SYSTEM = {flag.name.replace("-", "_") for knob in SPACE_KNOBS for flag in knob.flags}
+MODEL_KNOBS = ("micro_batch_size",)
+NOT_EXPORTED = ("host", "port", "model", "model_path", "metrics", "enable_metrics")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
+
+
+def export(job: ExportJob) -> Mapping[str, str]:
+    """Return the top file of a tree and its section. Raises UsageError for a job that FlagScale cannot start."""
+    section = "serve" if job.launch.ready else "train"
+    content: Any = _serve(job) if job.launch.ready else _train(job)
+    top = {
+        "defaults": ["_self_", {section: job.name}],
+        "experiment": _experiment(job, section),
+        "action": "run",
+        "hydra": {"run": {"dir": "${experiment.exp_dir}/hydra"}},
+    }
+    comments = [f"# {line}" for line in job.comments]
+    comments.append(f"# Start: python run.py --config-path FOLDER --config-name {section}, with run.py of FlagScale.")
+    if job.launch.sample:
+        comments.append(f"# The tree trains on generated data. Add {job.launch.missing}.")
+    if job.nodes > 1:
+        comments.append("# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8` per line.")
+    return {
+        f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]),
+        f"{section}/{job.name}.yaml": dump_yaml(content),
+    }
+
+
+def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
+    runner: dict[str, Any] = {"backend": "torchrun"} if section == "train" else {"deploy": {"use_fs_serve": False}}
+    task = {"type": section, **({"backend": "megatron", "entrypoint": ENTRYPOINT} if section == "train" else {})}
+    runner |= {
+        "nnodes": job.nodes,
+        "nproc_per_node": job.platform.task.cluster.groups[0].devices_per_node,
+    }
+    envs = {name: value for name, value in job.launch.environment.items() if not name.endswith("_VISIBLE_DEVICES")}
+    return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
+
+
+def _train(job: ExportJob) -> dict[str, Any]:
+    argv = [*job.launch.argv, *job.launch.sample]
+    program = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
+    if program is None:
+        raise UsageError("--to flagscale needs a torchrun command, but train.command is a script")
+    sections: dict[str, dict[str, Any]] = {"system": {}, "model": {}, "data": {}}
+    for name, value in _arguments(argv[program + 1 :]).items():
+        is_system = name in SYSTEM and name not in MODEL_KNOBS
+        section = "system" if is_system else "data" if DATA_ARGUMENTS.match(name) else "model"
+        sections[section][name] = value
+    return sections
+
+
+def _serve(job: ExportJob) -> list[dict[str, Any]]:
+    serve, values = job.platform.task.spec.serve, job.candidate.as_dict()
+    if serve.engine not in ENGINES.values():
+        raise UsageError(f"--to flagscale: FlagScale does not have the engine {serve.engine}")
+    name = flagscale_name(serve.engine)
+    arguments = {key: value for key, value in _arguments(job.launch.argv).items() if key not in NOT_EXPORTED}
+    sizes = [values.get(key) for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    tensor, stages = (size if isinstance(size, int) else 1 for size in sizes)
+    return [
+        {
+            "serve_id": "vllm_model",
+            "engine": name,
+            "engine_args": {"model": serve.weights or ""},
+            "engine_args_specific": {name: arguments},
+            "resources": {"num_gpus": tensor * stages, "num_replicas": job.replicas},
+        }
+    ]
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of a command by names with underscores; True is a switch, a list has several values."""
+    arguments: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            arguments[name] = _value(value) if equals else True
+        elif name:
+            earlier = arguments[name]
+            values = [] if earlier is True else earlier if isinstance(earlier, list) else [earlier]
+            arguments[name] = [*values, _value(word)] if values else _value(word)
+    return arguments
+
+
+def _value(text: str) -> Any:
+    if not _NUMBER.fullmatch(text):
+        return text
+    return int(text) if text.lstrip("-").isdecimal() else float(text)

@@ -1,0 +1,89 @@
+"""Shell scripts that start the launch of an export."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+
+from flagcore.contracts import ExportJob
+from flagcore.domain.secrets import is_secret
+
+MASTER_PORT = 29500
+NODE_VARIABLES = {
+    "{node_rank}": "NODE_RANK",
+    "{master_addr}": "MASTER_ADDR",
+    "{master_port}": "MASTER_PORT",
+    "{nnodes}": "NNODES",
+}
+"""The variables of a node by the placeholders of a launch that they replace."""
+DEVICES_OF_HOST = {
+    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
+    "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
+}
+"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
+
+
+def start_script(job: ExportJob) -> str:
+    """Return a bash script that starts one node of a job; of several nodes, NODE_RANK and MASTER_ADDR select it."""
+    lines = ["#!/bin/bash", *comments(job)]
+    if job.nodes > 1:
+        lines += [
+            f"# Start it on each of the {job.nodes} nodes.",
+            ': "${NODE_RANK:?set it to the number of this node, from 0}"',
+            ': "${MASTER_ADDR:?set it to the name of the first node}"',
+        ]
+    return "\n".join([*lines, *start_lines(job)]) + "\n"
+
+
+def comments(job: ExportJob) -> list[str]:
+    """Return the comments at the top of a file."""
+    program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
+    place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
+    return [f"# {line}" for line in (*job.comments, *place)]
+
+
+def start_lines(job: ExportJob) -> list[str]:
+    """Return the lines of bash that start one node. NODE_RANK and MASTER_ADDR are set if there are several."""
+    launch = job.launch
+    lines = [f"cd {shlex.quote(launch.directory)} || exit 1"] if launch.directory else []
+    if job.nodes > 1:
+        lines.append(f'export NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}" NNODES={job.nodes}')
+        lines.append(f'export PET_NNODES={job.nodes} PET_NODE_RANK="$NODE_RANK"')
+        lines.append('export PET_MASTER_ADDR="$MASTER_ADDR" PET_MASTER_PORT="$MASTER_PORT"')
+    elif not (launch.ready or launch.own_script):
+        lines.append(f'export MASTER_ADDR="${{MASTER_ADDR:-127.0.0.1}}" MASTER_PORT="${{MASTER_PORT:-{MASTER_PORT}}}"')
+    for name, value in launch.environment.items():
+        is_hidden = is_secret(name) and value
+        lines.append(f': "${{{name}:?set it: it is secret}}"' if is_hidden else f"export {name}={_quoted(value)}")
+    if not launch.sample:
+        return [*lines, f"exec {multi_line(launch.argv)}"]
+    sample = multi_line(launch.sample, separator="\n")
+    lines += [f"# Replace these, which train on generated data: {launch.missing}.", f"SAMPLE=(\n  {sample}\n)"]
+    return [*lines, f'exec {multi_line(launch.argv)} \\\n  "${{SAMPLE[@]}}"']
+
+
+def multi_line(words: Sequence[str], separator: str = " \\\n") -> str:
+    """Return a command for a shell, with each flag and its values on a line."""
+    lines = [""]
+    for word in words:
+        is_value = not word.startswith("-") and "=" not in lines[-1]
+        if is_value or not lines[-1]:
+            lines[-1] += f"{' ' if lines[-1] else ''}{_quoted(word)}"
+        else:
+            lines.append(_quoted(word))
+    return f"{separator}  ".join(lines)
+
+
+def _quoted(word: str) -> str:
+    return shell_quoted(word, {**NODE_VARIABLES, **DEVICES_OF_HOST})
+
+
+def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
+    for value, name in variables.items():
+        before, found, after = word.partition(value)
+        if found:
+            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
+            return f'{ends[0]}"${name}"{ends[1]}'
+    return shlex.quote(word)

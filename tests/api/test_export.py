@@ -1,0 +1,311 @@
+"""Exports start as they stand: each file is checked by the tool's own parser, schema or program."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flagcore import api
+from flagcore.errors import UsageError
+from flagcore.launchers import network
+from flagcore.launchers.kubernetes_job import KINDS
+from tests.api.test_manifest import checked, found
+from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
+from tests.pages import ROOT
+
+SCHEMAS = json.loads(gzip.decompress((Path(__file__).parent / "exported" / "schemas.json.gz").read_bytes()))
+PLAN = ROOT / "examples" / "train-1024-probe.yaml"
+SMALL_MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+}
+SMALL_TRAINING: dict[str, Any] = {
+    "model": SMALL_MODEL,
+    "cluster": {"chip": "H100-SXM", "nodes": 3, "devices_per_node": 2},
+    "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "bf16"},
+}
+ON_CPU = (
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-rope-fusion --num-workers 1 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --min-lr 1e-5 --lr-decay-style cosine"
+)
+
+
+def written(folder: Path, data: dict[str, Any]) -> Path:
+    file = folder / "job.yaml"
+    file.write_text(json.dumps(data))
+    return file
+
+
+def server(folder: Path, **changes: Any) -> Path:
+    weights = folder / "model"
+    weights.mkdir()
+    config = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
+    (weights / "config.json").write_text(json.dumps(config))
+    serve = {"engine": "vllm", "weights": str(weights), "engine_args": {"enforce_eager": True}}
+    cluster = {"chip": "H100-SXM", "devices_per_node": 4}
+    return written(folder, {"model": str(weights), "cluster": cluster, "serve": serve, **changes})
+
+
+def exported(spec: Path, target: str, candidate: str = "best", **options: Any) -> dict[str, str]:
+    """Return the text of each exported file by its name."""
+    folder = spec.parent / f"out-{target}"
+    files = api.export(spec, target, candidate, output=folder, **options).files
+    return {str(file.relative_to(folder)): file.read_text() for file in files}
+
+
+def only(files: dict[str, str]) -> str:
+    (text,) = files.values()
+    return text
+
+
+def started(script: str, folder: Path, program: str, **variables: str) -> list[str]:
+    """Return the arguments with which a script starts a program; the program prints them."""
+    (folder / "bin").mkdir(exist_ok=True)
+    recorder = folder / "bin" / program
+    recorder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/argv\n')
+    recorder.chmod(0o755)
+    file = folder / "script"
+    file.write_text(script)
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", **variables}
+    subprocess.run(["bash", file], check=True, env=environment, cwd=folder, timeout=30)
+    return (folder / "argv").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan of 1,024 devices, with a small space."""
+    data = yaml.safe_load(PLAN.read_text())
+    data["auto_tuner"]["space"] |= {"tensor_model_parallel_size": [4, 8], "pipeline_model_parallel_size": [4, 8]}
+    return written(tmp_path_factory.mktemp("plan"), data)
+
+
+def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
+    script = only(exported(plan, "megatron"))
+    words = started(script, tmp_path, "torchrun", NODE_RANK="5", MASTER_ADDR="first")
+    assert {"--nnodes=128", "--node-rank=5", "--master-addr=first", "--mock-data"} <= set(words)
+    assert subprocess.run(["bash", tmp_path / "script"], env={}, capture_output=True, cwd=tmp_path).returncode != 0
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+def test_megatrons_own_parser_accepts_the_arguments_of_a_plan(plan: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.argv[0] = 'x'; from megatron.training.arguments import parse_args, validate_args\n"
+    code += "args = parse_args(); validate_args(args); print(args.data_parallel_size)"
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    script = only(exported(written(folder, json.loads(plan.read_text())), "megatron"))
+    words = started(script, tmp_path, "torchrun", NODE_RANK="0", MASTER_ADDR="first")
+    arguments = [word for word in words[words.index("pretrain_gpt.py") + 1 :] if word != "--tp-comm-overlap"]
+    path = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)))
+    environment = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": "1024", "RANK": "0"}
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tensor, stages, context = (
+        int(arguments[arguments.index(f"--{name}-parallel-size") + 1])
+        for name in ("tensor-model", "pipeline-model", "context")
+    )
+    assert done.stdout.split()[-1] == str(1024 // (tensor * stages * context))
+
+
+def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
+    script = only(exported(plan, "slurm"))
+    options = dict(line[8:].removeprefix("--").split("=") for line in script.splitlines() if line.startswith("#SBATCH"))
+    assert options == {"job-name": "job", "nodes": "128", "ntasks-per-node": "1", "gpus-per-node": "8"}
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift; SLURM_NODEID=7 exec "$@"')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    words = started(script, tmp_path, "torchrun", SLURM_JOB_NODELIST="node-[a-b]")
+    assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> None:
+    command = ["env", "sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}"]
+    command += ["it's $HOME"]
+    interface = network.interface_to(network.OUTSIDE)
+    data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}}
+    data["train"] = {**data["train"], "command": command, "directory": str(tmp_path)}
+    text = only(exported(written(tmp_path, data), "kubernetes", options={"image": "image:1", "kind": kind}))
+    manifest = checked(yaml.safe_load(text))
+    first, others = (each[0] for each in found(manifest, "containers"))
+    host = KINDS[kind].hosts("job", 3)[0]
+    for one, index, rank in ((first, "0", 0), (others, "1", 2)):
+        ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
+        done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
+        assert done.stdout.decode().startswith(f"{rank} of 3 {host}:29500 it's $HOME")
+        assert done.stdout.decode().rstrip().endswith(f"on {interface}".rstrip())
+    assert first["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert "hidden-4711" not in text
+    assert [each["key"] for each in found(manifest, "secretKeyRef")] == ["HF_TOKEN"] * 2
+
+
+def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    text = only(exported(server(tmp_path), "kubernetes", "instances=2, tp=2", options={"image": "image:1"}))
+    deployment, service = yaml.safe_load_all(text)
+    for each in (deployment, service):
+        kind = SCHEMAS["kinds"][f"{each['apiVersion']} {each['kind']}"]
+        schema = {"$ref": f"#/definitions/{kind}", "definitions": SCHEMAS["definitions"]}
+        jsonschema.Draft7Validator(schema).validate(each)
+    (container,) = found(deployment, "containers")[0]
+    words = shlex.split(container["command"][-1])
+    assert deployment["spec"]["replicas"] == 2
+    assert words[1:3] == ["vllm", "serve"]
+    assert words[words.index("--host") + 1] == "0.0.0.0"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["containerPort"]
+
+
+@pytest.mark.parametrize(("candidate", "services"), [("instances=1, tp=2", 1), ("instances=2, tp=1", 3)])
+def test_compose_files_fit_their_schema(candidate: str, services: int, tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    files = exported(server(tmp_path), "compose", candidate)
+    data = yaml.safe_load(files["compose.yaml"])
+    jsonschema.Draft7Validator(SCHEMAS["compose"]).validate(data)
+    assert len(data["services"]) == services
+    assert ("nginx.conf" in files) == (services > 1)
+
+
+def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: Path) -> None:
+    script = only(exported(server(tmp_path), "vllm", "instances=1, tp=4"))
+    words = started(script, tmp_path, "vllm")
+    assert words[:2] == ["serve", str(tmp_path / "model")]
+    assert words[words.index("--tensor-parallel-size") + 1] == "4"
+    assert "--enforce-eager" in words
+
+
+def test_a_tree_of_flagscale_has_the_same_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    spec = written(tmp_path, SMALL_TRAINING)
+    words = started(only(exported(spec, "megatron")), tmp_path, "torchrun", NODE_RANK="0", MASTER_ADDR="a")
+    exported(spec, "flagscale")
+    command = api.read_tree(tmp_path / "out-flagscale", "train").data["train"]["command"]
+    tree, script = (_pairs(each[_program(each) :]) for each in (command, words))
+    folders = {name for name in tree if name.endswith(("-dir", "save", "load"))}
+    assert {name: value for name, value in tree.items() if name not in folders} == script
+
+
+def _program(words: list[str]) -> int:
+    return 1 + next(index for index, word in enumerate(words) if word.endswith(".py"))
+
+
+def _pairs(words: list[str]) -> dict[str, list[Any]]:
+    pairs: dict[str, list[Any]] = {}
+    for word in words:
+        if word.startswith("--"):
+            values = pairs.setdefault(word, [])
+        else:
+            values.append(float(word) if word[:1].isdigit() and "," not in word else word)
+    return pairs
+
+
+def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    exported(server(tmp_path), "flagscale", "instances=2, tp=2, max_num_seqs=64")
+    data = api.read_tree(tmp_path / "out-flagscale", "serve").data
+    assert data["serve"]["engine"] == "vllm"
+    assert data["model"] == str(tmp_path / "model")
+    assert data["serve"]["engine_args"] == {"tensor_parallel_size": 2, "max_num_seqs": 64, "enforce_eager": True}
+
+
+@pytest.mark.parametrize(
+    ("target", "candidate", "options"),
+    [
+        ("sglang", "best", {}),
+        ("compose", "best", {}),
+        ("kubernetes", "best", {}),
+        ("megatron", "tp=3", {}),
+        ("megatron", "0", {}),
+    ],
+)
+def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
+    target: str, candidate: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError):
+        exported(written(tmp_path, SMALL_TRAINING), target, candidate, options=options)
+    assert not list(tmp_path.glob("out-*"))
+
+
+def test_a_full_folder_is_not_overwritten(tmp_path: Path) -> None:
+    spec = written(tmp_path, SMALL_TRAINING)
+    exported(spec, "megatron")
+    with pytest.raises(UsageError):
+        exported(spec, "megatron")
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_exported_training_really_starts(tmp_path: Path) -> None:
+    data = {**SMALL_TRAINING, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "4GiB"}}
+    script = only(exported(written(tmp_path, data), "megatron", "tp=2, sp, mbs=2"))
+    (tmp_path / "job.sh").write_text(script.replace("--mock-data\n", f"--mock-data\n{ON_CPU}\n"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment["PYTHONPATH"] = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)))
+    process = subprocess.Popen(
+        ["bash", tmp_path / "job.sh"],
+        cwd=MEGATRON,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen, deadline = "", time.monotonic() + 200
+    try:
+        while "iteration        3/     100" not in seen and time.monotonic() < deadline:
+            line = process.stdout.readline()
+            assert line, seen[-3000:]
+            seen += line
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+    assert "iteration        3/     100" in seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    weights = tmp_path / "model.gguf"
+    subprocess.run([sys.executable, ROOT / "examples" / "tiny_gguf.py", weights], check=True, timeout=60)
+    data = yaml.safe_load((ROOT / "examples" / "serve-cpu.yaml").read_text())
+    data["serve"]["weights"] = str(weights)
+    exported(written(tmp_path, data), "llamacpp", "instances=1, parallel=4")
+    process = subprocess.Popen([tmp_path / "out-llamacpp" / "job.sh"], start_new_session=True)
+    url = "http://127.0.0.1:8000"
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.3)
+        body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

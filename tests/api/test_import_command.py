@@ -1,0 +1,182 @@
+"""A spec from a command: the baseline is the command, and nothing of it is lost without a note."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flagcore import api, plugins
+from flagcore.api.common.context import build_problem_of_spec
+from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.stages.launch import planned_launch
+
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+TRAINING = (
+    "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 8 --swiglu --disable-bias-linear --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 2 --global-batch-size 64 --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0 --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model model --lr 1e-4 --train-iters 100"
+)
+SERVERS = {
+    "vllm": "vllm serve model -tp 2 --max-num-seqs 64 --max-model-len 4k --port 8000 --enforce-eager --seed 1",
+    "sglang": "python3 -m sglang.launch_server --model-path model --tp 2 --max-running-requests 64 --port=30000 "
+    "--context-length 4096 --random-seed 1",
+    "lmdeploy": "lmdeploy serve api_server model --tp 2 --max-batch-size 64 --server-port 23333",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "pretrain_gpt.py").touch()
+    (tmp_path / "run.sh").write_text(
+        f"#!/bin/bash\nGPUS=4\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py {TRAINING}\n"
+    )
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def keys(imported: api.ImportedCommand) -> set[str]:
+    return {note.key for note in imported.notes}
+
+
+@pytest.mark.parametrize("words", [["run.sh"], [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING}"]])
+def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path) -> None:
+    imported = api.read_command("megatron", words, chip="H100-SXM")
+    data = imported.data
+    assert data["model"]["vocab_size"] == CONFIG["vocab_size"]
+    assert data["model"]["num_query_groups"] == 8
+    assert "add_qkv_bias" not in data["model"]
+    assert data["cluster"] == {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 4}
+    assert data["train"]["command"][0] in ("bash", "torchrun")
+    assert data["train"]["directory"] == str(tmp_path)
+    problem, _ = build_problem_of_spec(data, None, (), plan=True)
+    values = problem.baseline.as_dict()
+    assert (values["tensor_model_parallel_size"], values["micro_batch_size"]) == (2, 2)
+    assert values["sequence_parallel"]
+    assert values["use_distributed_optimizer"]
+    assert not values["use_recompute"]
+
+
+@pytest.mark.parametrize("engine", SERVERS)
+def test_the_baseline_of_a_server_starts_with_the_same_arguments(engine: str, tmp_path: Path) -> None:
+    imported = api.read_command(engine, [SERVERS[engine]], chip="H100-SXM")
+    assert imported.data["cluster"]["devices_per_node"] == 2
+    assert any("port" in key for key in keys(imported))
+    imported.data["serve"]["command"] = ["true"]  # the engine is not installed
+    problem, workload = build_problem_of_spec(imported.data, None, (), plan=True)
+    launch = planned_launch(problem.platform, workload, problem.baseline, str(tmp_path), for_real=True)
+    words = [word.lstrip("-") for word in launch.argv]
+    assert "64" in words
+    assert "2" in words
+    assert str(tmp_path / "model") in words
+    for flag, value in imported.data["serve"]["engine_args"].items():
+        assert flag in words
+        assert value is True or str(value) in words
+
+
+def test_a_llama_server_keeps_its_context_and_has_its_slots_as_the_baseline(tmp_path: Path) -> None:
+    command = "CUDA_VISIBLE_DEVICES=0 ./bin/llama-server -m model.gguf -np 8 -c 16384 -fa on -ngl 99 --metrics"
+    imported = api.read_command("llamacpp", [command], chip="H100-SXM")
+    data = imported.data
+    assert data["auto_tuner"]["baseline"]["parallel"] == 8
+    assert data["serve"]["engine_args"] == {"c": 16384, "fa": "on", "ngl": 99}
+    assert data["serve"]["command"] == [str(tmp_path / "bin" / "llama-server")]
+    assert data["envs"] == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert "--metrics" in keys(imported)
+
+
+def test_a_script_may_start_the_server_and_a_switch_may_precede_the_model(tmp_path: Path) -> None:
+    (tmp_path / "serve.sh").write_text("M=model\nexport A=1\nexec vllm serve --enforce-eager $M \\\n  --tp 4\n")
+    imported = api.read_command("vllm", ["serve.sh"])
+    assert imported.data["model"] == str(tmp_path / "model")
+    assert imported.data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 4
+    assert imported.data["serve"]["engine_args"] == {"enforce-eager": True}
+
+
+def test_expert_parallelism_as_a_switch_is_a_size(tmp_path: Path) -> None:
+    imported = api.read_command("vllm", shlex.split("vllm serve model --dp 2 --tp 4 --enable-expert-parallel"))
+    baseline = imported.data["auto_tuner"]["baseline"]
+    assert baseline["expert_model_parallel_size"] == 8
+    assert imported.data["serve"]["engine_args"] == {}
+
+
+def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
+    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
+    assert "--lora-modules" in keys(imported)
+    lines = imported.as_yaml().splitlines()
+    at = next(number for number, line in enumerate(lines) if "max_num_seqs: 8" in line)
+    assert lines[at - 1].lstrip().startswith("# --max-num-seqs")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "key"),
+    [
+        ("vllm", ["llama-server -m x"], "command"),
+        ("vllm", ["vllm serve --max-num-seqs 8"], "model"),
+        ("vllm", ["vllm serve model --max-num-seqs many"], "--max-num-seqs"),
+        ("megatron", ["python train.py"], "command"),
+        ("megatron", [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"], "--vocab-size"),
+        ("megatron", ["torchrun pretrain_gpt.py --seq-length 8 --vocab-size 9"], "--num-layers"),
+    ],
+)
+def test_a_command_that_cannot_be_read_is_an_error_of_its_argument(engine: str, words: list[str], key: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        api.read_command(engine, words)
+    assert key in [each.key for each in caught.value.problems]
+
+
+@pytest.mark.parametrize("words", [[""], ["vllm 'serve"]])
+def test_unreadable_text_is_a_usage_error(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        api.read_command("vllm", words)
+
+
+def test_the_model_may_be_given(tmp_path: Path) -> None:
+    words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"]
+    assert api.read_command("megatron", words, model="model").data["model"] == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("tokenizer", "size"), [("", 50257), ("--tokenizer-type Llama2Tokenizer", 32000)])
+def test_the_vocabulary_of_a_published_tokenizer_is_known(tokenizer: str, size: int) -> None:
+    words = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", tokenizer)
+    imported = api.read_command("megatron", [f"torchrun pretrain_gpt.py {words}"])
+    assert imported.data["model"]["vocab_size"] == size
+    assert "--vocab-size" in keys(imported)
+
+
+def test_a_command_for_more_devices_has_no_baseline() -> None:
+    experts = "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4"
+    words = TRAINING.replace("--tensor-model-parallel-size 2 --sequence-parallel", experts)
+    imported = api.read_command("megatron", [f"torchrun --nproc-per-node 8 pretrain_gpt.py {words}"])
+    assert "baseline" not in imported.data["auto_tuner"]
+    assert "baseline" in keys(imported)
+
+
+def test_a_script_that_stops_early_is_reported_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "stops.sh").write_text("mkdir -p out\necho wrong folder\nexit 3\n")
+    with pytest.raises(SpecError) as caught:
+        api.read_command("megatron", ["stops.sh"])
+    assert "exit code 3: wrong folder" in caught.value.problem
+
+
+def test_every_engine_reads_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in plugins.engines():
+        with pytest.raises(FlagError):
+            api.read_command(name, ["no-such-program"])

@@ -1,0 +1,110 @@
+"""Plans: distinct layouts, money, the names of chips, and what to change where nothing fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flagcore import api
+from flagcore.errors import NothingFits
+from flagcore.plugins import load_plugins
+
+SHAPE = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+}
+SPACE = {
+    "pipeline_model_parallel_size": [1, 2],
+    "context_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_recompute": False,
+}
+LAYOUT = ("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def spec(chip: str = "H100-SXM", *, space: dict[str, Any] = SPACE, steps: int | None = None, **cluster: Any) -> Any:
+    return {
+        "model": SHAPE,
+        "cluster": {"chip": chip, "devices_per_node": 8, **cluster},
+        "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": 128, "precision": "bf16"},
+        "auto_tuner": {"space": space, "control": {"planned_steps": steps}},
+    }
+
+
+def test_each_layout_is_listed_once_with_its_number_among_all_candidates() -> None:
+    every = api.estimate(spec(), top=10_000).candidates
+    distinct = api.estimate(spec(), top=10_000, distinct=True).candidates
+    layouts = [tuple(each["candidate"][knob] for knob in LAYOUT) for each in distinct]
+    assert 1 < len(layouts) == len(set(layouts)) < len(every)
+    assert sum(1 + each["variants"] for each in distinct) == len(every)
+    for each in distinct:
+        assert every[each["number"] - 1]["candidate"] == each["candidate"]
+
+
+def test_days_and_costs_follow_from_the_step_and_the_price() -> None:
+    best = api.estimate(spec(steps=1000, nodes=2, price_per_device_hour=2.5), top=1).candidates[0]
+    step, rate = best["step_time_s"]["value"], best["tokens_per_second_per_device"]["value"]
+    assert best["planned_days"] == pytest.approx(1000 * step / 86400)
+    assert best["planned_cost"] == pytest.approx(1000 * step / 3600 * 16 * 2.5)
+    assert best["cost_per_million_tokens"] == pytest.approx(2.5 / 3600 / rate * 1e6)
+    plain = api.estimate(spec(), top=1).candidates[0]
+    assert not {"planned_days", "planned_cost", "cost_per_million_tokens"} & plain.keys()
+
+
+def test_the_cost_of_an_answer_counts_the_devices_of_the_candidate() -> None:
+    serve = {"engine": "vllm", "profile": {"concurrency": 16}}
+    cluster = {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 3.0}
+    tuner = {"cards": 4, "space": {"tensor_model_parallel_size": [2, 4]}}
+    data = {"model": SHAPE, "cluster": cluster, "serve": serve, "auto_tuner": tuner}
+    for each in api.estimate(data).candidates:
+        dollars = 3.0 * each["candidate"]["tensor_model_parallel_size"] / 3600 / each["output_tokens_per_s"]
+        assert each["cost_per_million_tokens"] == pytest.approx(dollars * 1e6)
+
+
+def test_the_cost_of_a_mixed_cluster_needs_all_prices() -> None:
+    groups = [{"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": price} for price in (2.0, 4.0)]
+    data = {**spec(space={"tensor_model_parallel_size": 8}), "cluster": {"groups": groups}}
+    best = api.estimate(data, top=1).candidates[0]
+    rate = best["tokens_per_second_per_device"]["value"]
+    assert best["cost_per_million_tokens"] == pytest.approx(3.0 / 3600 / rate * 1e6)
+    del groups[0]["price_per_device_hour"]
+    assert "cost_per_million_tokens" not in api.estimate(data, top=1).candidates[0]
+
+
+def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFixture) -> None:
+    assert api.estimate(spec("H100"), top=1).chip == "H100-SXM"
+    assert any("H100-SXM" in record.getMessage() for record in caplog.records)
+    (chip,) = [each for each in load_plugins(()).chips() if each.name == "H100-SXM"]
+    assert chip.is_meant_by("nvidia h100")
+    assert not chip.has_name("H100")
+
+
+@pytest.mark.parametrize(
+    ("space", "layers", "change"),
+    [
+        ({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}, 64, "all knobs in the space"),
+        ({}, 300, "cluster.nodes = 2"),
+    ],
+)
+def test_where_nothing_fits_the_cheapest_change_is_named(space: dict[str, Any], layers: int, change: str) -> None:
+    data = spec(space=space)
+    data["model"] = {**SHAPE, "num_layers": layers}
+    data["auto_tuner"]["baseline"] = dict.fromkeys(space, 1) or None
+    with pytest.raises(NothingFits) as caught:
+        api.estimate(data)
+    assert change in str(caught.value)
+
+
+def test_a_rule_that_removes_what_fits_is_named() -> None:
+    space = {**SPACE, "use_recompute": True, "recompute_granularity": "selective", "tensor_model_parallel_size": 2}
+    baseline = {"tensor_model_parallel_size": 2, "use_recompute": True, "recompute_granularity": "selective"}
+    with pytest.raises(NothingFits) as caught:
+        api.estimate({**(data := spec(space=space)), "auto_tuner": {**data["auto_tuner"], "baseline": baseline}})
+    message = str(caught.value)
+    assert "by selective_recompute_with_flash_attention" in message
+    assert "GiB" not in message

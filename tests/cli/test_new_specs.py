@@ -1,0 +1,87 @@
+"""`flag init`, `flag import ENGINE` and `flag export`: from what people have to files, on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import FLAG, Ran
+
+Flag = Callable[..., Ran]
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+def test_a_new_spec_is_estimated_and_exported(flag: Flag, engine: str, tmp_path: Path) -> None:
+    made = flag("init", "--model", "model", "--engine", engine, "--chip", "H100-SXM", "-o", "spec.yaml")
+    assert made.code == 0, made.err
+    assert "# engine: " in (tmp_path / "spec.yaml").read_text()
+    estimated = flag("estimate", "spec.yaml", "--top", "1", "--json")
+    assert estimated.code == 0, estimated.err
+    exported = flag("export", "spec.yaml", "--to", engine)
+    assert exported.code == 0, exported.err
+    assert (tmp_path / exported.out.splitlines()[-1]).is_file()
+
+
+def test_missing_values_are_asked_for_on_a_terminal_only(flag: Flag, tmp_path: Path) -> None:
+    assert flag("init", "--engine", "vllm").code == 2
+    main, other = pty.openpty()
+    process = subprocess.Popen([*FLAG, "init", "--engine", "vllm"], stdin=other, stdout=subprocess.PIPE)
+    os.write(main, b"model\nH100\n\n4\n\n64\n\n")
+    text, _ = process.communicate(timeout=30)
+    os.close(main)
+    os.close(other)
+    data = yaml.safe_load(text)
+    assert data["cluster"] == {"chip": "H100", "nodes": 1, "devices_per_node": 4}
+    assert data["serve"]["profile"]["output_len"] == 64
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("init", "--model", "nowhere", "--engine", "vllm"),
+        ("init", "--model", "model", "--engine", "none"),
+        ("init", "--model", "model", "--engine", "vllm", "--seq-length", "8"),
+        ("import", "vllm"),
+        ("import", "vllm", "llama-server -m x"),
+        ("import", "none", "x"),
+    ],
+)
+def test_bad_input_is_wrong_usage(flag: Flag, arguments: tuple[Any, ...]) -> None:
+    completed = flag(*arguments)
+    assert completed.code == 2
+    assert completed.out == ""
+
+
+def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp_path: Path) -> None:
+    completed = flag(
+        "import", "vllm", "--chip", "H100-SXM", "--", *["vllm", "serve", "model", "--tp", "2", "--port", "9"]
+    )
+    assert completed.code == 0, completed.err
+    data = yaml.safe_load(completed.out)
+    assert data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
+    assert "--port" in completed.err
