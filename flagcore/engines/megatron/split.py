@@ -151,11 +151,13 @@ def balanced(c: Columns) -> BoolArray:
 def derived(task: Task) -> bool:
     """Return whether splits can be derived.
 
-    This needs an engine release that supports such splits, one node group, the engine's own schedule, and no setting
-    that fixes the split or applies to single stages.
+    This needs an engine release that supports such splits, the engine's own schedule, and no setting that fixes the
+    split or applies to single stages. On several kinds of chips, it needs a release with layouts.
     """
     settings = settings_in_force(task.spec)
     is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
     has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
     is_supported = in_versions(SPLITS_SINCE, release(task.spec))
-    return not is_set and not has_own_schedule and len(task.cluster.groups) == 1 and is_supported
+    if len(task.cluster.groups) > 1:
+        is_supported = takes_layouts(task.spec)
+    return not is_set and not has_own_schedule and is_supported

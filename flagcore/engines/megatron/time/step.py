@@ -66,28 +66,30 @@ class Parts(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all candidates, computed once for each distinct combination of `LAYER_COUNTS`.
+    """The blocks of all candidates on each node group, computed once for each distinct combination of `LAYER_COUNTS`.
 
     `combinations` has one candidate per combination; `index` is the index of each candidate's combination. `parts` are
-    the blocks of `combinations` on the devices of each node group.
+    the blocks of `combinations`.
     """
 
-    combinations: Layout
-    index: IntArray
+    combinations: tuple[Layout, ...]
+    index: tuple[IntArray, ...]
     parts: tuple[Parts, ...]
 
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        rows, index = layout.distinct(LAYER_COUNTS)
-        combinations = layout[rows]
-        return cls(combinations, index, tuple(_parts(train, combinations, each) for each in costs.groups))
+        layouts = Placement.of(layout, costs).layouts
+        distinct = [each.distinct(LAYER_COUNTS) for each in layouts]
+        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct, strict=True))
+        parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
+        return cls(combinations, tuple(index for _, index in distinct), parts)
 
     def __getitem__(self, rows: slice | IntArray) -> Blocks:
-        return replace(self, index=self.index[rows])
+        return replace(self, index=tuple(each[rows] for each in self.index))
 
     def on(self, group: int) -> Parts:
         """Return the blocks of each candidate on the devices of a node group."""
-        return self.parts[group][self.index]
+        return self.parts[group][self.index[group]]
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
@@ -118,9 +120,9 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     costs = costs_in_run(costs)
     placement, groups = Placement.of(layout, costs), costs.groups
     distinct_stages = stages(train.model, layout, train.options, placement.starts)
-    params = [split_parameters(stage_parameters(train, layout, stage)) for stage in distinct_stages]
+    params = _params(train, placement, distinct_stages)
     blocks = Blocks.of(train, layout, costs) if blocks is None else blocks
-    times = _stage_times(train, layout, groups, blocks, placement, distinct_stages, params)
+    times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward = slowest.forward, slowest.backward
 
@@ -129,11 +131,15 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
-    largest = [_largest_params(placement, distinct_stages, params, number) for number in range(len(groups))]
-    group_params = [(each.collectives, pair) for each, pair in zip(groups, largest, strict=True)]
+    meshes = list(zip(placement.layouts, groups, params, strict=True))
+    largest = [_largest_params(placement, distinct_stages, pairs, number) for number, pairs in enumerate(params)]
+    gradients_s = [
+        gradient_time(train, mesh, each.collectives, pair, slowest)
+        for (mesh, each, _), pair in zip(meshes, largest, strict=True)
+    ]
     optimizer_s = [
-        placement.pick(stage.index, [optimizer_time(train, layout, each, stage, stage_params) for each in groups])
-        for stage, stage_params in zip(distinct_stages, params, strict=True)
+        placement.pick(each.index, [optimizer_time(train, mesh, on, each, pairs[number]) for mesh, on, pairs in meshes])
+        for number, each in enumerate(distinct_stages)
     ]
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
@@ -142,7 +148,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
         "ep_comm_s": m * (forward.expert + backward.expert),
         "pp_bubble_s": idle - messages,
         "pp_comm_s": messages,
-        "dp_comm_exposed_s": gradient_time(train, layout, group_params, slowest),
+        "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
         "optimizer_s": np.maximum.reduce(optimizer_s),
     }
 
@@ -157,8 +163,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         return None
     placement, count = Placement.of(layout, costs), int(layout.pipeline[0])
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
-    params = [split_parameters(stage_parameters(train, layout, each)) for each in all_stages]
-    times = _stage_times(train, layout, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
+    params = _params(train, placement, all_stages)
+    times = _stage_times(train, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
     forward = tuple(float(time.forward.total[0]) for time in times)
     backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
     waits = sender_waits(train, layout, all_stages[-1])
@@ -199,20 +205,30 @@ def costs_in_run(costs: Costs) -> Costs:
     return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
 
 
+def _params(
+    train: Training, placement: Placement, distinct_stages: Sequence[Stage]
+) -> list[list[tuple[FloatArray, FloatArray]]]:
+    """Return the numbers of dense and of expert parameters of each stage, for each node group."""
+    return [
+        [split_parameters(stage_parameters(train, layout, each)) for each in distinct_stages]
+        for layout in placement.layouts
+    ]
+
+
 def _stage_times(
     train: Training,
-    layout: Layout,
     groups: Sequence[Costs],
     blocks: Blocks,
     placement: Placement,
     distinct_stages: Sequence[Stage],
-    params: Sequence[tuple[FloatArray, FloatArray]],
+    params: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
 ) -> list[StageTime]:
-    """Return the times of the stages `distinct_stages`, each with the costs of its node group."""
-    group_blocks = [(each, blocks.on(number)) for number, each in enumerate(groups)]
+    """Return the times of the stages `distinct_stages`, each with the layout and the costs of its node group."""
+    parts = [blocks.on(number) for number in range(len(groups))]
+    meshes = list(zip(placement.layouts, groups, parts, params, strict=True))
     return [
-        placement.pick(each.index, [_stage_time(train, layout, *costs, each, stage_params) for costs in group_blocks])
-        for each, stage_params in zip(distinct_stages, params, strict=True)
+        placement.pick(each.index, [_stage_time(train, *mesh, each, pairs[number]) for *mesh, pairs in meshes])
+        for number, each in enumerate(distinct_stages)
     ]
 
 
@@ -284,7 +300,7 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
 
 
 def _largest_params(
-    placement: Placement, distinct_stages: list[Stage], params: list[tuple[FloatArray, FloatArray]], group: int
+    placement: Placement, distinct_stages: list[Stage], params: Sequence[tuple[FloatArray, FloatArray]], group: int
 ) -> tuple[FloatArray, FloatArray]:
     """Return the largest numbers of dense and of expert parameters of a stage on a node group."""
     if placement.starts:
