@@ -26,6 +26,7 @@ from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Str
 from flagcore.contracts.workload import (
     Breakdown,
     CommandChanges,
+    DerivedValues,
     EngineDefaults,
     InstalledDefaults,
     InstalledVersion,
@@ -63,6 +64,7 @@ __all__ = [
     "CollectiveCosts",
     "CommandChanges",
     "Costs",
+    "DerivedValues",
     "DescribesDevice",
     "DeviceUseReporter",
     "EngineDefaults",

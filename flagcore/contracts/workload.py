@@ -231,6 +231,14 @@ class ProductionDefaults(Protocol):
 
 
 @runtime_checkable
+class DerivedValues(Protocol):
+    """Optional: an engine that derives values of knobs from costs, for plans."""
+
+    def with_derived_values(self, platform: Platform) -> Platform:
+        """Return the platform with the derived values in the space of its task. Values in the spec take precedence."""
+
+
+@runtime_checkable
 class NamedDistribution(Protocol):
     """Optional: an engine with a distribution of another name."""
 

@@ -7,6 +7,7 @@ flagcore has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron import meshes
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
 
@@ -136,6 +138,7 @@ SPACE_KNOBS = (
 
 KNOBS = (
     *SPACE_KNOBS,
+    meshes.KNOB,
     Knob(
         name="virtual_pipeline_model_parallel_size",
         scope=("record",),
@@ -152,21 +155,31 @@ BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 def axes(task: Task) -> tuple[Axis, ...]:
     """Return the axes of the space; a knob that is missing in the space is `auto`."""
-    return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
+    plain = tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
+    listed = meshes.KNOB.parse_space(task, AUTO)
+    if len(task.cluster.groups) == 1:
+        if any(listed):
+            problem, fix = "needs a cluster of several groups", "remove it, or list cluster.groups"
+            raise SpecError(key=f"auto_tuner.space.{meshes.MESHES}", value=listed, problem=problem, fix=fix)
+        return plain
+    knob = replace(meshes.KNOB, words=meshes.Meshes.of(task).texts)
+    return (knob.axis(listed), *plain)
 
 
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row from knob values; missing knobs are neutral. Raises SpecError for an invalid value.
 
-    The knobs that only job records have are 0 where they are missing.
+    The knobs that only job records have are 0 where they are missing. Meshes depend on the task and are left out.
     """
-    knobs = [knob for knob in KNOBS if knob.searchable or "record" in knob.scope]
+    knobs = [knob for knob in KNOBS if knob is not meshes.KNOB and (knob.searchable or "record" in knob.scope)]
     return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row; a missing data-parallel size is derived from the number of devices."""
     row = candidate_columns(values)
+    if len(task.cluster.groups) > 1:
+        row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))
     if values.get("data_parallel_size") is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         used = np.prod([row[name] for name in sizes], axis=0)

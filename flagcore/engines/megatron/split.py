@@ -9,6 +9,7 @@ import numpy as np
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.options import release, schedule, settings_in_force, takes_layouts
 from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL, parse_layout
 
@@ -144,7 +145,7 @@ class Split:
 def balanced(c: Columns) -> BoolArray:
     """Return which rows have a derived split."""
     none = np.zeros_like(c[PIPELINE])
-    is_derived: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1)
+    is_derived: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1) | (c.get(MESHES, none) > 0)
     return is_derived
 
 

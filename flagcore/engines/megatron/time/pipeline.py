@@ -30,14 +30,13 @@ def pipeline_time(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
 
-    If sending blocks, the longer messages between two node groups extend the passes of the stages next to their
-    boundary; otherwise all messages take the mean time. `found` are representative stages in order, the last stage
+    If sending blocks, each message takes the time of its node group or border; otherwise all take the mean time. `found` are representative stages in order, the last stage
     last; a stage that is not among them equals the previous one.
     """
     messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout, found[-1])
     refill = blocking * _refill_seconds(costs)
     mean_message = messages.mean(layout, placement) + refill
-    send = mean_message if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean_message)
+    send = np.where(blocking > 0, messages.usual + refill, mean_message) if messages.between else mean_message
     total = layout.microbatches * times[-1].busy
     overlapped = overlapped_passes(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
