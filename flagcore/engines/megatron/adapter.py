@@ -111,6 +111,7 @@ class Megatron:
     command_changes = staticmethod(command_changes)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
+    derived_knobs: Collection[str] = (MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)

@@ -225,7 +225,7 @@ def with_splits(
     columns = [layout.pipeline, layout.virtual, *layers.T, *leading.T, early.astype(np.float64)]
     first, which = distinct(columns)
     splits = splits_of(train, layout[first], layers[first], leading[first], early[first])
-    return replace(train, options=replace(train.options, splits=splits)), 1.0 * (before + which)
+    return replace(train, options=replace(train.options, splits=splits)), (before + which).astype(np.float64)
 
 
 def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray, early: BoolArray) -> Splits:

@@ -38,7 +38,7 @@ from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, stage_with
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.engines.megatron.rules import DIST_OPT
-from flagcore.engines.megatron.split import derived
+from flagcore.engines.megatron.split import Split, derived
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.passes import Seconds, StageTime
@@ -46,11 +46,13 @@ from flagcore.engines.megatron.time.step import Blocks, costs_in_run
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 PLANNED = 256
-"""Number of texts that become candidates."""
-PER_ORDER = 8
-"""Of these, at least so many for each order of node groups."""
-NEAR = 1.3
-"""Combinations are dropped if a bound of their score exceeds the best score by this factor."""
+"""Number of meshes that become candidates; each order of the node groups has an equal share besides."""
+NEAR = 1.5
+"""Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
+MOST_SCORED = 4096
+"""Maximum number of combinations that are scored, of one order and one batch."""
+LEAST_TOKENS = 2048
+"""Minimum number of tokens of a sequence on one context-parallel rank."""
 MOST_SAMPLES = 64
 """Maximum micro-batch size."""
 STEPS = 24
@@ -63,7 +65,8 @@ class _Options(ArrayRecord):
 
     `seconds` is the time of a micro-batch, `layer` that of a further layer, `first` and `last` those of the embedding
     and of the head. `used` is the memory of the stage with one micro-batch in flight, relative to the capacity, as are
-    `weights` and `activations` of a further layer. `step` is the time of gradients and optimizer.
+    `weights` and `activations` of a further layer; `last_layer` is that of the last stage. `step` is the time of
+    gradients and optimizer.
     """
 
     tp: IntArray
@@ -79,6 +82,7 @@ class _Options(ArrayRecord):
     used: FloatArray
     used_first: FloatArray
     used_last: FloatArray
+    last_layer: FloatArray
     weights: FloatArray
     activations: FloatArray
     step: FloatArray
@@ -91,6 +95,10 @@ class _Options(ArrayRecord):
         per_layer = self.weights + self.activations * in_flight
         free = 1.0 - self.used - ends - self.base * self.activations * (in_flight - 1.0)
         return np.floor(self.base + free / np.maximum(per_layer, 1e-12))
+
+    def room_last(self) -> FloatArray:
+        """Return the maximum number of layers of the last stage, which has one micro-batch in flight."""
+        return np.floor(self.base + (1.0 - self.used - self.used_last) / np.maximum(self.last_layer, 1e-12))
 
 
 def with_meshes(platform: Platform) -> Platform:
@@ -105,35 +113,24 @@ def with_meshes(platform: Platform) -> Platform:
 def planned(task: Task, costs: Costs) -> tuple[str, ...]:
     """Return the meshes that may be the fastest, the best by score first."""
     names, words = group_names(task.cluster), _recompute_words(task)
-    options = [
-        _options(task, replace(each, further={}, between=None), number) for number, each in enumerate(costs.groups)
-    ]
+    groups = [replace(each, further={}, between=None) for each in costs.groups]
+    options = [_options(task, each, number) for number, each in enumerate(groups)]
     orders = [order for size in range(1, len(names) + 1) for order in permutations(range(len(names)), size)]
-    best: dict[tuple[int, ...], dict[str, float]] = {order: {} for order in orders}
-    fastest = np.inf
-    for bound, parts in sorted(_by_batch(task, options), key=lambda pair: pair[0]):
-        if bound > NEAR * fastest:
-            break
-        for order in orders:
-            chosen = [parts[group] for group in order]
-            if not all(each.pp.size for each in chosen):
-                continue
-            scores, combinations = _scores(task, chosen)
-            for place in np.argsort(scores)[:PLANNED].tolist():
-                if scores[place] > NEAR * fastest and len(best[order]) >= PER_ORDER:
-                    break
-                if not np.isfinite(scores[place]):
-                    break
-                text = " + ".join(
-                    _text(names[group], part, int(row), words)
-                    for group, part, row in zip(order, chosen, combinations[:, place], strict=True)
-                )
-                best[order][text] = min(best[order].get(text, np.inf), float(scores[place]))
-                fastest = min(fastest, float(scores[place]))
-    found = {text: score for each in best.values() for text, score in each.items()}
-    ordered = sorted(found, key=lambda text: found[text])
-    of_orders = (text for each in best.values() for text in sorted(each, key=lambda text: each[text])[:PER_ORDER])
-    return tuple(dict.fromkeys((*ordered[:PLANNED], *of_orders)))
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for order in orders}
+    for _, context, samples in sorted(_batches(task, options)):
+        parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
+        for order, of_order in scores.items():
+            fastest = min(of_order.values(), default=np.inf)
+            seconds, chosen = _best(task, [parts[group] for group in order], NEAR * fastest)
+            for place, score in enumerate(seconds.tolist()):
+                meshes = zip(order, chosen, strict=True)
+                text = " + ".join(_text(names[group], each, place, words) for group, each in meshes)
+                of_order[text] = min(of_order.get(text, np.inf), score)
+    ranked = {text: score for of_order in scores.values() for text, score in of_order.items()}
+    found = sorted(ranked, key=lambda text: ranked[text])[:PLANNED]
+    for of_order in scores.values():
+        found += sorted(of_order, key=lambda text: of_order[text])[: PLANNED // len(orders)]
+    return tuple(dict.fromkeys(found))
 
 
 def _text(name: str, options: _Options, row: int, words: Sequence[str]) -> str:
@@ -141,26 +138,62 @@ def _text(name: str, options: _Options, row: int, words: Sequence[str]) -> str:
     return mesh_text(name, {**sizes, "cp": int(options.context[row])}, words[int(options.recompute[row])])
 
 
-def _by_batch(task: Task, options: Sequence[_Options]) -> Iterator[tuple[float, list[_Options]]]:
-    """Yield the options of all groups for each context-parallel size and number of samples per micro-batch of all
-    replicas, and a lower bound of the seconds of a step.
+def _batches(task: Task, options: Sequence[_Options]) -> Iterator[tuple[float, int, int]]:
+    """Yield each context-parallel size and number of samples per micro-batch of all replicas, after a lower bound of
+    the seconds of a step.
     """
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
-    keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
-    for context, samples in keys:
-        parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
-        rate = sum(float((each.pp / each.layer).max(initial=0.0)) for each in parts)
-        yield batch / samples * layers / max(rate, 1e-30), [_useful(each, layers, task) for each in parts]
+    for context, samples in {
+        key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)
+    }:
+        rates = [(each.pp / each.layer)[(each.context == context) & (each.samples == samples)] for each in options]
+        rate = sum(float(each.max(initial=0.0)) for each in rates)
+        yield batch / samples * layers / max(rate, 1e-30), context, samples
 
 
-def _useful(options: _Options, layers: int, task: Task) -> _Options:
-    """Return the options that no other one with as many stages beats in time, memory, and rules between meshes."""
-    model, one = task.spec.model, np.ones(options.pp.size)
-    tied = model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
-    equal = [options.pp, options.ep > 1, *([options.tp, options.dp] if tied else [])]
-    room = [np.minimum(options.room(flight * one, 0.0 * one), layers) for flight in (1.0, 4.0, 16.0, 64.0)]
+def _best(task: Task, options: Sequence[_Options], limit: float) -> tuple[FloatArray, list[_Options]]:
+    """Return the lowest scores below `limit`, and the option of each mesh."""
+    model, samples = task.spec.model, options[0].samples[:1]
+    if not all(each.pp.size for each in options):
+        return np.zeros(0), []
+    layers, microbatches = float(model.num_layers), task.spec.train.global_batch_size / float(samples[0])
+    useful = [_useful(each, layers, limit / microbatches, tied=_tied(task)) for each in options]
+    rows = np.indices([each.pp.size for each in useful]).reshape(len(useful), -1)
+    rate, stages, step = (
+        function.reduce([values[row] for values, row in zip(columns, rows, strict=True)])
+        for function, columns in (
+            (np.add, [each.pp / each.layer for each in useful]),
+            (np.add, [each.pp for each in useful]),
+            (np.maximum, [each.step for each in useful]),
+        )
+    )
+    bound = (microbatches - 1.0 + stages) * layers / rate + step
+    kept = np.flatnonzero((bound <= limit) & (stages <= layers))
+    rows = rows[:, kept[np.argsort(bound[kept])[:MOST_SCORED]]]
+    chosen = [each[row] for each, row in zip(useful, rows, strict=True)]
+    seconds = np.where(_legal(chosen, tied=_tied(task)), _seconds(chosen, layers, microbatches), np.inf)
+    best = np.argsort(seconds)[:PLANNED]
+    best = best[seconds[best] <= min(limit, NEAR * float(seconds[best[0]]) if best.size else 0.0)]
+    best = best[np.isfinite(seconds[best])]
+    return seconds[best], [each[best] for each in chosen]
+
+
+def _tied(task: Task) -> bool:
+    """Return whether the first and the last stage share weights."""
+    return task.spec.model.mtp_num_layers > 0 or not task.spec.model.untie_embeddings_and_output_weights
+
+
+def _useful(options: _Options, layers: float, seconds: float, *, tied: bool) -> _Options:
+    """Return the options that no other one with as many stages beats in time and memory, and whose stages can have a
+    layer within `seconds`.
+    """
+    one = np.ones(options.pp.size)
+    most = np.minimum(_fits(options, seconds * one), layers)
+    equal: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *([options.tp, options.dp] if tied else [])]
+    room = [np.minimum(options.room(flight * one, 0.0 * one), most) for flight in (1.0, 4.0, 16.0, 64.0)]
+    room.append(np.minimum(options.room_last(), most))
     less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
-    beats: BoolArray = np.ones((options.pp.size, options.pp.size), dtype=np.bool_)
+    beats: BoolArray = np.ones((one.size, one.size), dtype=np.bool_)
     for values in equal:
         beats &= values[:, None] == values
     for values in less:
@@ -169,67 +202,73 @@ def _useful(options: _Options, layers: int, task: Task) -> _Options:
     return options[np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))]
 
 
-def _scores(task: Task, chosen: Sequence[_Options]) -> tuple[FloatArray, IntArray]:
-    """Return the predicted seconds of each combination of one option per mesh, inf if it is not possible, and the rows
-    of the options.
-    """
-    model, batch = task.spec.model, task.spec.train.global_batch_size
-    rows = np.indices([each.pp.size for each in chosen]).reshape(len(chosen), -1)
-    sizes = np.stack([each.pp[row] for each, row in zip(chosen, rows, strict=True)])
-    legal = sizes.sum(axis=0) <= model.num_layers
-    tensor, data, expert = (
-        np.stack([getattr(each, name)[row] for each, row in zip(chosen, rows, strict=True)])
-        for name in ("tp", "dp", "ep")
-    )
-    if len(chosen) > 1:
-        legal &= ((expert > 1).all(axis=0)) | (expert == 1).all(axis=0)
-        if model.mtp_num_layers or not model.untie_embeddings_and_output_weights:
-            multiple = (data[0] % data[-1] == 0) | (data[-1] % data[0] == 0)
-            legal &= (tensor[0] == tensor[-1]) & multiple
-    rows = rows[:, legal]
-    parts = [each[row] for each, row in zip(chosen, rows, strict=True)]
-    microbatches = float(batch) / float(chosen[0].samples[0])
-    return _seconds(parts, float(model.num_layers), microbatches), rows
+def _legal(chosen: Sequence[_Options], *, tied: bool) -> BoolArray:
+    """Return which combinations keep the rules between meshes."""
+    tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
+    legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
+    if tied:
+        legal &= (tensor[0] == tensor[-1]) & ((data[0] % data[-1] == 0) | (data[-1] % data[0] == 0))
+    return legal
 
 
 def _seconds(parts: Sequence[_Options], layers: float, microbatches: float) -> FloatArray:
     """Return the seconds of a step: those of the slowest stage of all micro-batches, the filling of the pipeline, and
     the longest step of gradients and optimizer.
     """
-    stages = np.stack([each.pp for each in parts]).astype(np.float64)
-    after = stages.sum(axis=0) - np.cumsum(stages, axis=0)
-    rooms = []
-    for number, each in enumerate(parts):
-        first, last = each.used_first * (number == 0), each.used_last * (number == len(parts) - 1)
-        most = each.room(np.minimum(after[number] + stages[number], microbatches), first)
-        least = each.room(np.minimum(after[number] + 1.0, microbatches), last)
-        rooms.append(np.clip((most + least) / 2.0, 0.0, layers))
+    kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 
     def held(seconds: FloatArray) -> list[FloatArray]:
-        """Return the layers of all stages of each mesh within `seconds`."""
-        counts = []
-        for number, (each, room) in enumerate(zip(parts, rooms, strict=True)):
-            count = stages[number] * np.minimum(_fits(each, seconds), room)
-            for end, is_here in ((each.first, number == 0), (each.last, number == len(parts) - 1)):
-                if is_here:
-                    count = (
-                        count - np.minimum(_fits(each, seconds), room) + np.minimum(_fits(each, seconds - end), room)
-                    )
-            counts.append(count)
-        return counts
+        """Return the layers of one stage of each kind within `seconds`."""
+        return [np.minimum(_fits(each.of, seconds - each.extra), each.room) for each in kinds]
 
-    low = np.zeros(stages.shape[1])
-    high = np.maximum.reduce([each.seconds + layers * each.layer + each.first + each.last for each in parts])
-    possible = sum(held(high)) >= layers
+    def enough(seconds: FloatArray) -> BoolArray:
+        counts = sum((each.count * most for each, most in zip(kinds, held(seconds), strict=True)), np.zeros(()))
+        return np.asarray(counts >= layers)
+
+    low, possible = np.zeros(parts[0].pp.shape), np.logical_and.reduce([(e.room >= 0) | (e.count == 0) for e in kinds])
+    high = np.maximum.reduce([each.of.seconds + layers * each.of.layer + each.extra for each in kinds])
+    possible &= enough(high)
     for _ in range(STEPS):
         middle = (low + high) / 2.0
-        enough = sum(held(middle)) >= layers
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    each_stage = [count / number for count, number in zip(held(high), stages, strict=True)]
-    more = [count - part.base for count, part in zip(each_stage, parts, strict=True)]
-    filling = sum(n * (part.seconds + part.layer * count) for n, part, count in zip(stages, parts, more, strict=True))
-    steps = np.maximum.reduce([part.step + part.more_step * count for part, count in zip(parts, more, strict=True)])
+        low, high = np.where(enough(middle), low, middle), np.where(enough(middle), middle, high)
+    filling, steps = np.zeros(low.shape), np.zeros(low.shape)
+    for each, count in zip(kinds, held(high), strict=True):
+        more = count - each.of.base
+        filling += each.count * (each.of.seconds + each.of.layer * more + each.extra)
+        steps = np.maximum(steps, (each.count > 0) * (each.of.step + each.of.more_step * more))
     return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Stages of one mesh with the same contents: their number, the maximum number of layers of each, and the seconds of
+    embedding and head.
+    """
+
+    of: _Options
+    count: FloatArray
+    room: FloatArray
+    extra: FloatArray
+
+
+def _kinds(parts: Sequence[_Options], number: int, microbatches: float) -> Iterator[_Kind]:
+    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`.
+
+    The stages between count with the mean of the first and of the last of them.
+    """
+    each, none = parts[number], np.zeros(parts[0].pp.shape)
+    stages, after = each.pp.astype(np.float64), none + sum(part.pp for part in parts[number + 1 :])
+    is_first, is_last = number == 0, number == len(parts) - 1
+    alone = (stages == 1.0) & is_first & is_last
+    most = np.minimum(after + stages, microbatches)
+    if is_first:
+        room = each.room(most, each.used_first + alone * each.used_last)
+        yield _Kind(each, none + 1.0, room, each.first + alone * each.last)
+    if is_last:
+        yield _Kind(each, 1.0 - alone, each.room_last(), each.last)
+    least = np.minimum(after + 1.0 + is_last, microbatches)
+    room = np.maximum((each.room(most, none) + each.room(least, none)) / 2.0, 0.0)
+    yield _Kind(each, np.maximum(stages - is_first - is_last, 0.0), room, none)
 
 
 def _fits(options: _Options, seconds: FloatArray) -> FloatArray:
@@ -308,10 +347,11 @@ def _options(task: Task, costs: Costs, group: int) -> _Options:
         _stage(train, layout, base + 1.0, two),
         _stage(train, layout, base, one, first=True),
         _stage(train, layout, base, one, last=True),
+        _stage(train, layout, base + 1.0, one, last=True),
     ]
     in_use = stages_in_use(train, layout, costs, stages)
     capacity = np.nan_to_num(in_use[0].capacity, nan=1e30)
-    used, longer, twice, first, last = (each.used / capacity for each in in_use)
+    used, longer, twice, first, last, longer_last = (each.used / capacity for each in in_use)
     activations = np.maximum(twice - longer, 0.0) / (base + 1.0)
     seconds, more = pace.seconds(base, 0), pace.seconds(base + 1.0, 0)
     steps = [_step_seconds(train, layout, run, each, time) for each, time in zip(stages, (seconds, more), strict=False)]
@@ -326,6 +366,7 @@ def _options(task: Task, costs: Costs, group: int) -> _Options:
         used=used,
         used_first=first - used,
         used_last=last - used,
+        last_layer=longer_last - last,
         weights=np.maximum(longer - used - activations, 0.0),
         activations=activations,
         step=steps[0],
@@ -342,7 +383,7 @@ def _columns(task: Task, group: int) -> dict[str, IntArray]:
     common = int(np.gcd.reduce([each.devices for each in task.cluster.groups]))
     suggested = {
         TP: divisors(nodes.devices_per_node),
-        CP: divisors(common),
+        CP: [size for size in divisors(common) if size == 1 or task.spec.train.seq_length >= LEAST_TOKENS * size],
         PP: [size for size in divisors(nodes.devices) if size <= task.spec.model.num_layers],
         EP: divisors(int(np.gcd(experts, nodes.devices))) if experts else [1],
         MBS: [size for size in divisors(batch) if size <= MOST_SAMPLES],
@@ -360,7 +401,9 @@ def _columns(task: Task, group: int) -> dict[str, IntArray]:
     columns |= zip(RECOMPUTE, codes[columns["word"]].T, strict=True)
     columns[SP] = (columns[TP] > 1) * _largest(task, SP)
     columns[DIST_OPT], columns[SPLIT] = np.full_like(size, _largest(task, DIST_OPT)), np.ones_like(size)
+    expert_ranks = Split.of(task).expert_tensor_size(columns) * columns[EP]
     broken = (nodes.devices % size != 0) | ((columns[TP] > 1) & (columns[SP] == 0))
+    broken |= (nodes.devices // columns[PP] % expert_ranks != 0) & (experts is not None)
     listed = space.get(DP, AUTO)
     if not isinstance(listed, str):
         broken |= ~np.isin(columns[DP], np.array(listed, dtype=np.int64))

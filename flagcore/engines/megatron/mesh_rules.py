@@ -44,7 +44,7 @@ def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
             here = rows[table.groups[code[rows], mesh] >= 0]
             some = {name: column[here] for name, column in columns.items()}
             result[here] |= rule.broken(table.columns(some, mesh))
-        return result
+        return np.asarray(result)
 
     return replace(rule, knobs=(*rule.knobs, MESHES), broken=broken)
 
@@ -95,7 +95,11 @@ def _of_texts(task: Task, table: Meshes) -> Sequence[Rule]:
 
 
 def _looked_up(broken: BoolArray) -> Callable[[Columns], BoolArray]:
-    return lambda columns: broken[columns[MESHES]] & (columns[MESHES] > 0)
+    def looked_up(columns: Columns) -> BoolArray:
+        result: BoolArray = broken[columns[MESHES]] & (columns[MESHES] > 0)
+        return result
+
+    return looked_up
 
 
 def _devices(task: Task) -> IntArray:

@@ -1,8 +1,8 @@
 """Meshes: the stages of a pipeline on one kind of chip, with parallel sizes and recompute of their own.
 
 The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `A800 tp2 dp16 + BI-V150 tp4 dp8
-full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs of
-sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
+full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
+of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
 first mesh.
 """
 
@@ -73,7 +73,8 @@ class Meshes:
 
     def number(self, code: IntArray) -> IntArray:
         """Return how many meshes each candidate has."""
-        return (self.groups[code] >= 0).sum(axis=1)
+        number: IntArray = (self.groups[code] >= 0).sum(axis=1)
+        return number
 
     def columns(self, columns: Columns, mesh: int) -> Columns:
         """Return the columns of candidates with meshes, as they are on mesh number `mesh`; the pipeline is the whole
@@ -160,6 +161,14 @@ def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntA
         rows = np.flatnonzero(which.reshape(-1) == number)
         some = {name: column[rows] for name, column in columns.items()}
         yield rows, some, _ordered(task.cluster, costs, [group for group in order if group >= 0])
+
+
+def groups_of_row(task: Task, columns: Columns) -> list[int]:
+    """Return the node groups of the first row in the order of its pipeline."""
+    code = columns.get(MESHES)
+    if code is None or not code[0]:
+        return list(range(len(task.cluster.groups)))
+    return [group for group in Meshes.of(task).groups[code[0]].tolist() if group >= 0]
 
 
 def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training
 from flagcore.engines.megatron.partition import Fronts, all_fronts
 from flagcore.engines.megatron.time.pace import Pace
@@ -123,7 +123,7 @@ def _kinds(
         held = np.maximum(counts, float(dense))
         first, last = bool(is_first), bool(is_last)
         times[number] = paces[of_group].seconds(held, dense, first=first, mtp=last, last=last)
-    unknown: BoolArray = np.isnan(times).any(axis=(0, 1))
+    unknown = np.isnan(times).any(axis=(0, 1))
     return kinds.reshape(leading.shape), np.where(unknown, counts, times)
 
 

@@ -18,7 +18,7 @@ from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.knobs import columns as row_of
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
-from flagcore.engines.megatron.meshes import MESHES, PP, Meshes, by_groups
+from flagcore.engines.megatron.meshes import MESHES, PP, Meshes, by_groups, groups_of_row
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Mesh, Placement, Training
@@ -203,8 +203,9 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
     """Return the passes of the first row's pipeline, None if they are unknown."""
-    _, row, costs = next(by_groups(task, {knob: values[:1] for knob, values in columns.items()}, costs))
-    return step.passes(*inputs(task, row, costs), costs)
+    _, row, group_costs = next(by_groups(task, {knob: values[:1] for knob, values in columns.items()}, costs))
+    found, order = step.passes(*inputs(task, row, group_costs), group_costs), groups_of_row(task, row)
+    return found and replace(found, groups=tuple(order[group] for group in found.groups))
 
 
 def training(task: Task) -> Training:

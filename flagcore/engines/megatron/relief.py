@@ -12,7 +12,7 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.balance import best_splits, stage_layers, with_splits
 from flagcore.engines.megatron.memory.training import stages_in_use, states_of
 from flagcore.engines.megatron.mixed_split import best_mixed_splits
-from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import layer_parameters
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.partition import leading_layers
@@ -47,6 +47,9 @@ def fit_splits(
     if not rows.size:
         return train, layout, changed
     if costs.further:
+        rows = rows[_may_fit(train, layout[rows], costs)]
+        if not rows.size:
+            return train, layout, changed
         subset = replace(layout[rows], split=np.ones(rows.size))
         found = _best_mixed(train, subset, costs, blocks[rows])
     else:
@@ -63,6 +66,20 @@ def fit_splits(
         column[rows], changed[rows] = number, True
         layout = replace(layout, split=column)
     return train, layout, changed
+
+
+def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
+    """Return which candidates on several kinds of chips have room for all layers, if every stage of a node group had
+    that of its last stages, which store the fewest micro-batches.
+    """
+    layout, placement = replace(layout, split=np.ones_like(layout.split)), Placement.of(layout, costs)
+    last, none, room = layout.pipeline - 1.0, np.zeros(layout.pipeline.shape, dtype=np.int64), np.zeros(())
+    for end, count in zip((*(start - 1.0 for start in placement.starts), last), placement.stages(layout), strict=True):
+        places = (end, np.maximum(end - 1.0, 0.0)) if end is last else (end,)
+        limits = [_Room(train, layout, costs, none, each.astype(np.int64), last, last).limits() for each in places]
+        room = room + count * np.maximum.reduce(limits)
+    enough: BoolArray = room + leading_layers(train) * layout.virtual >= train.model.num_layers
+    return enough
 
 
 def _best_mixed(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> _Found:

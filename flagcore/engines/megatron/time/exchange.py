@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -129,10 +130,10 @@ class Messages:
         groups = zip(costs.groups, placement.layouts, counts, strict=True)
         inside = tuple(_mean_send(each.collectives, train, mesh, count) for each, mesh, count in groups)
         between = tuple(_border_seconds(train, *meshes, costs.between) for meshes in pairwise(placement.layouts))
-        has_several = np.maximum.reduce(counts) > 1.0
-        usual = np.where(has_several, np.maximum.reduce(inside), np.maximum.reduce(between))
+        longest: FloatArray = np.maximum.reduce(inside)
+        usual = np.where(np.maximum.reduce(counts) > 1.0, longest, np.maximum.reduce(between))
         if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
-            usual = np.maximum.reduce((usual, *between))
+            usual = reduce(np.maximum, between, usual)
             return cls(usual, (usual,) * len(inside), (usual,) * len(between))
         return cls(usual, inside, between)
 

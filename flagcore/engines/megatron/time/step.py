@@ -18,7 +18,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
-from flagcore.engines.megatron.time.pipeline import message_seconds, overlapped_passes, pipeline_time, sender_waits
+from flagcore.engines.megatron.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
 from flagcore.engines.schedules.formulas import pipeline_seconds
 from flagcore.physics.cost_stack import with_slowdown
 
@@ -154,21 +154,23 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
-    """Return the passes of the first candidate's pipeline; None if a cost is unknown or the cluster has several groups.
+    """Return the passes of the first candidate's pipeline; None if a cost is unknown.
 
-    Messages between node groups take different times.
+    The passes of a stage that waits for longer messages than usual, at a border between node groups, include this wait.
     """
     layout, costs = layout[slice(0, 1)], costs_in_run(costs)
-    if costs.further:
-        return None
     placement, count = Placement.of(layout, costs), int(layout.pipeline[0])
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     params = _params(train, placement, all_stages)
     times = _stage_times(train, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
-    forward = tuple(float(time.forward.total[0]) for time in times)
-    backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
-    waits = sender_waits(train, layout, all_stages[-1])
-    send = float(message_seconds(train, layout, costs, placement, waits)[0]) if count > 1 else 0.0
+    messages, waits, sends_s, _ = sends(train, layout, costs, placement, all_stages[-1])
+    delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
+    longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
+    forward = tuple(float(time.forward.total[0] + more) for time, more in zip(times, longer[0], strict=True))
+    backward = tuple(
+        float(time.backward.total[0] + time.weight[0] + more) for time, more in zip(times, longer[1], strict=True)
+    )
+    send = float(sends_s[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
     result = Passes(
@@ -182,6 +184,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         send_s=send,
         sender_waits=bool(waits[0]),
         weight_share=train.weight_share,
+        groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
     )
     return replace(result, predicted_s=pipeline_seconds(result))
 
@@ -226,10 +229,11 @@ def _stage_times(
     """Return the times of the stages `distinct_stages`, each with the layout and the costs of its node group."""
     parts = [blocks.on(number) for number in range(len(groups))]
     meshes = list(zip(placement.layouts, groups, parts, params, strict=True))
-    return [
-        placement.pick(each.index, [_stage_time(train, *mesh, each, pairs[number]) for *mesh, pairs in meshes])
-        for number, each in enumerate(distinct_stages)
-    ]
+    times = []
+    for number, each in enumerate(distinct_stages):
+        of_groups = [_stage_time(train, mesh, on, part, each, pairs[number]) for mesh, on, part, pairs in meshes]
+        times.append(placement.pick(each.index, of_groups))
+    return times
 
 
 def _stage_time(
