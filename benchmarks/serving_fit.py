@@ -69,8 +69,8 @@ ENGINE = {
 }
 """Prior and spread (of its logarithm) of each parameter."""
 
-FAMILIES = {"H": "hopper", "B": "blackwell", "G": "blackwell"}
-UNITS = {"hopper": 132.0, "blackwell": 148.0}
+FAMILIES = {"A": "ampere", "H": "hopper", "B": "blackwell", "G": "blackwell"}
+UNITS = {"ampere": 108.0, "hopper": 132.0, "blackwell": 148.0}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Points:
     name: str
     columns: Mapping[str, np.ndarray]
     costs: Costs
-    ids: tuple[str, ...]
+    lines: tuple[dict, ...]
     tasks: tuple[Task, ...]
     known: Overheads
     lens: np.ndarray
@@ -94,7 +94,7 @@ class Points:
 
 
 def read(files: Sequence[str]) -> list[Points]:
-    """Return the records with a closed loop, grouped by task."""
+    """Return the records, grouped by task."""
     lines = [json.loads(line) for file in files for line in Path(file).read_text("utf-8").splitlines()]
     groups: dict[tuple[object, ...], list[tuple[int, dict, Task, dict]]] = defaultdict(list)
     chips: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
@@ -117,6 +117,7 @@ def read(files: Sequence[str]) -> list[Points]:
     for (chip, devices, engine, model, precision, _), rows in groups.items():
         lines_of, tasks = [row[1] for row in rows], [row[2] for row in rows]
         loads = [task.spec.serve.loads[0] for task in tasks]
+        lens = [(load.input_len, load.output_len, load.concurrency or 1) for load in loads]
         measured = [line["measured"] for line in lines_of]
         points.append(
             Points(
@@ -127,10 +128,10 @@ def read(files: Sequence[str]) -> list[Points]:
                 name=f"{chip} {model.name.split('/')[-1]}",
                 columns={knob: np.concatenate([row[3][knob] for row in rows]) for knob in rows[0][3]},
                 costs=chips[chip, devices, engine][0],
-                ids=tuple(line["id"] for line in lines_of),
+                lines=tuple(lines_of),
                 tasks=tuple(tasks),
                 known=plugins.workload(engine).overheads_for(tasks[0], on_host=False),
-                lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
+                lens=np.array(lens, dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
                 odd=_is_contradictory(
@@ -269,12 +270,12 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
     """Return the predictions of the records of points."""
     costs, overheads = prediction_inputs(points, values)
     answers = []
-    for row, (name, task) in enumerate(zip(points.ids, points.tasks, strict=True)):
+    for row, (line, task) in enumerate(zip(points.lines, points.tasks, strict=True)):
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
         engine = plugins.workload(points.engine)
         found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
-        answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
+        answers.append({"id": line["id"], "status": "ok", **record(task, found.row(0))})
     return answers
 
 

@@ -125,7 +125,7 @@ def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
 
 def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
     load = work.loads[0]
-    names = ("input_len", "output_len", "prefix_len", "range_ratio", "concurrency", "num_prompts")
+    names = ("input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts")
     return {
         "engine": work.engine,
         "engine_version": measured.versions.get(work.engine) or work.engine_version,

@@ -36,6 +36,11 @@ def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
+MAX_LENGTH_RATIO = 5
+"""Maximum of log-normal lengths relative to their mean, as in the filtered ShareGPT of `vllm bench serve` (1,024 tokens
+and a mean of 217)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """A load point. Lengths are numbers of tokens.
@@ -45,9 +50,10 @@ class Load:
     Poisson arrivals.
 
     Lengths are uniformly distributed from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x
-    length to (1 + spread) x length. All requests start with the same `prefix_len` tokens. A `trace` has the lengths and
-    optionally the arrival times. With `num_prompts` None, the load is a steady state, which can be predicted but not
-    run.
+    length to (1 + spread) x length. With the `distribution` lognormal, `input_len` and `output_len` are the means of
+    clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
+    `trace` has the lengths and optionally the arrival times. With `num_prompts` None, the load is a steady state, which
+    can be predicted but not run.
     """
 
     input_len: int = 1024
@@ -55,6 +61,7 @@ class Load:
     prefix_len: int = 0
     range_ratio: float = 1.0
     range_spread: float | None = None
+    distribution: str = "uniform"
     num_prompts: int | None = 128
     concurrency: int | None = None
     request_rate: float | None = None

@@ -20,8 +20,11 @@ from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Devices, Fraction, ModelPath, Rate, Shape, Text, TrainJob, Word
-from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
+from flagcore.spec.serve_schema import Clients, Distribution, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.validate import Section, checked
+
+CHAT_DATASETS = ("ShareGPT",)
+"""Values of `dataset` whose lengths are log-normal; a record gives their means."""
 
 
 class _Cluster(Section):
@@ -49,6 +52,7 @@ class _Serve(Section):
     output_len: Tokens
     prefix_len: NoTokens = 0
     range_ratio: Fraction = 1.0
+    distribution: Distribution = "uniform"
     concurrency: Clients | None = None
     request_rate: PerSecond | None = None
     num_prompts: Requests | None = None
@@ -69,6 +73,7 @@ class _AnyRecord(Section):
 class _ServeRecord(_AnyRecord):
     kind: Literal["serve"]
     serve: _Serve
+    dataset: Any = None
     candidate: dict[str, KnobInput]
 
 
@@ -161,6 +166,7 @@ def _read_serve_job(line: Mapping[str, object], engines: Engines) -> Job:
     rate = serve.request_rate
     load = Load(
         **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
+        distribution="lognormal" if record.dataset in CHAT_DATASETS else serve.distribution,
         num_prompts=serve.num_prompts,
         request_rate=None if rate is None else float(rate),
     )

@@ -39,6 +39,7 @@ Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
+Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """A value of an engine's knob, which the engine validates."""
 Scalar = bool | int | float | Value | None
@@ -59,6 +60,8 @@ class ProfileSection(Section):
     """Lengths are uniform between range_ratio x length and length; 1: all equal."""
     range_spread: Fraction | None = None
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
+    distribution: Distribution = "uniform"
+    """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
     num_prompts: Requests = 128
     """Number of requests."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None

@@ -120,6 +120,9 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.range_spread is not None and profile.range_ratio != 1.0:
         problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
+    if profile.distribution != "uniform" and (profile.range_spread is not None or profile.range_ratio != 1.0):
+        problem, fix = "cannot be combined with serve.profile.range_ratio or range_spread", "remove one of the two"
+        raise spec_error("serve.profile.distribution", problem, value=profile.distribution, fix=fix, file=file)
     fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:
         fields["trace"] = str((base / profile.trace).resolve())

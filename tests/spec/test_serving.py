@@ -36,6 +36,8 @@ def test_a_list_of_clients_gives_several_load_points() -> None:
     [
         ({"concurrency": 4, "request_rate": 1.0}, "serve.profile.concurrency"),
         ({"range_ratio": 0.5, "range_spread": 0.5}, "serve.profile.range_spread"),
+        ({"range_ratio": 0.5, "distribution": "lognormal"}, "serve.profile.distribution"),
+        ({"distribution": "normal"}, "serve.profile.distribution"),
         ({"request_rate": "fast"}, "serve.profile.request_rate"),
         ({"concurrency": 0}, "serve.profile.concurrency"),
     ],

@@ -118,7 +118,8 @@ class SimulatedLoad:
         if self._is_steady:
             return times.steady_state(simulated, flight, is_crowded=price.lane.running < flight)
         if count < inputs.size:
-            return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight)
+            delay = (flight - simulated) * price.overheads.entry  # the front end parses the first wave together
+            return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
 
     def _mixed_lanes(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
@@ -255,13 +256,13 @@ class RequestTimes:
         return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
 
     def extrapolate(
-        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int
+        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
     ) -> RequestTimes:
         """Return the times of all requests of these lengths; the first ones were simulated.
 
         The other requests repeat the simulated ones without both ends. In a closed loop with `flight` requests in
-        flight, those beyond `simulated` wait. In an overloaded open loop (`simulated` is None) each request waits
-        longer than the previous one.
+        flight, those beyond `simulated` wait, and the first wave starts `delay` seconds later. In an overloaded open
+        loop (`simulated` is None) each request waits longer than the previous one.
         """
         count, sample, ends = input_len.size, self.count, simulated or 0
         low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
@@ -269,8 +270,8 @@ class RequestTimes:
         source = np.where(index < low, index, low + index % (high - low))
         if simulated is not None:
             gap = float(self.e2e[low:high].mean()) / simulated  # from one end to the next (Little's law)
-            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap
-            seconds = self.seconds + (count - sample) * gap
+            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
+            seconds = self.seconds + (count - sample) * gap + delay
         else:
             quarters = self.ttft[: 4 * (sample // 4)].reshape(4, -1).mean(axis=1)
             interval = float(self.sent[-1]) / max(sample - 1, 1)

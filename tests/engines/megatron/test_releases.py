@@ -21,6 +21,8 @@ LAYOUTS = {
 }
 MISSING = {"0.12": {"experts / shared experts recomputed", *LAYOUTS}, "0.14": set[str]()}
 """What a release does not have."""
+SINCE_0_16 = {"layout, before the loss", "layout, interleaved, before the loss"}
+"""The planner forbids these layouts before 0.16, where ranks wait for each other without end."""
 DIFFERS = {
     "0.12": {f"{PREDICTS_TWO} / pipeline", f"{PREDICTS_TWO} / tensor, sequence"},
     "0.14": {f"{PREDICTS_TWO} / pipeline", f"{PREDICTS_TWO} / layout"},
@@ -45,7 +47,12 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.timeout(1800)
 def test_every_layout_trains_like_one_process(release: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = release
-    cases = [(model, layout) for model, (_, _, layouts, _) in MODELS.items() for layout in layouts]
+    cases = [
+        (model, layout)
+        for model, (_, _, layouts, _) in MODELS.items()
+        for layout in layouts
+        if layout not in SINCE_0_16
+    ]
     expected = {(model, layout) for model, _ in cases for layout in ("one process",)} | set(cases)
     steps = run_layouts(tmp_path, expected, folder)
     assert {f"{model} / {layout}" for model, layout in expected} - steps.keys() == MISSING[name]

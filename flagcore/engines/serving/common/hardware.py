@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
@@ -80,7 +80,7 @@ def longest_request(loads: tuple[Load, ...]) -> int:
     """Return the tokens of the longest request, prompt and answer, without requests of traces."""
     lengths = [1]
     for load in loads:
-        spread = load.range_spread or 0.0
+        spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
         lengths.append(load.prefix_len + sum(upper_lengths))
     return max(lengths)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
 from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
@@ -32,7 +32,8 @@ def traffic(load: Load) -> Traffic:
         raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:
         requests = Traffic(
-            input_len=_lengths(lengths, load.input_len, load), output_len=_lengths(lengths, load.output_len, load)
+            input_len=_lengths(lengths, load.input_len, load, PROMPT_SIGMA),
+            output_len=_lengths(lengths, load.output_len, load, ANSWER_SIGMA),
         )
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 
@@ -47,13 +48,30 @@ def in_flight(load: Load) -> Load:
     return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
 
 
-def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
+PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
+"""Standard deviations of the logarithms of log-normal lengths. Chosen: prompts vary more than answers."""
+
+
+def _lengths(rng: np.random.Generator, length: int, load: Load, sigma: float) -> IntArray:
     """Draw lengths in the range of `Load`, rounded as in the engines' own clients."""
+    if load.distribution == "lognormal":
+        return _lognormal(rng, length, load.num_prompts or 0, sigma)
     if load.range_spread is not None:
         low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
     else:
         low, high = int(length * load.range_ratio), length
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
+
+
+def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) -> IntArray:
+    """Draw log-normal lengths from 1 to `MAX_LENGTH_RATIO` x mean, scaled by bisection so that they have the mean."""
+    values = rng.lognormal(sigma=sigma, size=count)
+    low, high = 0.0, MAX_LENGTH_RATIO * mean / float(values.min())
+    for _ in range(50):
+        scale = (low + high) / 2
+        lengths = np.clip(np.rint(values * scale), 1, MAX_LENGTH_RATIO * mean)
+        low, high = (scale, high) if lengths.mean() < mean else (low, scale)
+    return lengths.astype(np.int64)
 
 
 def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatArray | None:

@@ -16,11 +16,6 @@ from math import ceil, inf
 
 from flagcore.engines.serving.model.price import Price
 
-MAX_GROUP = 128
-"""Maximum number of simultaneous requests that the front end parses together: all are ready when the last one is.
-Larger bursts are split. Fitted to the times to first token of bursts of 64 and 128 requests (one data-center
-accelerator)."""
-
 MIN_PIECES = 4
 """Minimum number of iterations filled by one prompt that are computed in one step. Chosen."""
 
@@ -87,7 +82,7 @@ class _Simulation:
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
         self.now = self.stalled = self.used = 0.0
-        self.group_arrival, self.group_size = -1.0, 0
+        self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
         self.outcome = Outcome(self.requests)
@@ -107,13 +102,14 @@ class _Simulation:
         return self.outcome
 
     def _enter(self, index: int) -> None:
-        """Pass a request through the front end, which handles simultaneous requests together."""
+        """Pass a request through the front end, which parses simultaneous requests together: all are ready when the
+        last one is.
+        """
         arrival = self.requests[index].arrival
-        if not self.parse_ends or arrival != self.group_arrival or self.group_size >= MAX_GROUP:
+        if not self.parse_ends or arrival != self.group_arrival:
             self.parse_ends.append(max(self.parse_ends[-1] if self.parse_ends else 0.0, arrival))
-            self.group_arrival, self.group_size = arrival, 0
+            self.group_arrival = arrival
         self.parse_ends[-1] += self.overheads.entry
-        self.group_size += 1
         self.parse_groups[index] = len(self.parse_ends) - 1
 
     def _ready_time(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,16 @@ def test_range_spread_draws_around_the_length() -> None:
     assert (sampled.input_len.min(), sampled.input_len.max()) == (75, 125)
     assert (sampled.output_len.min(), sampled.output_len.max()) == (7, 13)
     assert sampled.input_len.mean() == pytest.approx(100, rel=0.02)
+
+
+def test_lognormal_lengths_have_the_given_means() -> None:
+    load = Load(input_len=200, output_len=50, num_prompts=1000, concurrency=1, distribution="lognormal")
+    sampled = traffic(load)
+    assert sampled.input_len.mean() == pytest.approx(200, rel=0.01)
+    assert sampled.output_len.mean() == pytest.approx(50, rel=0.01)
+    assert (sampled.input_len.min() >= 1, sampled.input_len.max()) == (True, 1000)
+    assert np.median(sampled.input_len) < 120
+    assert np.unique(traffic(replace(load, input_len=1, num_prompts=3)).input_len).tolist() == [1]
 
 
 def test_lengths_of_prompts_and_answers_are_independent() -> None:
