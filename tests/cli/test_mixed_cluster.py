@@ -97,6 +97,13 @@ def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable
     assert 0 <= mixing["idle"]["cpu"] < 1
 
 
+def test_meshes_do_not_run_in_trials(flag: Flag, spec: Callable[..., str], project: Project) -> None:
+    space = {"space": {"meshes": ["cpu#1 dp2 + cpu#2 dp2"]}}
+    completed = flag("tune", spec(LARGE, LARGE, command=True, auto_tuner=space), "--run-dir", str(project.run_dir))
+    assert (completed.code, completed.out) == (2, "")
+    assert "auto_tuner.space.meshes" in completed.err
+
+
 def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
     completed = flag("estimate", project.spec(auto_tuner={"space": {"meshes": ["cpu dp2"]}}))
     assert completed.code == 2

@@ -158,9 +158,7 @@ def axes(task: Task) -> tuple[Axis, ...]:
     plain = tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
     listed = meshes.KNOB.parse_space(task, AUTO)
     if len(task.cluster.groups) == 1:
-        if any(listed):
-            problem, fix = "needs a cluster of several groups", "remove it, or list cluster.groups"
-            raise SpecError(key=f"auto_tuner.space.{meshes.MESHES}", value=listed, problem=problem, fix=fix)
+        _require_no_meshes(f"auto_tuner.space.{meshes.MESHES}", next(filter(None, listed), None))
         return plain
     knob = replace(meshes.KNOB, words=meshes.Meshes.of(task).texts)
     return (knob.axis(listed), *plain)
@@ -180,6 +178,8 @@ def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     row = candidate_columns(values)
     if len(task.cluster.groups) > 1:
         row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))
+    else:
+        _require_no_meshes(meshes.MESHES, values.get(meshes.MESHES))
     if values.get("data_parallel_size") is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         used = np.prod([row[name] for name in sizes], axis=0)
@@ -187,6 +187,13 @@ def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     if values.get("use_recompute") is None:
         row["use_recompute"] = (row["recompute_granularity"] > 0).astype(np.int64)
     return row
+
+
+def _require_no_meshes(key: str, value: KnobValue) -> None:
+    """Raise SpecError for meshes on one node group."""
+    if value is not None:
+        problem, fix = "needs a cluster of several groups", "remove it, or list cluster.groups"
+        raise SpecError(key=key, value=value, problem=problem, fix=fix)
 
 
 def _column(knob: Knob, value: KnobValue) -> IntArray:
