@@ -158,7 +158,7 @@ def axes(task: Task) -> tuple[Axis, ...]:
     plain = tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
     listed = meshes.KNOB.parse_space(task, AUTO)
     if len(task.cluster.groups) == 1:
-        _require_no_meshes(f"auto_tuner.space.{meshes.MESHES}", next(filter(None, listed), None))
+        _require_no_meshes(f"auto_tuner.space.{meshes.MESHES}", next((each for each in listed if each), None))
         return plain
     knob = replace(meshes.KNOB, words=meshes.Meshes.of(task).texts)
     return (knob.axis(listed), *plain)

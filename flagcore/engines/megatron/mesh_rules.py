@@ -58,9 +58,8 @@ def _of_texts(task: Task, table: Meshes) -> Sequence[Rule]:
     ends = {knob: (size[knob][:, 0], size[knob][row, last]) for knob in (TP, DP)}
     stage = size[TP] * size[CP] * size[DP]
     used = np.stack([np.where(table.groups == g, stage * size[PP], 0).sum(axis=1) for g in range(len(_devices(task)))])
-    expert_tensor = Split.of(task).expert_tensor or size[TP]
-    several, tied = last > 0, model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
-    multiple = (ends[DP][0] % ends[DP][1] == 0) | (ends[DP][1] % ends[DP][0] == 0)
+    expert_ranks = size[EP] * (Split.of(task).expert_tensor or size[TP])
+    several, multiple = last > 0, (ends[DP][0] % ends[DP][1] == 0) | (ends[DP][1] % ends[DP][0] == 0)
     checks = {
         "mesh_devices": (
             f"the TP x CP x DP x PP of a chip's meshes must be its number of devices, {task.cluster.chips}",
@@ -80,18 +79,23 @@ def _of_texts(task: Task, table: Meshes) -> Sequence[Rule]:
         ),
         "mesh_expert_world_size": (
             "EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh",
-            ((stage % (expert_tensor * size[EP]) != 0) & there).any(axis=1) & (model.num_moe_experts is not None),
+            ((stage % expert_ranks != 0) & there).any(axis=1) & (model.num_moe_experts is not None),
         ),
         "mesh_embedding": (
             "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP of "
             "one that is a multiple of the other's",
-            several & tied & ((ends[TP][0] != ends[TP][1]) | ~multiple),
+            several & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
         ),
     }
     return [
         Rule(name=name, knobs=(MESHES,), message=message, broken=_looked_up(broken))
         for name, (message, broken) in checks.items()
     ]
+
+
+def tied(task: Task) -> bool:
+    """Return whether the first and the last stage share weights."""
+    return task.spec.model.mtp_num_layers > 0 or not task.spec.model.untie_embeddings_and_output_weights
 
 
 def _looked_up(broken: BoolArray) -> Callable[[Columns], BoolArray]:

@@ -195,3 +195,11 @@ def best_of(job: Task, made: Costs) -> float:
     space, predictions = predicted(job, made)
     rows = (space.columns()[MESHES] > 0) & predictions.fits
     return float(predictions.step_time_s[rows].min())
+
+
+def test_messages_between_meshes_of_other_sizes_are_split_and_take_longer() -> None:
+    texts = "fast dp8 + slow dp8", "fast dp8 + slow tp2 dp4", "fast dp8 + slow tp8"
+    job, made = task(*texts), pair()
+    rows = [WORKLOAD.columns(job, {MESHES: text, "sequence_parallel": True}) for text in texts]
+    messages = [float(WORKLOAD.predict(job, row, made).time_s["pp_comm_s"][0]) for row in rows]
+    assert messages[0] < messages[1] < messages[2]

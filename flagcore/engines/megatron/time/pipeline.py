@@ -21,12 +21,7 @@ REFILL_LAUNCHES = 45.0
 
 
 def pipeline_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    placement: Placement,
-    found: Sequence[Stage],
-    times: Sequence[StageTime],
+    train: Training, layout: Layout, costs: Costs, placement: Placement, found: Sequence[Stage], times: list[StageTime]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
 

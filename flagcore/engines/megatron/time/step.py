@@ -124,9 +124,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     blocks = Blocks.of(train, layout, costs) if blocks is None else blocks
     times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
-    forward, backward = slowest.forward, slowest.backward
-
-    m = layout.microbatches
+    forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
     pipeline_s, message = pipeline_time(train, layout, costs, placement, distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
