@@ -116,6 +116,7 @@ def _estimate_spec(
     every: bool,
 ) -> None:
     from flagcore import api
+    from flagcore.report.mixing import mixing_text
     from flagcore.report.text import (
         assumed_text,
         candidate_columns,
@@ -170,6 +171,8 @@ def _estimate_spec(
         if estimate.defaults:
             lines.append(candidate_line(_("without options"), estimate.defaults, estimate.knobs))
         options.say("\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts))
+        if estimate.mixing:
+            options.show("\n" + mixing_text(estimate.mixing, estimate.knobs))
         options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
         if estimate.search:
             options.say("flag tune: " + search_time_text(estimate.search))

@@ -247,6 +247,17 @@ class ProductionDefaults(Protocol):
 
 
 @runtime_checkable
+class DerivedValues(Protocol):
+    """Optional: an engine that derives values of knobs from costs, for plans."""
+
+    derived_knobs: Collection[str]
+    """The knobs with derived values; a cluster with one node group does not have them."""
+
+    def with_derived_values(self, platform: Platform) -> Platform:
+        """Return the platform with the derived values in the space of its task. Values in the spec take precedence."""
+
+
+@runtime_checkable
 class NamedDistribution(Protocol):
     """Optional: an engine with a distribution of another name."""
 

@@ -218,12 +218,12 @@ class Passes:
     """The times of a pipeline: seconds of one micro-batch on each stage, summed over virtual stages.
 
     `backward_s` includes recomputation and both gradients. `weight_s` is the part for the gradients of weights, which
-    some schedules run separately; empty: unknown. `paired_s` is the time of a forward and a backward pass of two
-    micro-batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
+    some schedules run separately; empty: unknown. `paired_s` is the time of a forward and a backward pass of two micro-
+    batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
     `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
     that is kept until the gradients of weights are computed. `schedule` is a name in
-    `flagcore.physics.schedules.catalogue`. `predicted_s` is the predicted time of the pipeline in a step; None:
-    unknown.
+    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage. `predicted_s` is the predicted
+    time of the pipeline in a step; None: unknown.
     """
 
     schedule: str
@@ -236,4 +236,5 @@ class Passes:
     send_s: float
     sender_waits: bool
     weight_share: float = 0.4
+    groups: tuple[int, ...] = ()
     predicted_s: float | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import api
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -38,7 +39,8 @@ def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag,
     assert "illegal: stages_in_one_group" in listing.err
     result = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
     assert result
-    assert {each["candidate"]["pipeline_model_parallel_size"] % 2 for each in result} == {0}
+    plain = [each["candidate"] for each in result if not each["candidate"]["meshes"]]
+    assert {each["pipeline_model_parallel_size"] % 2 for each in plain} == {0}
     assert all(each["mfu"] > 0 for each in result)
 
 
@@ -83,3 +85,27 @@ def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callabl
     completed = flag("estimate", spec(LARGE, unknown))
     assert completed.code == 0
     assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err
+
+
+def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable[..., str]) -> None:
+    mixing = api.estimate(spec(LARGE, LARGE)).mixing
+    assert mixing is not None
+    assert [each["devices"] for each in (mixing["mixed"], *mixing["alone"])] == [4, 2, 2]
+    total = sum(each["tokens_per_second"] for each in mixing["alone"])
+    assert mixing["of_sum"] == pytest.approx(mixing["mixed"]["tokens_per_second"] / total)
+    assert mixing["of_best_alone"] == pytest.approx(2 * mixing["of_sum"])
+    assert 0 <= mixing["idle"]["cpu"] < 1
+
+
+def test_meshes_do_not_run_in_trials(flag: Flag, spec: Callable[..., str], project: Project) -> None:
+    space = {"space": {"meshes": ["cpu#1 dp2 + cpu#2 dp2"]}}
+    completed = flag("tune", spec(LARGE, LARGE, command=True, auto_tuner=space), "--run-dir", str(project.run_dir))
+    assert (completed.code, completed.out) == (2, "")
+    assert "auto_tuner.space.meshes" in completed.err
+
+
+def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
+    completed = flag("estimate", project.spec(auto_tuner={"space": {"meshes": ["cpu dp2"]}}))
+    assert completed.code == 2
+    assert "auto_tuner.space.meshes" in completed.err
+    assert "cluster.groups" in completed.err

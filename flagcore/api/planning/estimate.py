@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import build_problem_of_spec, prediction_records
-from flagcore.api.common.inputs import SpecLike
+from flagcore.api.common.context import build_problem_of_spec, prediction_records, read_spec
+from flagcore.api.common.inputs import SpecLike, loaded_plugins
+from flagcore.api.planning.mixing import mixing_of
 from flagcore.api.planning.ways_out import way_out
 from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
@@ -43,8 +44,8 @@ class Estimate(Notebook):
     the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
     and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
     limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
-    one. `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
-    engine.
+    one. `mixing` compares a mixed cluster with each of its kinds of chips alone. `search` is an upper bound for the
+    seconds of all trials. `knobs` are those of the task, `labels` those of the engine.
     """
 
     chip: str
@@ -61,6 +62,7 @@ class Estimate(Notebook):
     assumed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     search: SearchTime | None = None
+    mixing: Mapping[str, Any] | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
 
@@ -101,7 +103,10 @@ def estimate(
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
-    task = problem.platform.task
+    task, mixing = problem.platform.task, None
+    if len(task.cluster.groups) > 1:
+        with loaded_plugins(without) as loaded:
+            mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded, workload)
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -117,6 +122,7 @@ def estimate(
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         search=estimate_search_time(problem, workload),
+        mixing=mixing,
         knobs=problem.knobs,
         labels=labels_of(workload),
     )

@@ -16,11 +16,12 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import (
     launching,
+    mesh_planner,
     options,
     probing,
     production,
@@ -38,6 +39,8 @@ from flagcore.engines.megatron.command.checks import command_changes
 from flagcore.engines.megatron.failures import FAILURES
 from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
+from flagcore.engines.megatron.mesh_rules import merges_with_meshes, with_meshes
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
     DP,
@@ -74,14 +77,16 @@ class Megatron:
     modules: Mapping[str, str] = trial_program.MODULES
 
     columns = staticmethod(knob_rows.columns)
-    merges = staticmethod(legality.merges)
     published = staticmethod(published.published)
     read_probe = staticmethod(probing.read_probe)
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         options.check(task, options.settings_in_force(task.spec))
-        return (*legality.rules(task), *setting_rules.setting_rules(task))
+        return with_meshes(task, (*legality.rules(task), *setting_rules.setting_rules(task)))
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return merges_with_meshes(task, legality.merges(task))
 
     labels = prediction.LABELS
     predict = staticmethod(prediction.predict)
@@ -108,6 +113,8 @@ class Megatron:
     read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
+    derived_knobs: Collection[str] = (MESHES,)
+    with_derived_values = staticmethod(mesh_planner.with_meshes)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
@@ -172,7 +179,7 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
     equal = [columns[knob] == other[knob] for knob in plain]
     above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
     result: BoolArray = np.logical_and.reduce([*equal, *above])
-    return result
+    return result & (columns[MESHES] == 0) if MESHES in columns else result
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
@@ -206,6 +213,7 @@ class _Capabilities(
     contracts.CommandChanges,
     contracts.CommandReader,
     contracts.PipelineTimeline,
+    contracts.DerivedValues,
     contracts.ProductionDefaults,
     contracts.ReleaseCheck,
     contracts.StepShortener,

@@ -8,9 +8,10 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Splits, Training, distinct
+from flagcore.engines.megatron.mixed_split import best_mixed_splits
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Splits, Training, distinct
 from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, MTP, stage
-from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search, search_equal
+from flagcore.engines.megatron.partition import EQUAL, Middles, all_fronts, leading_layers, search, search_equal
 from flagcore.engines.megatron.stages import chunk_layers, layout_text
 from flagcore.engines.megatron.time.pace import DEPENDS_ON, Pace
 from flagcore.engines.megatron.time.pipeline import shape_seconds
@@ -42,8 +43,16 @@ def split_layers(
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
         return train, layout
-    first, which = layout[rows].distinct(DEPENDS_ON)
+    layouts, starts = [layout[rows]], Placement.of(layout[rows], costs).starts
+    layouts += [each.layout for each in layouts[0].further]
+    first, which = distinct([*(getattr(each, name) for each in layouts for name in DEPENDS_ON), *starts])
     few = layout[rows[first]]
+    column = np.zeros_like(layout.pipeline)
+    if costs.further:
+        mixed = best_mixed_splits(train, few, costs, blocks[rows[first]])
+        train, number = with_splits(train, few, mixed.layers, mixed.leading, np.zeros(first.shape, dtype=np.bool_))
+        column[rows] = np.where(np.isfinite(mixed.seconds), number, 0.0)[which]
+        return train, replace(layout, split=column)
     pace = Pace.of(train, few, costs, blocks[rows[first]])
     found = best_splits(train, few, pace)
     if train.options.early_mtp:
@@ -53,7 +62,6 @@ def split_layers(
     even = (found.seconds == np.inf) | _even(train, few, found)
     splits = splits_of(train, few[alike], *stage_layers(train, few[alike], found[alike]))
     number = np.where(even, 0.0, 1.0 + split)
-    column = np.zeros_like(layout.pipeline)
     column[rows] = number[which]
     return replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
 
@@ -155,17 +163,6 @@ def _none(train: Training, size: int) -> _Found:
     return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
 
 
-def all_fronts(train: Training) -> list[Fronts]:
-    """Return all ways to place the leading dense layers and multi-token prediction."""
-    return Fronts.every(leading_layers(train), early=train.options.early_mtp)
-
-
-def leading_layers(train: Training) -> int:
-    """Return the number of dense layers before the first layer with experts."""
-    model = train.model
-    return 0 if model.num_moe_experts is None else min(model.moe_first_dense_layers, model.num_layers)
-
-
 def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
     """Return which splits are even."""
     each = train.model.num_layers / layout.pipeline
@@ -214,6 +211,21 @@ def stage_layers(
         held -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
         layers[rows] += held
     return layers, leading, early
+
+
+def with_splits(
+    train: Training, layout: Layout, layers: FloatArray, leading: FloatArray, early: BoolArray
+) -> tuple[Training, FloatArray]:
+    """Return the inputs with further splits, and the number of each candidate's split.
+
+    `layers` are the layers of each stage and `leading` the leading dense ones among them: (candidates, stages). With
+    `early`, multi-token prediction is on the stage before the last.
+    """
+    before = 1 if train.options.splits is None else len(train.options.splits.lengths)
+    columns = [layout.pipeline, layout.virtual, *layers.T, *leading.T, early.astype(np.float64)]
+    first, which = distinct(columns)
+    splits = splits_of(train, layout[first], layers[first], leading[first], early[first])
+    return replace(train, options=replace(train.options, splits=splits)), (before + which).astype(np.float64)
 
 
 def splits_of(train: Training, layout: Layout, layers: FloatArray, leading: FloatArray, early: BoolArray) -> Splits:

@@ -7,6 +7,7 @@ flagcore has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron import meshes
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
 
@@ -138,6 +140,7 @@ SPACE_KNOBS = (
 
 KNOBS = (
     *SPACE_KNOBS,
+    meshes.KNOB,
     Knob(
         name="virtual_pipeline_model_parallel_size",
         scope=("record",),
@@ -154,21 +157,31 @@ BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 def axes(task: Task) -> tuple[Axis, ...]:
     """Return the axes of the space; a knob that is missing in the space is `auto`."""
-    return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
+    plain = tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
+    listed = meshes.KNOB.parse_space(task, AUTO)
+    if len(task.cluster.groups) == 1:
+        _require_no_meshes(f"auto_tuner.space.{meshes.MESHES}", next((each for each in listed if each), None))
+        return plain
+    knob = replace(meshes.KNOB, words=meshes.Meshes.of(task).texts)
+    return (knob.axis(listed), *plain)
 
 
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row from knob values; missing knobs are neutral. Raises SpecError for an invalid value.
 
-    The knobs that only job records have are 0 where they are missing.
+    The knobs that only job records have are 0 where they are missing. Meshes depend on the task and are left out.
     """
-    knobs = [knob for knob in KNOBS if knob.searchable or "record" in knob.scope]
+    knobs = [knob for knob in KNOBS if knob is not meshes.KNOB and (knob.searchable or "record" in knob.scope)]
     return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row; a missing data-parallel size is derived from the number of devices."""
     row = candidate_columns(values)
+    if len(task.cluster.groups) > 1:
+        row[meshes.MESHES] = meshes.encoded(task, values.get(meshes.MESHES))
+    else:
+        _require_no_meshes(meshes.MESHES, values.get(meshes.MESHES))
     if values.get("data_parallel_size") is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         used = np.prod([row[name] for name in sizes], axis=0)
@@ -176,6 +189,13 @@ def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     if values.get("use_recompute") is None:
         row["use_recompute"] = (row["recompute_granularity"] > 0).astype(np.int64)
     return row
+
+
+def _require_no_meshes(key: str, value: KnobValue) -> None:
+    """Raise SpecError for meshes on one node group."""
+    if value is not None:
+        problem, fix = "needs a cluster of several groups", "remove it, or list cluster.groups"
+        raise SpecError(key=key, value=value, problem=problem, fix=fix)
 
 
 def _column(knob: Knob, value: KnobValue) -> IntArray:

@@ -11,11 +11,12 @@ from pathlib import Path
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.spec import SettingValue, Spec
+from flagcore.domain.spec import AUTO, SettingValue, Spec
 from flagcore.engines.megatron import production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.options import schedule
 from flagcore.engines.megatron.predict import with_layout
 from flagcore.engines.megatron.release_check import release_problems
@@ -30,6 +31,10 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
     For a user's own command only the command and the settings are checked.
     """
     train = spec.train
+    listed = spec.space.get(MESHES, AUTO)
+    if not isinstance(listed, str) and any(listed):
+        problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
+        raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
     if train.command is not None:
         check_command(spec)
     for key, value in train.settings.items():

@@ -14,6 +14,7 @@ from itertools import product
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.time.pace import Pace
 
 EQUAL = 1.0 + 1e-9
@@ -95,6 +96,17 @@ class Fronts:
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
         last = np.where(virtual > 1, np.inf, 0.0) if self.early else any_number
         return [*limits, *[any_number] * (len(self.leading) - 1 - full), last]
+
+
+def all_fronts(train: Training) -> list[Fronts]:
+    """Return all ways to place the leading dense layers and multi-token prediction."""
+    return Fronts.every(leading_layers(train), early=train.options.early_mtp)
+
+
+def leading_layers(train: Training) -> int:
+    """Return the number of dense layers before the first layer with experts."""
+    model = train.model
+    return 0 if model.num_moe_experts is None else min(model.moe_first_dense_layers, model.num_layers)
 
 
 @dataclass(frozen=True, slots=True)

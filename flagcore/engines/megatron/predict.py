@@ -24,9 +24,10 @@ from flagcore.engines.megatron.memory.training import (
     stage_of_rank,
     used_bytes,
 )
+from flagcore.engines.megatron.meshes import MESHES, PP, Meshes, by_groups, groups_of_row
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
+from flagcore.engines.megatron.parallel.layout import Layout, Mesh, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.relief import fit_splits
@@ -52,8 +53,19 @@ CPU (an estimate from ranks on one CPU)."""
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
+    parts, order = [], []
+    for rows, some, group_costs in by_groups(task, columns, costs):
+        part = _predicted(task, some, group_costs)
+        capacity = np.nan if part.capacity_bytes is None else part.capacity_bytes
+        parts.append(replace(part, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else part)
+        order.append(rows)
+    return parts[0] if len(parts) == 1 else Predictions.join(parts).take(np.argsort(np.concatenate(order)))
+
+
+def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
+    """Return the predictions of rows on the same node groups."""
     train, layout = base_inputs(task, columns)
-    is_derived, run_costs = balanced(columns), costs_in_run(costs)
+    is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
     blocks = Blocks.of(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     predictions = _predictions(train, layout, costs, blocks)
@@ -67,9 +79,12 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
 
 
 def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
-    """Return the inputs of the formulas for each row, with the split of layers that `predict` uses."""
+    """Return the inputs of the formulas for each row, with the split of layers that `predict` uses.
+
+    All rows are on the same node groups, which have these `costs`.
+    """
     train, layout = base_inputs(task, columns)
-    is_derived, run_costs = balanced(columns), costs_in_run(costs)
+    is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
     if not is_derived.any():
         return train, layout
     blocks = Blocks.of(train, layout, run_costs)
@@ -81,11 +96,22 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
 def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
     """Return the inputs of the formulas for each row before splits are derived: all splits are even."""
     train, layout = training(task), layout_of(task, columns)
+    if (code := columns.get(MESHES)) is not None and code.any():
+        layout = _on_meshes(task, columns)
     if text := settings_in_force(task.spec).get(LAYOUT):
         stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)
         layout, options = placed(train.model, layout, train.options, stages)
         train = replace(train, options=options)
     return train, layout
+
+
+def _on_meshes(task: Task, columns: Columns) -> Layout:
+    """Return how rows with as many meshes split the work."""
+    table, code = Meshes.of(task), columns[MESHES]
+    count = int(table.number(code).max())
+    first, *others = (layout_of(task, table.columns(columns, mesh)) for mesh in range(count))
+    starts = np.cumsum(table.codes[PP][code], axis=1).astype(np.float64).T
+    return replace(first, further=tuple(Mesh(start, each) for start, each in zip(starts, others, strict=False)))
 
 
 def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
@@ -99,6 +125,13 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     """Return the layers of each pipeline stage for each row; empty for rows without a derived split."""
     if not balanced(columns).any():
         return []
+    found: dict[int, list[int]] = {}
+    for rows, some, group_costs in by_groups(task, columns, costs):
+        found |= zip(rows.tolist(), _stage_layers(task, some, group_costs), strict=True)
+    return [found[row] for row in range(len(found))]
+
+
+def _stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     train, layout = inputs(task, columns, costs)
     indices = range(int(layout.pipeline.max(initial=1.0)))
     stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in indices]
@@ -129,10 +162,19 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights and the peak bytes by component for a rank of the given stage of each row."""
-    train, layout = inputs(task, columns, costs)
-    index = stages.astype(np.float64)
-    workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
-    return component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
+    found: dict[str, dict[str, FloatArray]] = {}
+    for rows, some, group_costs in by_groups(task, columns, costs):
+        train, layout = inputs(task, some, group_costs)
+        index, placement = stages[rows].astype(np.float64), Placement.of(layout, group_costs)
+        tables = [
+            component_table(train, each, index, on.memory.workspace_bytes())
+            for each, on in zip(placement.layouts, group_costs.groups, strict=True)
+        ]
+        for name, figures in tables[0].items():
+            for key in figures:
+                values = placement.pick(index, [table[name][key] for table in tables])
+                found.setdefault(name, {}).setdefault(key, np.zeros(stages.size))[rows] = values
+    return found
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
@@ -167,7 +209,9 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
     """Return the passes of the first row's pipeline, None if they are unknown."""
-    return step.passes(*inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs), costs)
+    _, row, group_costs = next(by_groups(task, {knob: values[:1] for knob, values in columns.items()}, costs))
+    found, order = step.passes(*inputs(task, row, group_costs), group_costs), groups_of_row(task, row)
+    return found and replace(found, groups=tuple(order[group] for group in found.groups))
 
 
 def training(task: Task) -> Training:

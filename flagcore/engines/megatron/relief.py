@@ -9,11 +9,13 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.megatron.balance import best_splits, leading_layers, splits_of, stage_layers
+from flagcore.engines.megatron.balance import best_splits, stage_layers, with_splits
 from flagcore.engines.megatron.memory.training import stages_in_use, states_of
-from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
+from flagcore.engines.megatron.mixed_split import best_mixed_splits
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import layer_parameters
 from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
+from flagcore.engines.megatron.partition import leading_layers
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.pipeline import shape_seconds
 from flagcore.engines.megatron.time.step import Blocks
@@ -44,22 +46,50 @@ def fit_splits(
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
-    rows, known = _candidates_with_room(train, layout, costs, rows)
-    if not rows.size:
-        return train, layout, changed
-    subset = replace(layout[rows], split=np.ones(rows.size))
-    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]), known)
+    if costs.further:
+        rows = rows[_may_fit(train, layout[rows], costs)]
+        if not rows.size:
+            return train, layout, changed
+        subset = replace(layout[rows], split=np.ones(rows.size))
+        found = _best_mixed(train, subset, costs, blocks[rows])
+    else:
+        rows, known = _candidates_with_room(train, layout, costs, rows)
+        if not rows.size:
+            return train, layout, changed
+        subset = replace(layout[rows], split=np.ones(rows.size))
+        found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]), known)
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
-        columns = [subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T, found.early.astype(np.float64)]
-        first, which = distinct(columns)
-        before = 1 if train.options.splits is None else len(train.options.splits.lengths)
-        splits = splits_of(train, subset[first], found.layers[first], found.leading[first], found.early[first])
+        train, number = with_splits(train, subset, found.layers, found.leading, found.early)
         column = layout.split.copy()
-        column[rows], changed[rows] = before + which, True
-        train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
+        column[rows], changed[rows] = number, True
+        layout = replace(layout, split=column)
     return train, layout, changed
+
+
+def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
+    """Return which candidates on several kinds of chips have room for all layers, if every stage of a node group had
+    that of its last stages, which store the fewest micro-batches.
+    """
+    layout, placement = replace(layout, split=np.ones_like(layout.split)), Placement.of(layout, costs)
+    last, none, room = layout.pipeline - 1.0, np.zeros(layout.pipeline.shape, dtype=np.int64), np.zeros(())
+    for end, count in zip((*(start - 1.0 for start in placement.starts), last), placement.stages(layout), strict=True):
+        places = (end, np.maximum(end - 1.0, 0.0)) if end is last else (end,)
+        limits = [_Room(train, layout, costs, none, each.astype(np.int64), last, last).limits() for each in places]
+        room = room + count * np.maximum.reduce(limits)
+    enough: BoolArray = room + leading_layers(train) * layout.virtual >= train.model.num_layers
+    return enough
+
+
+def _best_mixed(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> _Found:
+    """Return the best splits over several kinds of chips for which memory suffices."""
+    possible, last = _possible(train, layout), layout.pipeline - 1.0
+    most = np.zeros(possible.shape)
+    rows, leading, stage = np.nonzero(possible)
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows]).limits()
+    best = best_mixed_splits(train, layout, costs, blocks, most)
+    return _Found(best.seconds, best.layers, best.leading, np.zeros(last.shape, dtype=np.bool_))
 
 
 def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> _Found:
@@ -243,12 +273,13 @@ class _Room:
 
     def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
         """Return the free bytes of the stages of some rows for each number of layers; negative if the layers do not
-        fit.
+        fit, very many if the capacity is unknown.
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
         norm, mtp = self.norm[rows], self.mtp[rows]
         stages = [_stage(self.train, layout, self.leading[rows], place, norm, mtp, each) for each in layers]
-        return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
+        found = stages_in_use(self.train, layout, self.costs, stages)
+        return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in found]
 
     def limits(self) -> FloatArray:
         """Return the maximum number of layers that fits; if the minimum of a stage does not fit, a smaller number."""

@@ -9,6 +9,7 @@ import numpy as np
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.options import release, schedule, settings_in_force, takes_layouts
 from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL, parse_layout
 
@@ -144,18 +145,20 @@ class Split:
 def balanced(c: Columns) -> BoolArray:
     """Return which rows have a derived split."""
     none = np.zeros_like(c[PIPELINE])
-    is_derived: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1)
+    is_derived: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1) | (c.get(MESHES, none) > 0)
     return is_derived
 
 
 def derived(task: Task) -> bool:
     """Return whether splits can be derived.
 
-    This needs an engine release that supports such splits, one node group, the engine's own schedule, and no setting
-    that fixes the split or applies to single stages.
+    This needs an engine release that supports such splits, the engine's own schedule, and no setting that fixes the
+    split or applies to single stages. On several kinds of chips, it needs a release with layouts.
     """
     settings = settings_in_force(task.spec)
     is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
     has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
     is_supported = in_versions(SPLITS_SINCE, release(task.spec))
-    return not is_set and not has_own_schedule and len(task.cluster.groups) == 1 and is_supported
+    if len(task.cluster.groups) > 1:
+        is_supported = takes_layouts(task.spec)
+    return not is_set and not has_own_schedule and is_supported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, train
+from tests.engines.megatron.test_balance import all_splits, cases, derived, slowest
 from tests.small import CHIP, SOURCE
 
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
@@ -216,3 +218,19 @@ def test_a_stage_that_does_not_fit_is_found_despite_an_unknown_capacity() -> Non
 def test_an_unknown_rate_of_one_chip_gives_no_time() -> None:
     bare = replace(costs(), kernels=Roofline(chip=Chip(name="bare", vendor="test")))
     assert np.isnan(seconds(halves(), mixed(costs(), bare))).all()
+
+
+@pytest.mark.parametrize(("kind", "virtual"), [("dense", 1), ("dense", 2), ("experts", 1)])
+def test_a_derived_split_is_the_best_of_all_that_fit(kind: str, virtual: int) -> None:
+    fast, slow = costs(capacity=3e9), costs(TIMES, capacity=1.2e9)
+    for pair in (mixed(fast, slow), mixed(slow, fast), mixed(fast, replace(slow, memory=PlainMemory(capacity=None)))):
+        for work, split in islice(cases(kind, pipeline=4, virtual=virtual, data=4, microbatches=64), 0, None, 2):
+            every = all_splits(work, split)
+            found = memory_in_use(*every, pair)
+            fits = ~(found.used > found.capacity)
+            best = np.where(fits, slowest(*every, pair), np.inf).min()
+            result = derived(work, split, pair)
+            held = memory_in_use(*result, pair)
+            assert bool(held.used[0] > held.capacity[0]) == bool(np.isinf(best))
+            if np.isfinite(best):
+                assert slowest(*result, pair)[0] == pytest.approx(best, rel=1e-6), work.model

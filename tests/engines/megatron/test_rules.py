@@ -13,6 +13,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import candidate_columns
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.stages.build import check
 from tests import small
 
@@ -295,7 +296,8 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
         groups = tuple(NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=count) for count in devices)
         task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
         rule = next(rule for rule in WORKLOAD.rules(task) if rule.name == "stages_in_one_group")
-        return [size for size in range(1, 17) if rule.broken({PP: np.array([size])})[0]]
+        none = np.zeros(1, dtype=np.int64)
+        return [size for size in range(1, 17) if rule.broken({PP: np.array([size]), MESHES: none})[0]]
 
     assert refused(8, 8) == list(range(1, 17, 2))
     assert refused(8, 4) == [size for size in range(1, 17) if size % 3]

@@ -77,10 +77,11 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
     placement, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
     capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
-    estimate = _Estimate.of(train, layout)
+    estimates = [_Estimate.of(train, each) for each in placement.layouts]
     memories = []
     for stage_ in requested_stages:
-        memory = estimate.memory(stage_, placement.pick(stage_.index, workspaces))
+        group_memory = [each.memory(stage_, size) for each, size in zip(estimates, workspaces, strict=True)]
+        memory = placement.pick(stage_.index, group_memory)
         reserved = [model.reserved_bytes(memory.peak) for model in models]
         used = [used_bytes(model, held, layout) for model, held in zip(models, reserved, strict=True)]
         stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]

@@ -28,10 +28,7 @@ class ArrayRecord:
         return type(self)(**{name: getattr(self, name) * times for name in self.__dataclass_fields__})
 
     def __getitem__(self: R, rows: slice | IntArray) -> R:
-        kind = type(self)
-        if isinstance(rows, slice):
-            return kind(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
-        return kind(**{name: getattr(self, name).take(rows, 0) for name in self.__dataclass_fields__})
+        return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
         """Return some rows with `numpy.ndarray.take`, which is several times faster than an index."""
@@ -41,6 +38,13 @@ class ArrayRecord:
         """Return this record with `other` in some rows."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
+
+
+def _rows(values: Any, rows: slice | IntArray) -> Any:
+    """Return some rows of an array or a record, or of each record of a tuple."""
+    if isinstance(values, tuple):
+        return tuple(each[rows] for each in values)
+    return values[rows] if isinstance(rows, slice) else values.take(rows, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +182,9 @@ class Layout(ArrayRecord):
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
     each (virtual) stage, `selective` is 1 with selective recompute; 0 is off. `first_layers` and `last_layers` are 0
     for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
+
+    `further` are the meshes after the first, on the further node groups of the costs. They have the `pipeline`,
+    `virtual`, `microbatches` and `split` of the first one. It is empty if all node groups have the same sizes.
     """
 
     data: FloatArray
@@ -197,6 +204,7 @@ class Layout(ArrayRecord):
     first_layers: FloatArray
     last_layers: FloatArray
     split: FloatArray
+    further: tuple[Mesh, ...] = ()
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return the first row of each distinct combination of the named fields, and each candidate's combination."""
@@ -254,6 +262,14 @@ class Layout(ArrayRecord):
         return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Mesh(ArrayRecord):
+    """The stages of candidates on one node group, with sizes of their own: from stage `start` on."""
+
+    start: FloatArray
+    layout: Layout
+
+
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
     """Return the first row of each distinct combination of integer columns, and the combination of each row."""
     key = np.zeros(columns[0].shape, dtype=np.int64)
@@ -291,18 +307,25 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The first stage of each node group after the first, one array of candidates per group.
+    """The first stage of each node group after the first, and the layout on each group, one array or record of
+    candidates per group.
 
-    Stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees that no stage spans two groups.
+    With equal sizes, stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees that no stage spans two
+    groups.
     """
 
     starts: tuple[FloatArray, ...]
+    layouts: tuple[Layout, ...]
 
     @classmethod
     def of(cls, layout: Layout, costs: Costs) -> Placement:
+        if layout.further:
+            starts, layouts = zip(*((each.start, each.layout) for each in layout.further), strict=True)
+            return cls(starts, (layout, *layouts))
         size = layout.tensor * layout.context * layout.data
         end = layout.pipeline - 1.0
-        return cls(tuple(np.minimum(np.ceil(first / size), end) for first in costs.further))
+        starts = tuple(np.minimum(np.ceil(first / size), end) for first in costs.further)
+        return cls(starts, (layout,) * len(costs.groups))
 
     def group(self, index: FloatArray) -> IntArray:
         number = np.zeros(index.shape, dtype=np.int64)

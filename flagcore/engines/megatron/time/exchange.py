@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 
@@ -107,14 +109,13 @@ def expert_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Seconds of one message between pipeline stages.
-
-    `usual` is the slowest message inside a node group, `longer` the additional time of a message between two groups,
-    None in a cluster of one group.
+    """Seconds of the messages between neighbouring stages: inside each node group, where it is the mean, and over each
+    border between two groups. `usual` is the longest mean.
     """
 
     usual: FloatArray
-    longer: FloatArray | None = None
+    inside: tuple[FloatArray, ...]
+    between: tuple[FloatArray, ...] = ()
 
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
@@ -122,50 +123,73 @@ class Messages:
 
         Schedules that fold the pipeline cross the groups in both directions and have the slowest message everywhere.
         """
-        payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
-        pair = as_integers(np.minimum(layout.pipeline, 2.0))
         if costs.between is None:
-            return cls(_mean_send(costs.collectives, payload, stage, layout.pipeline))
-        counts, stride = placement.stages(layout), as_integers(stage)
-        inside_group = [
-            _mean_send(each.collectives, payload, stage, count)
-            for each, count in zip(costs.groups, counts, strict=True)
-        ]
-        between = costs.between.seconds("send", payload, pair, stride)
-        has_several = np.maximum.reduce(counts) > 1.0
-        default = np.where(has_several, np.maximum.reduce(inside_group), between)
+            mean = _mean_send(costs.collectives, train, layout, layout.pipeline)
+            return cls(mean, (mean,))
+        counts = placement.stages(layout)
+        groups = zip(costs.groups, placement.layouts, counts, strict=True)
+        inside = tuple(_mean_send(each.collectives, train, mesh, count) for each, mesh, count in groups)
+        between = tuple(_border_seconds(train, *meshes, costs.between) for meshes in pairwise(placement.layouts))
+        longest: FloatArray = np.maximum.reduce(inside)
+        usual = np.where(np.maximum.reduce(counts) > 1.0, longest, np.maximum.reduce(between))
         if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
-            return cls(np.maximum(default, between))
-        return cls(default, np.maximum(between - default, 0.0))
+            usual = reduce(np.maximum, between, usual)
+            return cls(usual, (usual,) * len(inside), (usual,) * len(between))
+        return cls(usual, inside, between)
 
     def mean(self, layout: Layout, placement: Placement) -> FloatArray:
-        if self.longer is None:
+        if not self.between:
             return self.usual
         ring = (layout.virtual > 1.0) * 1.0  # the last stage sends to the first
-        crossings = len(placement.starts) + ring
-        return self.usual + self.longer * crossings / np.maximum(layout.pipeline - 1.0 + ring, 1.0)
+        counts = placement.stages(layout)
+        total = sum((each * np.maximum(count - 1.0, 0.0) for each, count in zip(self.inside, counts, strict=True)))
+        total = total + sum(self.between) + ring * self.between[-1]
+        return np.asarray(total / np.maximum(layout.pipeline - 1.0 + ring, 1.0))
 
     def send_delays(
         self, length: int, rows: IntArray, layout: Layout, placement: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
-        """Return the additional seconds of each stage's messages forward and backward, (stages, rows)."""
-        if self.longer is None:
+        """Return the seconds by which each stage's messages differ from the usual ones, forward and backward: (stages,
+        rows).
+        """
+        if not self.between:
             return None
-        virtual, longer = layout.virtual[rows], self.longer[rows]
+        virtual, usual = layout.virtual[rows], self.usual[rows]
         forward, backward = np.zeros((2, length, rows.size))
         for stage in range(1, length):
-            crosses = np.logical_or.reduce([start[rows] == stage for start in placement.starts])
-            forward[stage - 1] = backward[stage] = virtual * longer * crosses
-        forward[-1] = backward[0] = (virtual - 1.0) * longer
+            seconds = placement.pick(np.full_like(layout.pipeline, float(stage)), self.inside)[rows]
+            for start, border in zip(placement.starts, self.between, strict=True):
+                seconds = np.where(start[rows] == stage, border[rows], seconds)
+            forward[stage - 1] = backward[stage] = virtual * (seconds - usual)
+        forward[-1] = backward[0] = (virtual - 1.0) * (self.between[-1][rows] - usual)
         return forward, backward
 
 
-def _mean_send(collectives: CollectiveCosts, payload: FloatArray, stage: FloatArray, stages: FloatArray) -> FloatArray:
-    """Return the mean seconds of a message between neighbours of `stages` stages with `stage` devices each.
+def _border_seconds(train: Training, before: Layout, after: Layout, between: CollectiveCosts) -> FloatArray:
+    """Return the seconds of a message from the last stage of one mesh to the first stage of the next.
+
+    A device sends the tokens that it has to each device that needs some of them, one after the other (FlagScale's
+    `p2p_communication.py`): the side with fewer devices has the most bytes per device, and each further receiver or
+    sender adds the latency of a message.
+    """
+    payload = np.maximum(layer_input_bytes(train, before), layer_input_bytes(train, after))
+    pieces = np.ones_like(payload)
+    for first, second in ((before, after), (after, before)):
+        tokens = [1.0 + each.sequence_parallel * (each.tensor - 1.0) for each in (first, second)]
+        samples = np.ceil(second.data / first.data)
+        pieces = np.maximum(pieces, np.ceil(tokens[1] * second.context / (tokens[0] * first.context)) * samples)
+    ranks = as_integers(np.minimum(before.pipeline, 2.0)), as_integers(before.tensor * before.context * before.data)
+    latency = between.seconds("send", np.zeros_like(payload), *ranks)
+    return between.seconds("send", payload, *ranks) + (pieces - 1.0) * latency
+
+
+def _mean_send(collectives: CollectiveCosts, train: Training, layout: Layout, stages: FloatArray) -> FloatArray:
+    """Return the mean seconds of a message between neighbours of `stages` stages.
 
     Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries lie at multiples of 2**k stages;
     messages over them have the distance of 2**k stages.
     """
+    payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
     pair, boundaries = as_integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
     total, width = np.zeros_like(payload), 1.0
     while np.any(width < np.maximum(stages, 2.0)):

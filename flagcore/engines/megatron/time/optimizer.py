@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.engines.megatron.time.exchange import as_integers
@@ -70,16 +67,17 @@ def optimizer_time(
 def gradient_time(
     train: Training,
     layout: Layout,
-    groups: Sequence[tuple[CollectiveCosts, tuple[FloatArray, FloatArray]]],
+    collectives: CollectiveCosts,
+    params: tuple[FloatArray, FloatArray],
     stage: StageTime,
 ) -> FloatArray:
     """Return the exposed seconds of a step to reduce gradients and, with a distributed optimizer, to gather weights.
 
-    Each of `groups` has the collectives of a node group and the largest numbers of dense and of expert parameters of a
-    stage on it; the slowest node group counts. Gradients are all-reduced, or reduce-scattered with a gather of the
-    weights (arXiv 1910.02054, section 7). Overlapped collectives hide behind the backward pass (gradients) or the
-    forward pass (weights) of one micro-batch, and slow its kernels down by the share of compute that they take. FSDP
-    gathers weights twice and scatters gradients for each micro-batch (section 7.2.2), overlapped with its kernels.
+    `params` are the largest numbers of dense and of expert parameters of a stage on a node group. Gradients are
+    all-reduced, or reduce-scattered with a gather of the weights (arXiv 1910.02054, section 7). Overlapped collectives
+    hide behind the backward pass (gradients) or the forward pass (weights) of one micro-batch, and slow its kernels
+    down by the share of compute that they take. FSDP gathers weights twice and scatters gradients for each micro-batch
+    (section 7.2.2), overlapped with its kernels.
     """
     options = train.options
     if options.adapters:
@@ -90,14 +88,14 @@ def gradient_time(
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
     for index, (ranks, stride) in enumerate(kinds):
         ring = (as_integers(ranks), as_integers(stride))
-        group_params = [(costs, params[index]) for costs, params in groups]
-        all_reduce_s = _slowest_collective(group_params, "all_reduce", options.grad_bytes, ring)
-        reduce_scatter_s = _slowest_collective(group_params, "reduce_scatter", options.grad_bytes, ring)
+        gradients = options.grad_bytes * params[index]
+        all_reduce_s = collectives.seconds("all_reduce", gradients, *ring)
+        reduce_scatter_s = collectives.seconds("reduce_scatter", gradients, *ring)
         reduce_s = reduce_s + np.where(layout.sharded_optimizer > 0, reduce_scatter_s, all_reduce_s)
         scatter_s = scatter_s + reduce_scatter_s
-        weights = _slowest_collective(group_params, "all_gather", _gathered_bytes(train), ring)
+        weights = collectives.seconds("all_gather", _gathered_bytes(train) * params[index], *ring)
         gather_s = gather_s + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
-        share = reduce(np.maximum, [share, *(costs.compute_share(*ring) for costs, _ in groups)])
+        share = np.maximum(share, collectives.compute_share(*ring))
     if options.fsdp:
         return layout.microbatches * _exposed(2.0 * gather_s + scatter_s, stage.busy, share)
     if options.overlap_grad_reduce:
@@ -105,15 +103,6 @@ def gradient_time(
     if options.overlap_param_gather:
         gather_s = _exposed(gather_s, stage.forward.total, share)
     return reduce_s + gather_s
-
-
-def _slowest_collective(
-    group_params: Sequence[tuple[CollectiveCosts, FloatArray]],
-    kind: str,
-    param_bytes: float,
-    ring: tuple[IntArray, IntArray],
-) -> FloatArray:
-    return reduce(np.maximum, (costs.seconds(kind, param_bytes * params, *ring) for costs, params in group_params))
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:

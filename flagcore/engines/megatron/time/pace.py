@@ -68,10 +68,12 @@ class Pace:
     depths: float
 
     @classmethod
-    def of(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Pace:
-        """Return the estimate of each candidate on the devices of `costs`, without offload of activations."""
+    def of(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks, group: int = 0) -> Pace:
+        """Return the estimate of each candidate on the devices of node group `group`, which have these `costs`, without
+        offload of activations.
+        """
         zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
-        rows, index, parts = blocks.combinations, blocks.index, blocks.parts[0]
+        rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
         has_experts = train.model.num_moe_experts is not None
         dense_weights, embedding = _weights(train, rows, dense=1.0), _weights(train, rows, first=1.0)
         layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights

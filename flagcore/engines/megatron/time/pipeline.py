@@ -21,23 +21,14 @@ REFILL_LAUNCHES = 45.0
 
 
 def pipeline_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    placement: Placement,
-    found: Sequence[Stage],
-    times: Sequence[StageTime],
+    train: Training, layout: Layout, costs: Costs, placement: Placement, found: Sequence[Stage], times: list[StageTime]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
 
-    If sending blocks, the longer messages between two node groups extend the passes of the stages next to their
-    boundary; otherwise all messages take the mean time. `found` are representative stages in order, the last stage
-    last; a stage that is not among them equals the previous one.
+    `found` are representative stages in order, the last stage last; a stage that is not among them equals the previous
+    one.
     """
-    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout, found[-1])
-    refill = blocking * _refill_seconds(costs)
-    mean_message = messages.mean(layout, placement) + refill
-    send = mean_message if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean_message)
+    messages, blocking, send, mean_message = sends(train, layout, costs, placement, found[-1])
     total = layout.microbatches * times[-1].busy
     overlapped = overlapped_passes(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
@@ -65,6 +56,21 @@ def pipeline_time(
         )
         total[rows] = makespan(name, stage_times, subset.microbatches, subset.virtual)
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
+
+
+def sends(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
+) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
+    """Return the messages, 1 where sending blocks the sender, the seconds of a message without its delay on a node
+    group or a border, and the mean seconds.
+
+    If sending blocks, each message takes the time of its node group or border; otherwise all take the mean time.
+    """
+    messages, blocking = Messages.of(train, layout, costs, placement), sender_waits(train, layout, last)
+    refill = blocking * _refill_seconds(costs)
+    mean = messages.mean(layout, placement) + refill
+    send = np.where(blocking > 0, messages.usual + refill, mean) if messages.between else mean
+    return messages, blocking, send, mean
 
 
 def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> FloatArray:

@@ -18,7 +18,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
-from flagcore.engines.megatron.time.pipeline import message_seconds, overlapped_passes, pipeline_time, sender_waits
+from flagcore.engines.megatron.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
 from flagcore.engines.schedules.formulas import pipeline_seconds
 from flagcore.physics.cost_stack import with_slowdown
 
@@ -66,28 +66,30 @@ class Parts(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all candidates, computed once for each distinct combination of `LAYER_COUNTS`.
+    """The blocks of all candidates on each node group, computed once for each distinct combination of `LAYER_COUNTS`.
 
     `combinations` has one candidate per combination; `index` is the index of each candidate's combination. `parts` are
-    the blocks of `combinations` on the devices of each node group.
+    the blocks of `combinations`.
     """
 
-    combinations: Layout
-    index: IntArray
+    combinations: tuple[Layout, ...]
+    index: tuple[IntArray, ...]
     parts: tuple[Parts, ...]
 
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
-        rows, index = layout.distinct(LAYER_COUNTS)
-        combinations = layout[rows]
-        return cls(combinations, index, tuple(_parts(train, combinations, each) for each in costs.groups))
+        layouts = Placement.of(layout, costs).layouts
+        distinct = [each.distinct(LAYER_COUNTS) for each in layouts]
+        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct, strict=True))
+        parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
+        return cls(combinations, tuple(index for _, index in distinct), parts)
 
     def __getitem__(self, rows: slice | IntArray) -> Blocks:
-        return replace(self, index=self.index[rows])
+        return replace(self, index=tuple(each[rows] for each in self.index))
 
     def on(self, group: int) -> Parts:
         """Return the blocks of each candidate on the devices of a node group."""
-        return self.parts[group][self.index]
+        return self.parts[group][self.index[group]]
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
@@ -118,22 +120,24 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     costs = costs_in_run(costs)
     placement, groups = Placement.of(layout, costs), costs.groups
     distinct_stages = stages(train.model, layout, train.options, placement.starts)
-    params = [split_parameters(stage_parameters(train, layout, stage)) for stage in distinct_stages]
+    params = _params(train, placement, distinct_stages)
     blocks = Blocks.of(train, layout, costs) if blocks is None else blocks
-    times = _stage_times(train, layout, groups, blocks, placement, distinct_stages, params)
+    times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
-    forward, backward = slowest.forward, slowest.backward
-
-    m = layout.microbatches
+    forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
     pipeline_s, message = pipeline_time(train, layout, costs, placement, distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
-    largest = [_largest_params(placement, distinct_stages, params, number) for number in range(len(groups))]
-    group_params = [(each.collectives, pair) for each, pair in zip(groups, largest, strict=True)]
+    meshes = list(zip(placement.layouts, groups, params, strict=True))
+    largest = [_largest_params(placement, distinct_stages, pairs, number) for number, pairs in enumerate(params)]
+    gradients_s = [
+        gradient_time(train, mesh, each.collectives, pair, slowest)
+        for (mesh, each, _), pair in zip(meshes, largest, strict=True)
+    ]
     optimizer_s = [
-        placement.pick(stage.index, [optimizer_time(train, layout, each, stage, stage_params) for each in groups])
-        for stage, stage_params in zip(distinct_stages, params, strict=True)
+        placement.pick(each.index, [optimizer_time(train, mesh, on, each, pairs[number]) for mesh, on, pairs in meshes])
+        for number, each in enumerate(distinct_stages)
     ]
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
@@ -142,27 +146,29 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
         "ep_comm_s": m * (forward.expert + backward.expert),
         "pp_bubble_s": idle - messages,
         "pp_comm_s": messages,
-        "dp_comm_exposed_s": gradient_time(train, layout, group_params, slowest),
+        "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
         "optimizer_s": np.maximum.reduce(optimizer_s),
     }
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
-    """Return the passes of the first candidate's pipeline; None if a cost is unknown or the cluster has several groups.
+    """Return the passes of the first candidate's pipeline; None if a cost is unknown.
 
-    Messages between node groups take different times.
+    The passes of a stage that waits for longer messages than usual, at a border between node groups, include this wait.
     """
     layout, costs = layout[slice(0, 1)], costs_in_run(costs)
-    if costs.further:
-        return None
     placement, count = Placement.of(layout, costs), int(layout.pipeline[0])
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
-    params = [split_parameters(stage_parameters(train, layout, each)) for each in all_stages]
-    times = _stage_times(train, layout, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
-    forward = tuple(float(time.forward.total[0]) for time in times)
-    backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
-    waits = sender_waits(train, layout, all_stages[-1])
-    send = float(message_seconds(train, layout, costs, placement, waits)[0]) if count > 1 else 0.0
+    params = _params(train, placement, all_stages)
+    times = _stage_times(train, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
+    messages, waits, sends_s, _ = sends(train, layout, costs, placement, all_stages[-1])
+    delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
+    longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
+    forward = tuple(float(time.forward.total[0] + more) for time, more in zip(times, longer[0], strict=True))
+    backward = tuple(
+        float(time.backward.total[0] + time.weight[0] + more) for time, more in zip(times, longer[1], strict=True)
+    )
+    send = float(sends_s[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
     result = Passes(
@@ -176,6 +182,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         send_s=send,
         sender_waits=bool(waits[0]),
         weight_share=train.weight_share,
+        groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
     )
     return replace(result, predicted_s=pipeline_seconds(result))
 
@@ -199,21 +206,32 @@ def costs_in_run(costs: Costs) -> Costs:
     return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
 
 
+def _params(
+    train: Training, placement: Placement, distinct_stages: Sequence[Stage]
+) -> list[list[tuple[FloatArray, FloatArray]]]:
+    """Return the numbers of dense and of expert parameters of each stage, for each node group."""
+    return [
+        [split_parameters(stage_parameters(train, layout, each)) for each in distinct_stages]
+        for layout in placement.layouts
+    ]
+
+
 def _stage_times(
     train: Training,
-    layout: Layout,
     groups: Sequence[Costs],
     blocks: Blocks,
     placement: Placement,
     distinct_stages: Sequence[Stage],
-    params: Sequence[tuple[FloatArray, FloatArray]],
+    params: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
 ) -> list[StageTime]:
-    """Return the times of the stages `distinct_stages`, each with the costs of its node group."""
-    group_blocks = [(each, blocks.on(number)) for number, each in enumerate(groups)]
-    return [
-        placement.pick(each.index, [_stage_time(train, layout, *costs, each, stage_params) for costs in group_blocks])
-        for each, stage_params in zip(distinct_stages, params, strict=True)
-    ]
+    """Return the times of the stages `distinct_stages`, each with the layout and the costs of its node group."""
+    parts = [blocks.on(number) for number in range(len(groups))]
+    meshes = list(zip(placement.layouts, groups, parts, params, strict=True))
+    times = []
+    for number, each in enumerate(distinct_stages):
+        of_groups = [_stage_time(train, mesh, on, part, each, pairs[number]) for mesh, on, part, pairs in meshes]
+        times.append(placement.pick(each.index, of_groups))
+    return times
 
 
 def _stage_time(
@@ -284,7 +302,7 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
 
 
 def _largest_params(
-    placement: Placement, distinct_stages: list[Stage], params: list[tuple[FloatArray, FloatArray]], group: int
+    placement: Placement, distinct_stages: list[Stage], params: Sequence[tuple[FloatArray, FloatArray]], group: int
 ) -> tuple[FloatArray, FloatArray]:
     """Return the largest numbers of dense and of expert parameters of a stage on a node group."""
     if placement.starts:

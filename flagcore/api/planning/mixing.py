@@ -1,0 +1,88 @@
+"""What mixing several kinds of chips is worth: the best mixed plan beside each kind alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
+from flagcore.domain.effects import effects_of_row, engine_task
+from flagcore.domain.space import IntArray
+from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.errors import FlagError
+from flagcore.problem import Problem, build_problem, rows_by_time
+from flagcore.stages.predict import limit
+
+
+def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
+    """Return the fastest plan of a mixed cluster and those of each kind alone as plain data; None for one node group,
+    or if no plan has a time.
+
+    `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
+    `best_alone`. `idle` is the share of a step in which the devices of a kind have no work. `limit` is the bottleneck
+    of the mixed plan, `slowest` the kind with the slowest stage.
+    """
+    order, mixed = rows_by_time(problem)[:1], _plan(problem)
+    if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
+        return None
+    alone = [plan for group in spec.cluster.groups if (plan := _alone(spec, group, plugins, workload))]
+    total = sum(each["tokens_per_second"] for each in alone)
+    best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
+    busy = _busy(problem, workload, order)
+    return {
+        "mixed": mixed,
+        "alone": alone,
+        "of_sum": mixed["tokens_per_second"] / total if alone else None,
+        "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
+        "best_alone": best["chips"] if best else "",
+        "idle": {name: 1.0 - share for name, (share, _) in busy.items()},
+        "limit": limit(problem.predictions.row(int(order[0]))),
+        "slowest": max(busy, key=lambda name: busy[name][1], default=""),
+    }
+
+
+def _alone(spec: Spec, group: ClusterSpec, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
+    derived = workload.derived_knobs if isinstance(workload, DerivedValues) else ()
+    space = {name: values for name, values in spec.space.items() if name not in derived}
+    own = replace(spec, cluster=group, space=space, baseline=None)
+    try:
+        return _plan(build_problem(own, plugins, workload, plan=True))
+    except FlagError:
+        return None
+
+
+def _plan(problem: Problem) -> dict[str, Any] | None:
+    """Return the fastest candidate of a problem, None if nothing fits or no time is known."""
+    cluster, train = problem.platform.task.cluster, problem.platform.task.spec.train
+    for row in rows_by_time(problem)[:1].tolist():
+        if (seconds := problem.predictions.row(row).step_time_s) is not None:
+            return {
+                "chips": cluster.chips,
+                "devices": cluster.devices,
+                "tokens_per_second": train.global_batch_size * train.seq_length / seconds,
+                "step_time_s": seconds,
+                "candidate": problem.space.candidate(row).as_dict(),
+            }
+    return None
+
+
+def _busy(problem: Problem, workload: Workload, row: IntArray) -> dict[str, tuple[float, float]]:
+    """Return the share of a step in which the devices of each kind are busy, and the longest time of a micro-batch on
+    one of its stages; empty if the passes are unknown.
+    """
+    task, columns = problem.platform.task, problem.space.columns(row)
+    if not isinstance(workload, PipelineTimeline):
+        return {}
+    passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
+    if passes is None:
+        return {}
+    seconds = np.array(passes.forward_s) + np.array(passes.backward_s)
+    step = float(problem.predictions.step_time_s[row[0]])
+    found = {}
+    for number, group in enumerate(task.cluster.groups):
+        here = seconds[np.array(passes.groups) == number]
+        share = passes.microbatches * float(here.mean()) / step if here.size else 0.0
+        found[group.chip.name] = (share, float(here.max(initial=0.0)))
+    return found

@@ -1,0 +1,212 @@
+"""Plans the meshes of a mixed cluster: the combinations that may be the fastest.
+
+The time and the memory of a layer are known for the sizes of each node group, so a combination is scored without its
+prediction: with the shortest time of the slowest stage for which the stages have room for all layers. The best
+combinations by score become candidates, which are predicted exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.effects import engine_task
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron.mesh_options import MeshOptions, mesh_options, recompute_words
+from flagcore.engines.megatron.mesh_rules import tied
+from flagcore.engines.megatron.meshes import MESHES, group_names, mesh_text
+from flagcore.engines.megatron.split import derived
+
+PLANNED = 256
+"""Number of meshes that become candidates; each order of the node groups has an equal share besides."""
+NEAR = 1.5
+"""Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
+MOST_SIZES = 16
+"""Maximum number of sizes of a node group with as many stages: so many of the fastest, and of those with most room."""
+MOST_SCORED = 4096
+"""Maximum number of combinations that are scored, of one order and one batch."""
+STEPS = 24
+"""Halvings of the interval of the slowest stage's time."""
+
+
+def with_meshes(platform: Platform) -> Platform:
+    """Return `platform` with the meshes that may be the fastest in its space, unless the spec lists them."""
+    task = platform.task
+    if len(task.cluster.groups) == 1 or task.spec.space.get(MESHES, AUTO) != AUTO or not derived(engine_task(task)):
+        return platform
+    space = {**task.spec.space, MESHES: (None, *planned(engine_task(task), platform.costs))}
+    return replace(platform, task=replace(task, spec=replace(task.spec, space=space)))
+
+
+def planned(task: Task, costs: Costs) -> tuple[str, ...]:
+    """Return the meshes that may be the fastest, the best by score first."""
+    names, words = group_names(task.cluster), recompute_words(task)
+    groups = [replace(each, further={}, between=None) for each in costs.groups]
+    options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
+    orders = [order for size in range(1, len(names) + 1) for order in permutations(range(len(names)), size)]
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for order in orders}
+    for _, context, samples in sorted(_batches(task, options)):
+        parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
+        parts = [_useful(each, task.spec.model.num_layers, np.inf, shares_weights=tied(task)) for each in parts]
+        for order, of_order in scores.items():
+            fastest = min(of_order.values(), default=np.inf)
+            seconds, chosen = _best(task, [parts[group] for group in order], NEAR * fastest)
+            for place, score in enumerate(seconds.tolist()):
+                meshes = zip(order, chosen, strict=True)
+                text = " + ".join(_text(names[group], each, place, words) for group, each in meshes)
+                of_order[text] = min(of_order.get(text, np.inf), score)
+    ranked = {text: score for of_order in scores.values() for text, score in of_order.items()}
+    found = sorted(ranked, key=lambda text: ranked[text])[:PLANNED]
+    for of_order in scores.values():
+        found += sorted(of_order, key=lambda text: of_order[text])[: PLANNED // len(orders)]
+    return tuple(dict.fromkeys(found))
+
+
+def _text(name: str, options: MeshOptions, row: int, words: Sequence[str]) -> str:
+    sizes = {key: int(getattr(options, key)[row]) for key in ("tp", "ep", "dp", "pp")}
+    return mesh_text(name, {**sizes, "cp": int(options.context[row])}, words[int(options.recompute[row])])
+
+
+def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
+    """Yield each context-parallel size and number of samples per micro-batch of all replicas, after a lower bound of
+    the seconds of a step.
+    """
+    layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
+    keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
+    for context, samples in keys:
+        rates = [(each.pp / each.layer)[(each.context == context) & (each.samples == samples)] for each in options]
+        rate = sum(float(each.max(initial=0.0)) for each in rates)
+        yield batch / samples * layers / max(rate, 1e-30), context, samples
+
+
+def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
+    """Return the lowest scores below `limit`, and the option of each mesh."""
+    model, samples = task.spec.model, options[0].samples[:1]
+    if not all(each.pp.size for each in options):
+        return np.zeros(0), []
+    layers, microbatches = float(model.num_layers), task.spec.train.global_batch_size / float(samples[0])
+    shares = tied(task)
+    useful = [_useful(each, layers, limit / microbatches, shares_weights=shares) for each in options]
+    rows = np.indices([each.pp.size for each in useful]).reshape(len(useful), -1)
+    rate, stages, step = (
+        function.reduce([values[row] for values, row in zip(columns, rows, strict=True)])
+        for function, columns in (
+            (np.add, [each.pp / each.layer for each in useful]),
+            (np.add, [each.pp for each in useful]),
+            (np.maximum, [each.step for each in useful]),
+        )
+    )
+    bound = (microbatches - 1.0 + stages) * layers / rate + step
+    kept = np.flatnonzero((bound <= limit) & (stages <= layers))
+    rows = rows[:, kept[np.argsort(bound[kept])[:MOST_SCORED]]]
+    chosen = [each[row] for each, row in zip(useful, rows, strict=True)]
+    seconds = np.where(_legal(chosen, shares_weights=shares), _seconds(chosen, layers, microbatches), np.inf)
+    best = np.argsort(seconds)[:PLANNED]
+    best = best[seconds[best] <= min(limit, NEAR * float(seconds[best[0]]) if best.size else 0.0)]
+    best = best[np.isfinite(seconds[best])]
+    return seconds[best], [each[best] for each in chosen]
+
+
+def _useful(options: MeshOptions, layers: float, seconds: float, *, shares_weights: bool) -> MeshOptions:
+    """Return the options that no other one with as many stages beats in time and memory, and whose stages can have a
+    layer within `seconds`.
+    """
+    one = np.ones(options.pp.size)
+    most = np.minimum(options.fits(seconds * one), layers)
+    equal: list[IntArray | BoolArray] = [options.pp, options.ep > 1]
+    equal += [options.tp, options.dp] if shares_weights else []
+    room = [np.minimum(options.room(flight * one, 0.0 * one), most) for flight in (1.0, 4.0, 16.0, 64.0)]
+    room.append(np.minimum(options.room_last(), most))
+    less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
+    beats: BoolArray = np.ones((one.size, one.size), dtype=np.bool_)
+    for values in equal:
+        beats &= values[:, None] == values
+    for values in less:
+        beats &= values[:, None] <= values + 1e-12
+    beats &= ~(beats.T & (np.arange(one.size)[:, None] >= np.arange(one.size)))  # of equal options, the first
+    kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
+    some = options[kept]
+    return some[np.flatnonzero(_rank(some.pp, some.layer) | _rank(some.pp, -room[2][kept]))]
+
+
+def _rank(stages: IntArray, figure: FloatArray) -> BoolArray:
+    """Return which options are among the `MOST_SIZES` lowest by a figure of those with as many stages."""
+    order = np.lexsort((figure, stages))
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size) - np.searchsorted(stages[order], stages[order])
+    return place < MOST_SIZES
+
+
+def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
+    """Return which combinations keep the rules between meshes."""
+    tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
+    legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
+    if shares_weights:
+        legal &= (tensor[0] == tensor[-1]) & ((data[0] % data[-1] == 0) | (data[-1] % data[0] == 0))
+    return legal
+
+
+def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
+    """Return the seconds of a step: those of the slowest stage of all micro-batches, the filling of the pipeline, and
+    the longest step of gradients and optimizer.
+    """
+    kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
+
+    def held(seconds: FloatArray) -> list[FloatArray]:
+        """Return the layers of one stage of each kind within `seconds`."""
+        return [np.minimum(each.of.fits(seconds - each.extra), each.room) for each in kinds]
+
+    def enough(seconds: FloatArray) -> BoolArray:
+        counts = sum((each.count * most for each, most in zip(kinds, held(seconds), strict=True)), np.zeros(()))
+        return np.asarray(counts >= layers)
+
+    low, possible = np.zeros(parts[0].pp.shape), np.logical_and.reduce([(e.room >= 0) | (e.count == 0) for e in kinds])
+    high = np.maximum.reduce([each.of.seconds + layers * each.of.layer + each.extra for each in kinds])
+    possible &= enough(high)
+    for _ in range(STEPS):
+        middle = (low + high) / 2.0
+        fits = enough(middle)
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    filling, steps = np.zeros(low.shape), np.zeros(low.shape)
+    for each, count in zip(kinds, held(high), strict=True):
+        more = count - each.of.base
+        filling += each.count * (each.of.seconds + each.of.layer * more + each.extra)
+        steps = np.maximum(steps, (each.count > 0) * (each.of.step + each.of.more_step * more))
+    return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Stages of one mesh with the same contents: their number, the maximum number of layers of each, and the seconds of
+    embedding and head.
+    """
+
+    of: MeshOptions
+    count: FloatArray
+    room: FloatArray
+    extra: FloatArray
+
+
+def _kinds(parts: Sequence[MeshOptions], number: int, microbatches: float) -> Iterator[_Kind]:
+    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`.
+
+    The stages between count with the mean of the first and of the last of them.
+    """
+    each, none = parts[number], np.zeros(parts[0].pp.shape)
+    stages, after = each.pp.astype(np.float64), none + sum(part.pp for part in parts[number + 1 :])
+    is_first, is_last = number == 0, number == len(parts) - 1
+    alone = (stages == 1.0) & is_first & is_last
+    most = np.minimum(after + stages, microbatches)
+    if is_first:
+        room = each.room(most, each.used_first + alone * each.used_last)
+        yield _Kind(each, none + 1.0, room, each.first + alone * each.last)
+    if is_last:
+        yield _Kind(each, 1.0 - alone, each.room_last(), each.last)
+    least = np.minimum(after + 1.0 + is_last, microbatches)
+    room = np.maximum((each.room(most, none) + each.room(least, none)) / 2.0, 0.0)
+    yield _Kind(each, np.maximum(stages - is_first - is_last, 0.0), room, none)

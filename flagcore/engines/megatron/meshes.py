@@ -1,0 +1,180 @@
+"""Meshes: the stages of a pipeline on one kind of chip, with parallel sizes and recompute of their own.
+
+The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `A800 tp2 dp16 + BI-V150 tp4 dp8
+full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
+of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
+first mesh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+
+MESHES = "meshes"
+KNOB = Knob(
+    name=MESHES,
+    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute, in pipeline order.",
+    kind="text",
+    maximum=1000,
+    auto=lambda task: (None,),
+    auto_help="those that may be the fastest; only `flag estimate` has them",
+)
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+_SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
+RECOMPUTE = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
+RECOMPUTE_CODES = {"": (0, 0, 0, 0), "selective": (1, 1, 0, 0), "full": (1, 2, 1, 1)}
+"""Codes of the recompute knobs; `full` recomputes each layer, `blockN` the first N layers of a stage."""
+OWN = (*SIZES.values(), *RECOMPUTE)
+"""Knobs that each mesh sets for itself."""
+MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
+DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The listed meshes, numbered from 1 as in the column of the knob.
+
+    `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
+    of the knobs in `OWN`, in the same shape. `lengths` is the number of all stages.
+    """
+
+    texts: tuple[str, ...]
+    groups: IntArray
+    codes: Mapping[str, IntArray]
+    lengths: IntArray
+
+    @classmethod
+    def of(cls, task: Task) -> Meshes:
+        """Return the meshes that the space of a task lists. Raises SpecError for an invalid text."""
+        listed, baseline = task.spec.space.get(MESHES, ()), (task.spec.baseline or {}).get(MESHES)
+        values = [*(() if isinstance(listed, str) else listed), baseline]
+        texts = tuple(dict.fromkeys(str(value) for value in values if value))
+        return _meshes(texts, group_names(task.cluster))
+
+    def number(self, code: IntArray) -> IntArray:
+        """Return how many meshes each candidate has."""
+        number: IntArray = (self.groups[code] >= 0).sum(axis=1)
+        return number
+
+    def columns(self, columns: Columns, mesh: int) -> Columns:
+        """Return the columns of candidates with meshes, as they are on mesh number `mesh`; the pipeline is the whole
+        one. Knobs without a column are left out.
+        """
+        code = columns[MESHES]
+        own = {knob: values[code, mesh] for knob, values in self.codes.items()}
+        if MBS in columns:
+            samples = columns[MBS] * self.codes[DP][code, 0]
+            own[MBS] = np.maximum(samples // np.maximum(own[DP], 1), 1)
+        if SP in columns:
+            own[SP] = columns[SP] * (own[TP] > 1)
+        own |= {PP: self.lengths[code], SPLIT: np.ones_like(code)}
+        return {name: own.get(name, column) for name, column in columns.items()}
+
+
+def group_names(cluster: Cluster) -> tuple[str, ...]:
+    """Return the names of the node groups: those of their chips, with a number if several groups have the same."""
+    names = [group.chip.name for group in cluster.groups]
+    return tuple(
+        f"{name}#{names[: place + 1].count(name)}" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    )
+
+
+def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "") -> str:
+    """Return the text of one mesh; `sizes` has the keys of `SIZES`."""
+    return " ".join([name, *(f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1), *filter(None, [recompute])])
+
+
+@lru_cache(maxsize=64)
+def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
+    rows = [[_parse(part, text, names) for part in text.split(" + ")] for text in texts]
+    longest = max((len(row) for row in rows), default=1)
+    groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
+    codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in OWN}
+    for number, row in enumerate(rows, start=1):
+        for place, (group, values) in enumerate(row):
+            groups[number, place] = group
+            for knob, value in values.items():
+                codes[knob][number, place] = value
+    return Meshes(texts, groups, codes, np.where(groups >= 0, codes[PP], 0).sum(axis=1))
+
+
+def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
+    """Return the node group of one mesh and its codes. Raises SpecError."""
+    name, *words = part.split() or [""]
+    values = dict(zip(RECOMPUTE, RECOMPUTE_CODES[""], strict=True))
+    wrong = [] if name in names else [name]
+    for word in words:
+        if size := _SIZE.fullmatch(word):
+            values[SIZES[size[1]]] = int(size[2])
+        elif word in RECOMPUTE_CODES:
+            values |= zip(RECOMPUTE, RECOMPUTE_CODES[word], strict=True)
+        elif block := _BLOCK.fullmatch(word):
+            values |= zip(RECOMPUTE, (1, 2, 2, int(block[1])), strict=True)
+        else:
+            wrong.append(word)
+    if wrong:
+        fix = f"write e.g. {names[0]} tp2 dp4 pp2 full + {names[-1]} tp4 dp2; chips: {', '.join(names)}"
+        raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=f"has the unknown {wrong[0]!r}", fix=fix)
+    return names.index(name), values
+
+
+def encoded(task: Task, value: object) -> IntArray:
+    """Return the column of one candidate. Raises SpecError if the space does not list its meshes."""
+    texts = Meshes.of(task).texts
+    if value is not None and value not in texts:
+        raise SpecError(key=MESHES, value=value, problem="is not in auto_tuner.space", fix="list it there")
+    return np.array([0 if value is None else 1 + texts.index(str(value))], dtype=np.int64)
+
+
+def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, Columns, Costs]]:
+    """Group rows by the node groups of their meshes. Yield the rows, their columns and the costs of these groups, in
+    the order of the pipeline.
+    """
+    code = columns.get(MESHES)
+    if code is None or not code.any():
+        yield np.arange(next(iter(columns.values())).size), columns, costs
+        return
+    groups = Meshes.of(task).groups[code]
+    orders, which = np.unique(groups, axis=0, return_inverse=True)
+    for number, order in enumerate(orders.tolist()):
+        rows = np.flatnonzero(which.reshape(-1) == number)
+        some = {name: column[rows] for name, column in columns.items()}
+        yield rows, some, _ordered(task.cluster, costs, [group for group in order if group >= 0])
+
+
+def groups_of_row(task: Task, columns: Columns) -> list[int]:
+    """Return the node groups of the first row in the order of its pipeline."""
+    code = columns.get(MESHES)
+    if code is None or not code[0]:
+        return list(range(len(task.cluster.groups)))
+    return [group for group in Meshes.of(task).groups[code[0]].tolist() if group >= 0]
+
+
+def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
+    """Return the costs of some node groups; those of all for no group."""
+    if not groups:
+        return costs
+    first, *others = (replace(costs.groups[group], further={}, between=None) for group in groups)
+    starts = accumulate(cluster.groups[group].devices for group in groups)
+    return replace(first, further=dict(zip(starts, others, strict=False)), between=costs.between if others else None)

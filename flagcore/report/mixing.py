@@ -1,0 +1,49 @@
+"""What mixing several kinds of chips is worth, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore.domain.knob import Knobs
+from flagcore.i18n import _
+from flagcore.report.formats import render
+from flagcore.report.text import values_text
+
+PAYS = 1.02
+"""Mixing pays from this throughput on, relative to the fastest kind alone."""
+
+
+def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
+    """Return a table of the mixed plan, each kind alone and their sum, and one line on what mixing is worth."""
+    alone = mixing["alone"]
+    rows = [{**mixing["mixed"], "plan": _("mixed")}, *({**each, "plan": _("alone")} for each in alone)]
+    table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
+    rate = sum(each["tokens_per_second"] for each in alone)
+    devices = sum(each["devices"] for each in alone)
+    table.append({"plan": _("sum of alone"), "devices": devices, "tokens_per_second": rate})
+    columns = {
+        _("plan"): "plan",
+        _("chips"): "chips",
+        _("devices"): "devices",
+        "~s/step": "step_time_s",
+        "~tok/s": "tokens_per_second",
+        _("candidate"): "text",
+    }
+    return render(table, "table", columns) + "\n" + verdict(mixing)
+
+
+def verdict(mixing: Mapping[str, Any]) -> str:
+    """Return whether mixing pays, what limits it, and which chips idle."""
+    if not mixing["alone"]:
+        return _("No kind of chip can run the job alone.")
+    figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
+    if mixing["of_best_alone"] >= PAYS:
+        text = _("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    else:
+        text = _("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    idle = ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items())
+    if idle:
+        limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}
+        text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
+    return text
