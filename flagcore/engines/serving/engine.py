@@ -12,7 +12,7 @@ Job records of published runs are completed with the settings that they omit:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from flagcore.contracts import (
     EngineDefaults,
     InstalledVersion,
     JobRecords,
+    KeyWarnings,
     NamedDistribution,
     Platform,
     PruningRule,
@@ -34,13 +35,14 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving import launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
+from flagcore.engines.serving.common.knobs import SPECULATION
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
@@ -53,7 +55,14 @@ from flagcore.errors import SpecError
 
 
 class ServingWorkload(
-    Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
+    Workload,
+    EngineDefaults,
+    JobRecords,
+    InstalledVersion,
+    KeyWarnings,
+    NamedDistribution,
+    UntestedEngine,
+    Protocol,
 ):
     """The protocols that every serving engine implements."""
 
@@ -113,7 +122,8 @@ class Engine:
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
-        return common_knobs.axes(task, self.knobs, self.program.parse(task.spec).fixed)
+        program = self.program
+        return common_knobs.axes(task, self.knobs, program.parse(task.spec).fixed, program.version(task.spec))
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -225,6 +235,18 @@ class Engine:
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         return launching.launch(platform, self, candidate, folder, for_real=for_real)
+
+    def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
+        """Return a warning if speculation is searched, but the acceptance is unknown."""
+        speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
+        if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
+            return ()
+        return ("speculation is predicted without a gain: serve.profile.acceptance is not set",)
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> tuple[str, ...]:
+        return ()
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that returns no steps: a load has no intermediate result."""

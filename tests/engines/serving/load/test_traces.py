@@ -68,7 +68,7 @@ def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Pa
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, SHAREGPT))
     assert columns(trace) == ([10, 2], [100, 1], None)
-    assert trace.notes == ("lengths of 2 conversations are estimated: 4 characters a token",)
+    assert trace.notes == ("lengths of 2 requests are estimated: 4 characters a token",)
 
 
 def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> None:
