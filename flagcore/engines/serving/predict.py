@@ -77,8 +77,8 @@ def predict(
         memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
     if settings.host_s is not None:
-        host_s = np.where(np.isnan(settings.host_s), overheads.iteration, settings.host_s)
-        times = replace(times, fixed=times.fixed - overheads.iteration + host_s)
+        changed = times.fixed + (settings.host_s - overheads.iteration)
+        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
     kinds = kinds or uniform_kinds(settings.instances)
     context = Candidates(
         kinds=kinds,

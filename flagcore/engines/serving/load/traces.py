@@ -28,6 +28,7 @@ MAX_TOKENS = 10_000_000
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
+_TEXT = ("prompt", "conversations", "messages")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
 _ANSWERS = ("assistant", "gpt")
@@ -89,11 +90,11 @@ def _json(text: str) -> Traffic:
     if not rows:
         raise _InvalidRow("it is empty")
     first = rows[0]
-    if any(name in first for name in ("conversations", "messages", "prompt")):
+    if any(name in first for name in _TEXT):
         return _texts(rows)
     if any(name in first for name in _INPUT):
         return _lengths(rows)
-    raise _InvalidRow(f"row 1 has neither a prompt, nor conversations, nor one of {', '.join(_INPUT)}")
+    raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
@@ -164,7 +165,7 @@ def _prompt_and_answer(row: Mapping[str, Any], number: int) -> tuple[str, str]:
         return row["prompt"], ""
     turns = row.get("conversations", row.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise _InvalidRow(f"row {number} has neither a prompt nor a list of turns")
+        raise _InvalidRow(f"row {number} has no list of turns")
     texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
     roles = [turn.get("from", turn.get("role")) for turn in turns]
     first = next((place for place, role in enumerate(roles) if role in _ANSWERS), 1)

@@ -62,7 +62,7 @@ class Price:
             )
             if batch > self._captured:
                 seconds = max(seconds, self._floor)
-            seconds = (seconds + self._fixed + self._sequence * sequences) / self.lane.gain
+            seconds = (seconds + (self._fixed + self._sequence * sequences)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
 
