@@ -162,11 +162,11 @@ class Simulator:
             self.after(self.random.uniform(0, self.options.start), lambda: self.start(host, nodes))
 
     def start(self, host: Host, nodes: int) -> None:
-        """Start a trial, or report that the host has no flagcore if its devices are queried."""
+        """Start a trial, or end a check before the first trial: a host has no flagcore to report its devices."""
         host.started_at = time.monotonic()
         host.send(started=1000)
-        if nodes == 1:
-            self.exit(host, 1, None)
+        if nodes == 1 or not self.step_s:
+            self.exit(host, int(nodes == 1), None)
             return
         self.trial.nodes = nodes
         self.trial.hosts.append(host)

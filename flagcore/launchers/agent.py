@@ -17,7 +17,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -27,7 +26,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -35,7 +33,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from flagcore.launchers import guarded
+from flagcore.launchers import guarded, network
 from flagcore.launchers.template import Template, Templates
 
 WIRE = 2
@@ -47,31 +45,8 @@ MAX_PENDING_BYTES = 4 << 20
 """No file is read while the queue of messages is longer."""
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
-SIOCGIFADDR = 0x8915
 BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 """Errors after which the host counts as lost. After other errors, the trial cannot be started on any host."""
-
-
-def addresses() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one (netdevice(7))."""
-    by_name = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", os.fsencode(name[:15]))
-                by_name[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-    return by_name
-
-
-def interface_to(host: str) -> str:
-    """Return the network interface over which this host reaches another; empty if unknown. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        local_address = probe.getsockname()[0]
-        if not local_address.startswith("127."):
-            return next((name for name, address in addresses().items() if address == local_address), "")
-        return next((name for name, address in addresses().items() if not address.startswith("127.")), "lo")
-    return ""
 
 
 def free_port() -> int:
@@ -312,10 +287,10 @@ class Agent:
     def start(self, order: dict[str, Any]) -> None:
         """Write the files of an order and start its trial, after its template is ready if it uses one.
 
-        In its arguments, `{folder}` is the trial's folder on this host, and `{interface}` the network interface to the
-        first host.
+        The trial's folder and the placeholders of network devices are replaced by those of this host.
         """
-        replacements = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
+        placeholders = network.placeholders(order["master_addr"])
+        replacements = {**placeholders, order["folder"]: self.folder}
 
         def local(text: str) -> str:
             for name, value in replacements.items():
@@ -330,7 +305,8 @@ class Agent:
                     file.write(local(text))
                 self.mirror.skip(path)
             argv, directory = [local(word) for word in order["argv"]], local(order["directory"])
-            environment = {name: local(value) for name, value in order["environment"].items()}
+            filled = network.fill(order["environment"], placeholders)
+            environment = {name: local(value) for name, value in filled.items()}
             self.order = {"argv": argv, "environment": environment, "directory": directory, "limits": order["limits"]}
             if order["warm"]:
                 with contextlib.suppress(OSError):  # the trial starts cold

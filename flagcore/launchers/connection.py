@@ -31,7 +31,7 @@ INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
 """Reasons for the end of a trial that a guard can report."""
 SMALLEST_FILE_BYTES = 4096
-SENT = ("guard.py", "guarded.py", "template.py", "agent.py")
+SENT = ("guard.py", "guarded.py", "template.py", "network.py", "agent.py")
 
 BOOT = """
 import json, os, sys, tempfile

@@ -47,33 +47,37 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def main(controller: str, name: str = "") -> None:
-    """Serve one trial after the other, until this process is ended. Raises ValueError for an invalid port or secret."""
+    """Start an agent for each connection, until this process is ended. Raises ValueError for an invalid port or secret.
+
+    As soon as an agent has started, this pod joins again, so that several trials can run beside each other.
+    """
     host, _, port = controller.partition(":")
     if port and not port.isdecimal():
         raise ValueError(f"{controller}: the port is not a number")
     key, name = token(), name or socket.gethostname()
-    last_state = ""
+    last_state, agents = "", list[subprocess.Popen[bytes]]()
     while True:
+        agents = [each for each in agents if each.poll() is None]
+        count = len(agents)
         try:
             with _connect(host, int(port or PORT), key, name) as connection:
-                _serve(connection)
+                if connection.recv(1, socket.MSG_PEEK):
+                    agents.append(_start_agent(connection))
             connection_state = f"joined {controller} as {name}"
         except (OSError, ValueError) as error:
             connection_state = f"cannot join {controller}: {error}"
         if connection_state != last_state:
             print(f"flagcore: {connection_state}", file=sys.stderr, flush=True)
         last_state = connection_state
-        time.sleep(RETRY_SECONDS)
+        if len(agents) == count:
+            time.sleep(RETRY_SECONDS)
 
 
-def _serve(connection: socket.socket) -> None:
-    """Run an agent on a connection once data arrives. The environment of the agent does not contain the secret."""
-    if connection.recv(1, socket.MSG_PEEK):
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN}
-        command = ["sh", "-c", agent_command()]
-        with subprocess.Popen(command, stdin=connection.fileno(), stdout=connection.fileno(), env=environment) as agent:
-            connection.close()
-            agent.wait()
+def _start_agent(connection: socket.socket) -> subprocess.Popen[bytes]:
+    """Start an agent on a connection. The environment of the agent does not contain the secret."""
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+    descriptor = connection.fileno()
+    return subprocess.Popen(["sh", "-c", agent_command()], stdin=descriptor, stdout=descriptor, env=environment)
 
 
 def _connect(host: str, port: int, key: bytes, name: str) -> socket.socket:

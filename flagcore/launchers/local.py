@@ -17,7 +17,7 @@ from flagcore.contracts import Launcher
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
-from flagcore.launchers import guard, guarded
+from flagcore.launchers import guard, guarded, network
 from flagcore.launchers.guarded import MARKER, NO_FOLDER, Guarded, Limits, Spawn, spawn_guard
 from flagcore.launchers.template import Template, Templates
 
@@ -78,7 +78,8 @@ class LocalLauncher:
         unless these are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises LaunchError
         if the trial cannot be started.
         """
-        environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **launch.environment}
+        given = network.fill(launch.environment, network.placeholders())
+        environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **given}
         if "MASTER_PORT" not in environment:
             environment["MASTER_PORT"] = str(free_port())
         argv = (word.replace("{master_port}", environment["MASTER_PORT"]) for word in launch.argv)

@@ -1,12 +1,13 @@
-"""The hub of the ray launcher: reserves whole nodes of a Ray cluster by a placement group, with an actor per agent.
+"""The hub of the ray launcher: reserves whole nodes of a Ray cluster by a placement group, with an actor per node.
 
-Ray removes the group and the actors when this process ends, even if it is killed. An actor relays the channel of an
-agent, and ends with its node, its group or this process; then the agent ends its trial.
+Ray removes the group and the actors when this process ends, even if it is killed. An actor relays the channels of
+agents, and ends with its node, its group or this process; then the agents end their trials.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
@@ -26,36 +27,51 @@ WAIT_SECONDS = 60.0
 """Maximum time until nodes are free."""
 CONNECT_SECONDS = 5.0
 PIECE_BYTES = 1 << 16
+MAX_CALLS = 64
+"""Maximum number of concurrent calls of an actor. Each agent has a call that waits for its output."""
 
 
-class Agent:
-    """An actor that runs an agent on a node. It is pickled and must not import flagcore, which nodes may not have.
+class Agents:
+    """An actor that runs agents on a node. It is pickled and must not import flagcore, which nodes may not have.
 
-    Ray kills the children of an actor that ends. The agent has to end its trial first, so a shell that exits starts the
+    Ray kills the children of an actor that ends. An agent has to end its trial first, so a shell that exits starts the
     agent.
     """
 
     START = 'exec 3<&0; sh -c "$1" <&3 3<&- & exit 0'
 
-    def __init__(self, command: str) -> None:
+    def __init__(self) -> None:
+        self.shells: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int, command: str) -> None:
+        """Start an agent."""
         environment = {
             name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))
         }
-        shell = ["sh", "-c", self.START, "sh", command]
+        words = ["sh", "-c", self.START, "sh", command]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-        self.process.wait()
+        shell = subprocess.Popen(words, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        self.shells[number] = shell
+        shell.wait()
 
-    def write(self, data: bytes) -> None:
-        """Write to the agent."""
-        assert self.process.stdin
-        self.process.stdin.write(data)
-        self.process.stdin.flush()
+    def write(self, number: int, data: bytes) -> None:
+        """Write to an agent."""
+        stream = self.shells[number].stdin
+        assert stream
+        stream.write(data)
+        stream.flush()
 
-    def read(self, size: int) -> bytes:
-        """Wait for output of the agent and return it; empty at its end."""
-        assert self.process.stdout
-        return os.read(self.process.stdout.fileno(), size)
+    def read(self, number: int, size: int) -> bytes:
+        """Wait for output of an agent and return it; empty at its end."""
+        stream = self.shells[number].stdout
+        assert stream
+        return os.read(stream.fileno(), size)
+
+    def end(self, number: int) -> None:
+        """Close the channel of an agent, which then ends its trial."""
+        stream = self.shells.pop(number).stdin
+        assert stream
+        stream.close()
 
 
 class Cluster:
@@ -66,6 +82,10 @@ class Cluster:
         self.bundles: list[dict[str, float]] = []
         self.places: dict[str, int] = {}
         """The bundle of each host, by its address."""
+        self.actors: dict[int, Any] = {}
+        self.channels: Counter[int] = Counter()
+        """The actor of each bundle, and the number of its agents."""
+        self.numbers = itertools.count()
 
     async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Reserve hosts by name or number, and return their addresses."""
@@ -82,6 +102,7 @@ class Cluster:
         """Reserve whole nodes, so that no other task runs on them. Raises ValueError if there are too few."""
         if self.group is not None:
             remove_placement_group(self.group)
+            self.actors, self.channels = {}, Counter()
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         self.bundles = _bundles_by_name(nodes, names) if names else _bundles_by_count(nodes, count)
         self.group = placement_group(self.bundles, strategy="STRICT_SPREAD")
@@ -103,25 +124,36 @@ class Cluster:
         bundle = self.places[host]
         if self._addresses().get(bundle) != host:
             raise ValueError("its Ray node is lost")
-        resources = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        cpus, gpus = resources.pop("CPU", 0.0), resources.pop("GPU", 0.0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": strategy}
-        actor = ray.remote(Agent).options(max_concurrency=2, max_restarts=0, **options).remote(agent_command())
+        actors, channels, number = self.actors, self.channels, next(self.numbers)
+        actor = actors[bundle] = actors.get(bundle) or self._start_actor(bundle)
+        channels[bundle] += 1
 
         async def down() -> None:
             while data := await reader.read(PIECE_BYTES):
-                await actor.write.remote(data)
+                await actor.write.remote(number, data)
 
         async def up() -> None:
-            while data := await actor.read.remote(PIECE_BYTES):
+            while data := await actor.read.remote(number, PIECE_BYTES):
                 writer.write(data)
                 await writer.drain()
 
         try:
+            await actor.start.remote(number, agent_command())
             await run_both(down(), up())
         finally:
-            ray.kill(actor)
+            channels[bundle] -= 1
+            if channels[bundle]:
+                actor.end.remote(number)
+            else:
+                ray.kill(actors.pop(bundle))
+
+    def _start_actor(self, bundle: int) -> Any:
+        """Return an actor with all resources of a bundle, which the agents of its node share."""
+        resources = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        cpus, gpus = resources.pop("CPU", 0.0), resources.pop("GPU", 0.0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": strategy}
+        return ray.remote(Agents).options(max_concurrency=MAX_CALLS, max_restarts=0, **options).remote()
 
 
 def _require_answer(address: str) -> None:

@@ -201,6 +201,7 @@ def fork_problem() -> str:
 
 def main(package: str, *arguments: str) -> int:
     """Import the program of a package, and serve flagcore's requests from stdin."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads
     with socket.socket(fileno=0) as channel:
         try:
             program = importlib.import_module(f"{package}.__main__")

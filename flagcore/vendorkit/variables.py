@@ -3,16 +3,14 @@
 `variables` is a list of `name`, `meaning`, `source`, and either `value`, which is set for trials, or `used`, the value
 in the source, which flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
 an entry, and `condition` describes when it applies. Two conditions are checked: `several_nodes: true`, and `unless`, a
-training setting that must not be on. In a value, `{interface}` is the network interface of the default route and
-`{adapters}` the InfiniBand adapters that are up; if this machine has none, the variable is not set.
+training setting that must not be on. In a value, each host replaces `{interface}` by its network interface to the first
+host and `{adapters}` by its InfiniBand adapters that are up; a host without such a device does not set the variable.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 from annotated_types import MinLen
@@ -65,40 +63,5 @@ def environment(
     package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
     """Return the variables that trials of `task` get; None: trials on one node."""
-    values = (
-        (each.name, fill(each.value))
-        for each in applying(read_variables(package), chip, engine, engine_version, kind)
-        if each.value and each.applies_to(task)
-    )
-    return {name: value for name, value in values if value}
-
-
-def fill(value: str, root: Path = Path("/")) -> str:
-    """Return `value` with its placeholders replaced; empty if this machine has no value for one of them."""
-    for placeholder, find in (("{interface}", interface), ("{adapters}", adapters)):
-        if placeholder in value:
-            found = find(root)
-            if not found:
-                return ""
-            value = value.replace(placeholder, found)
-    return value
-
-
-def interface(root: Path = Path("/")) -> str:
-    """Return the network interface of the default route; empty without one."""
-    with suppress(OSError):
-        for line in (root / "proc/net/route").read_text("utf-8").splitlines()[1:]:
-            name, destination, *_ = line.split()
-            if destination == "00000000":
-                return name
-    return ""
-
-
-def adapters(root: Path = Path("/")) -> str:
-    """Return the InfiniBand adapters with an active port, ordered by number and separated by commas."""
-    up = set()
-    for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
-        with suppress(OSError):
-            if "ACTIVE" in state.read_text("utf-8"):
-                up.add(state.parts[-4])
-    return ",".join(sorted(up, key=lambda name: (len(name), name)))
+    variables = applying(read_variables(package), chip, engine, engine_version, kind)
+    return {each.name: each.value for each in variables if each.value and each.applies_to(task)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flagcore import __version__, api
+from flagcore.api.hardware.host_ports import port_problems
 from flagcore.api.hardware.host_report import busy
 from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.api.hardware.hosts import HostReport, host_problems, host_warnings, inspect_hosts, require_hosts
@@ -18,6 +20,7 @@ from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
+from tests.hosts.bed import missing
 
 MODEL = {
     "num_layers": 2,
@@ -153,3 +156,25 @@ def test_slow_devices_and_networks_of_hosts_are_named() -> None:
         "c: its network",
     ]
     assert len(list(slow_hosts(odd_speeds, cores=True))) == 1
+
+
+@pytest.mark.slow
+def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
+    def apart(host: str) -> list[str]:
+        prefix = ["unshare", "--net"] if host in cut_off else []
+        return [*prefix, "sh", "-c", agent_command()]
+
+    hosts, launcher = ("127.0.0.1", "127.0.0.2", "127.0.0.3"), HostsLauncher(name="shell", channel=apart)
+    cut_off: tuple[str, ...] = ()
+    with socket.create_server(("", 0)) as other:
+        used = str(other.getsockname()[1])
+        assert port_problems(launcher, hosts, {"MASTER_PORT": used}).keys() == {hosts[0]}
+    assert port_problems(launcher, hosts, {"MASTER_PORT": used}) == {}
+    assert port_problems(launcher, hosts, {"MASTER_PORT": "many"}).keys() == {hosts[0]}
+    if reason := missing():
+        pytest.skip(reason)
+    cut_off = hosts[2:]
+    with pytest.raises(NoDevice, match=f"{hosts[2]}: .*{hosts[0]}"):
+        require_hosts(launcher, hosts, variables={})
+    cut_off = hosts[:1]
+    assert port_problems(launcher, hosts, {}).keys() == {hosts[0]}

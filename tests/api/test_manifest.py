@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from flagcore import api
+from flagcore.api.tuning.export import DEVICES_OF_HOST, shell_quoted
 from flagcore.api.tuning.kubernetes_job import KINDS
 from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.launchers import network
+from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
@@ -133,8 +136,17 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    argv = ["echo", "{node_rank} of {nnodes}", "{master_addr}:{master_port}", "it's $HOME"]
+    argv = [
+        "sh",
+        "-c",
+        'echo "$@" on $MODE',
+        "sh",
+        "{node_rank} of {nnodes}",
+        "{master_addr}:{master_port}",
+        "it's $HOME",
+    ]
     secret = {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}
+    interface = network.interface_to(network.OUTSIDE)
     run = run_with(tmp_path, monkeypatch, argv=argv, environment=secret, needs=["WANDB_API_KEY"])
     manifest, notes = api.manifest(run, kind=kind, image="image:1")
     first, others = (each[0] for each in found(checked(manifest), "containers"))
@@ -144,9 +156,7 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
         completed = subprocess.run(
             one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True
         )
-        assert completed.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
-    environment = {each["name"]: each.get("value") for each in first["env"]}
-    assert environment["MODE"] == "eth0"
+        assert completed.stdout.decode().rstrip() == f"{rank} of 3 {host}:29500 it's $HOME on {interface}".rstrip()
     assert "hidden-4711" not in json.dumps(manifest)
     assert {each["key"] for each in found(manifest, "secretKeyRef")} == {"HF_TOKEN", "WANDB_API_KEY"}
     assert notes
@@ -180,3 +190,13 @@ def test_the_check_finds_all_problems(tmp_path: Path) -> None:
     manifest, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
     manifest["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
     assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], manifest))) == 2
+
+
+@pytest.mark.slow
+def test_scripts_find_the_network_devices_of_their_host() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    devices = ("ib7", "10.9.0.1", "mlx5_10:ACTIVE mlx5_3:DOWN")
+    script = f"ip route add default dev ib7; echo {shell_quoted('={interface} {adapters}', DEVICES_OF_HOST)}"
+    argv = ["unshare", "--net", "--mount", "sh", "-c", HOST, "sh", *devices, "sh", "-c", script]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "=ib7 mlx5_10\n"

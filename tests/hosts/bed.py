@@ -56,6 +56,17 @@ fi
 echo ready
 while :; do sleep 3600 & wait $!; done  # bash reaps orphans
 """
+HOST = """\
+ip link set lo up; ip link add "$1" type veth peer name other; ip link set other up
+ip addr add "$2/24" dev "$1"; ip link set "$1" up
+mount -t tmpfs tmpfs /sys/class
+for each in $3; do
+    port=/sys/class/infiniband/${each%:*}/ports/1
+    mkdir -p $port; echo "4: ${each#*:}" > $port/state
+done
+shift 3; exec "$@"
+"""
+"""Gives a namespace an interface with an address, and InfiniBand adapters."""
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>

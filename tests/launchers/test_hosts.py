@@ -22,6 +22,7 @@ from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.hosts import HostsLauncher
+from tests.hosts.bed import HOST, missing
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,27 @@ def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
     assert len({line for line in lines if re.fullmatch(r"port \d+ at \w+", line)}) == 1
+
+
+def test_variables_of_network_devices_differ_by_host(tmp_path: Path, mark: str) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    devices = {
+        "10.9.0.1": ("ib7", "mlx5_10:ACTIVE mlx5_2:ACTIVE mlx5_3:DOWN"),
+        "10.9.0.2": ("bond0", "bnxt_re0:ACTIVE"),
+        "10.9.0.3": ("eth3", ""),
+    }
+
+    def channel(host: str) -> list[str]:
+        interface, adapters = devices[host]
+        return ["unshare", "--net", "--mount", "sh", "-c", HOST, "sh", interface, host, adapters, *shell(host)]
+
+    given = {"X_SOCKET_IFNAME": "={interface}", "X_IB_HCA": "{adapters}"}
+    planned = launch('echo "$X_SOCKET_IFNAME ${X_IB_HCA-unset}"', tmp_path, hosts=tuple(devices), environment=given)
+    ended = HostsLauncher(name="shell", channel=channel).start(planned).wait(30)
+    assert ended is not None
+    lines = [(tmp_path / "hosts" / host / "stdout.log").read_text() for host in devices]
+    assert lines == ["=ib7 mlx5_2,mlx5_10\n", "=bond0 bnxt_re0\n", "=eth3 unset\n"]
 
 
 def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None:

@@ -91,6 +91,14 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
     assert not any(os.environ[TOKEN].encode() in guard.read_proc(pid, "cmdline") for pid in processes())
 
 
+def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> None:
+    join("pod-1"), join("pod-2")
+    pod = hold(PODS)[1:2]
+    with LAUNCHER.keep_agents():
+        running = [LAUNCHER.start(launch("sleep 1", tmp_path / str(number), pod)) for number in range(3)]
+        assert [(ended.code, ended.ended_by) for each in running if (ended := each.wait(30))] == [(0, None)] * 3
+
+
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
     with LAUNCHER.keep_agents():

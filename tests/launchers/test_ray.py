@@ -106,6 +106,17 @@ def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_pat
     second_hub.close()
 
 
+def test_trials_run_beside_each_other_on_a_node(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
+    hosts, environment = hold(find_hosts(2))[:1], {"TEST_MARK": mark}
+    with LAUNCHER.keep_agents():
+        planned = [
+            Launch(argv=("sleep", "1"), folder=str(tmp_path / name), hosts=hosts, environment=environment)
+            for name in "ab"
+        ]
+        running = [LAUNCHER.start(each) for each in planned]
+        assert [(ended.code, ended.ended_by) for each in running if (ended := each.wait(30))] == [(0, None)] * 2
+
+
 def test_named_hosts_are_reserved_and_unknown_hosts_rejected(cluster: dict[str, Any]) -> None:
     assert hold(NODES[1:3]) == NODES[1:3]
     with pytest.raises(NoDevice, match=r"10\.0\.0\.1"):

@@ -48,10 +48,10 @@ class Recorder:
         ("cpu", {}, True, False),
         ("cpu", {"control": Control(warm_start=False)}, False, False),
         ("cpu", {"command": ("python", "-m", "train")}, False, False),
-        ("cuda", {}, False, False),
+        ("cuda", {}, False, True),
     ],
 )
-def test_only_the_trial_program_starts_warm_and_only_on_a_cpu(
+def test_only_the_trial_program_starts_warm(
     tmp_path: Path, device: str, changes: dict[str, Any], cold: bool, warm: bool
 ) -> None:
     task = small.task(space=SPACE, devices=2, **changes)

@@ -1,15 +1,15 @@
-"""Variables of a vendor's stack: for which task and release they are given, and what they say of this machine."""
+"""Variables of a vendor's stack: for which task and release they are given."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from flagcore.domain.chip import Source
 from flagcore.domain.knob import in_versions
-from flagcore.vendorkit.variables import Variable, adapters, fill, interface
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.variables import Variable, environment
 from tests import small
 
 VARIABLE = Variable(
@@ -43,15 +43,8 @@ def test_a_release_range_matches_a_release_inside_it_or_unknown(
     assert in_versions(versions, release) == holds
 
 
-def test_the_machines_network_is_filled_in_or_the_variable_is_unset(tmp_path: Path) -> None:
-    assert fill("{interface}", tmp_path) == ""
-    route = tmp_path / "proc/net/route"
-    route.parent.mkdir(parents=True)
-    route.write_text("Iface\tDestination\tGateway\nib0\t0000A8C0\t0\nbond0\t00000000\t01\n")
-    for name, state in (("mlx5_10", "4: ACTIVE"), ("mlx5_2", "4: ACTIVE"), ("mlx5_3", "1: DOWN")):
-        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state + "\n")
-    assert interface(tmp_path) == "bond0"
-    assert adapters(tmp_path) == "mlx5_2,mlx5_10"
-    assert fill("{interface}", tmp_path) == "bond0"
+def test_placeholders_are_left_for_the_hosts() -> None:
+    one = small.task()
+    two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
+    found = environment("flagcore_metax", load_chips("flagcore_metax")[0], "megatron", None, two, "train")
+    assert (found["MCCL_SOCKET_IFNAME"], found["MCCL_IB_HCA"]) == ("{interface}", "{adapters}")

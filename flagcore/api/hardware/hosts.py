@@ -15,6 +15,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.inputs import warn
+from flagcore.api.hardware.host_ports import port_problems
 from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.contracts import Launcher
 from flagcore.domain.chip import Device
@@ -103,10 +104,19 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     if not isinstance(host_launcher, HostsLauncher):
         text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(host_launcher, host_launcher.hold(hosts))
+    reports = _with_ports(host_launcher, inspect_hosts(host_launcher, host_launcher.hold(hosts)), {})
     warn(host_warnings(reports))
     speeds = {each.host: each for each in _speeds(host_launcher, reports)}
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
+
+
+def _with_ports(
+    launcher: HostsLauncher, reports: Sequence[HostReport], variables: Mapping[str, str]
+) -> list[HostReport]:
+    """Return reports with the problems of usable hosts that cannot connect to the first of them."""
+    hosts = [report.host for report in reports if not list(host_problems(report, reports))]
+    problems = port_problems(launcher, hosts, variables) if len(hosts) > 1 else {}
+    return [replace(report, problem=problems.get(report.host, report.problem)) for report in reports]
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
@@ -148,15 +158,24 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 
 
 def require_hosts(
-    launcher: HostsLauncher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
+    launcher: HostsLauncher,
+    hosts: Sequence[str],
+    spares: int = 0,
+    files: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    *,
+    compare: bool = False,
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. With `compare`,
-    slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are unusable.
+    `files` must be the same on all hosts. If hosts have to connect to the first one, `variables` may set the port. Up
+    to `spares` unusable hosts are skipped with a warning. With `compare`, slow devices and networks cause warnings,
+    too. Raises NoDevice with a line per unusable host if more are unusable.
     """
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files)
+    if variables is not None:
+        reports = _with_ports(launcher, reports, variables)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
     unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable_hosts) > spares:

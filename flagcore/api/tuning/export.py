@@ -31,6 +31,7 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
+from flagcore.launchers import network
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
@@ -132,7 +133,8 @@ def run_best(
     started.
     """
     launch = saved_launch(run_dir)
-    argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+    argv, folder = list(launch["argv"]), str(launch["directory"])
+    environment = network.fill(launch["environment"], network.placeholders())
     ready, missing = tuple(launch["ready"]), str(launch["missing"])
     lacking = [name for name in launch["needs"] if not os.environ.get(name)]
     if missing:
@@ -198,6 +200,11 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
+DEVICES_OF_HOST = {
+    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
+    "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
+}
+"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
 FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
@@ -243,7 +250,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     rendezvous = {} if launch.own_script else RENDEZVOUS
     exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
     exports += [
-        f"export {name}={shlex.quote(value)}"
+        f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}"
         for name, value in launch.environment.items()
         if name not in hidden.inherited and name not in hidden.kept
     ]
@@ -272,7 +279,7 @@ def listing(plan: Plan, launch: Launch) -> str:
             lines[-1] += f" {shlex.quote(word)}"
         else:
             lines.append(shlex.quote(word))
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
     command = " \\\n  ".join(lines)
     text = "\n".join([*exports, command])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"

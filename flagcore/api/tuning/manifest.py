@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.common.context import load_snapshot
-from flagcore.api.tuning.export import RENDEZVOUS, saved_launch, shell_quoted
+from flagcore.api.tuning.export import DEVICES_OF_HOST, RENDEZVOUS, saved_launch, shell_quoted
 from flagcore.api.tuning.kubernetes_job import KINDS, Pods
 from flagcore.contracts import Platform
 from flagcore.domain.cluster import NodeGroup
@@ -25,8 +25,8 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
 characters.
 """
-INTERFACE = "eth0"
-"""The network interface of a pod."""
+IN_SHELL = {"{node_rank}": "NODE_RANK", **DEVICES_OF_HOST}
+"""Variables and commands of a pod's shell for placeholders."""
 
 
 def manifest(
@@ -110,27 +110,23 @@ def _training_pods(common: Pods, run: Path, hosts: list[str]) -> Pods:
     rank_variables = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}
     torchrun = {f"PET_{name}": value for name, value in rank_variables.items()} if len(hosts) > 1 else {}
     environment = {**rank_variables, **torchrun, **launch["environment"]}
-    placeholders = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
-    program = _shell_command(launch["argv"], placeholders)
-    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {program}"
+    placeholders = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port}
+    environment = {name: _fill_placeholders(value, placeholders) for name, value in environment.items()}
+    words = (shell_quoted(_fill_placeholders(word, placeholders), IN_SHELL) for word in launch["argv"])
     secret_names = [*launch["needs"], *(name for name in environment if is_secret(name))]
+    public = {name: value for name, value in environment.items() if name not in secret_names}
+    of_host = [name for name, value in public.items() if any(each in value for each in IN_SHELL)]
+    exports = (f"export {name}={shell_quoted(public[name], IN_SHELL)}; " for name in of_host)
+    ranks = "export NODE_RANK={rank}; export PET_NODE_RANK=$NODE_RANK"
+    command = f"{ranks}; {''.join(exports)}exec {' '.join(words)}"
     return replace(
         common,
         first=command,
         others=command,
         directory=str(launch["directory"]),
-        environment={
-            name: _fill_placeholders(value, placeholders)
-            for name, value in environment.items()
-            if name not in secret_names
-        },
+        environment={name: value for name, value in public.items() if name not in of_host},
         secrets={name: (f"{common.name}-secrets", name) for name in secret_names},
     )
-
-
-def _shell_command(argv: Collection[str], fixed: Mapping[str, str]) -> str:
-    """Return a command for a shell, in which variables of the pod replace the placeholders."""
-    return " ".join(shell_quoted(_fill_placeholders(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
 
 
 def _fill_placeholders(text: str, fixed: Mapping[str, str]) -> str:

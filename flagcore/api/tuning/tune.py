@@ -45,7 +45,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
-from flagcore.domain.spec import Control, Spec
+from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
 from flagcore.i18n import _, ngettext
@@ -149,9 +149,9 @@ class _EngineRun:
         agents.enter_context(self.launcher.keep_agents())
         cluster = self.spec.cluster
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
-        hosts, devices = require_hosts(
-            self.launcher, cluster.hosts, not_needed, self._files(), compare=self.spec.control.compare_hosts
-        )
+        files, compare = self._files(), self.spec.control.compare_hosts
+        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
+        hosts, devices = require_hosts(self.launcher, cluster.hosts, not_needed, files, variables, compare=compare)
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices, host_telemetry(self.launcher, devices)
 

@@ -93,8 +93,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         named = {**production.assumed(platform.task, candidate), **train.settings}
         spec = replace(platform.task.spec, work=replace(train, settings=named))
         return reference_launch(replace(platform.task, spec=spec), values, folder)
-    planned = _program(trial_program.job(platform, candidate, folder), folder)
-    planned = replace(planned, warm=platform.support.device_type == "cpu")
+    planned = replace(_program(trial_program.job(platform, candidate, folder), folder), warm=True)
     if platform.task.spec.on_each_host and platform.support.distributed_backend == "gloo":
         return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
     return planned

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flagcore import forked_ranks as ranks
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Exit, Launch
 from flagcore.engines.megatron.trial import failures
 from flagcore.engines.megatron.trial.job import JobError, parse_job
 from flagcore.launchers.local import LocalLauncher
@@ -357,26 +357,34 @@ def test_reading_jobs_imports_neither_torch_nor_megatron() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
+def run_to_end(
+    launcher: LocalLauncher, folder: Path, device: str, *, warm: bool, preload: Sequence[str] = (), **split: int
+) -> Exit:
+    """Run a trial to its end; `cuda` is simulated on a CPU."""
+    folder.mkdir()
+    model = EXPERTS if device == "cpu" else DENSE
+    job = trial_jobs.make_job(folder, model, train={"precision": "bf16"}, **split)
+    job["device"] = {**job["device"], "type": device, "preload": list(preload)}
+    packages = [Path(__file__).parent / "cpu_as_cuda", folder.parent] if device == "cuda" else []
+    environment = {"PYTHONPATH": trial_jobs.environment(*packages)["PYTHONPATH"]}
+    argv = (sys.executable, *PROGRAM, str(write_job(folder, job)))
+    launch = Launch(argv=argv, folder=str(folder), environment=environment, warm=warm)
+    exit_record = launcher.start(launch).wait(120)
+    assert exit_record is not None
+    assert exit_record.code == 0, (folder / "stderr.log").read_text()
+    return exit_record
+
+
 @pytest.mark.long
-def test_warm_and_cold_trials_measure_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_warm_and_cold_trials_measure_the_same(tmp_path: Path, device: str) -> None:
     """Also after a trial of another split has run in a fork of the same template."""
     launcher, measured = LocalLauncher(), dict[str, Any]()
     copies, stages = {"data_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
     try:
         for name, split in {"cold": copies, "first": stages, "warm": copies}.items():
-            folder = tmp_path / name
-            folder.mkdir()
-            job = write_job(folder, trial_jobs.make_job(folder, EXPERTS, train={"precision": "bf16"}, **split))
-            launch = Launch(
-                argv=(sys.executable, *PROGRAM, str(job)),
-                folder=str(folder),
-                environment={"PYTHONPATH": str(trial_jobs.ROOT), "OMP_NUM_THREADS": "1"},
-                warm=name != "cold",
-            )
-            ended = launcher.start(launch).wait(120)
-            assert ended is not None
-            assert (ended.code, ended.warm) == (0, launch.warm), (folder / "stderr.log").read_text()
-            measured[name] = json.loads((folder / "metrics.json").read_text())
+            assert run_to_end(launcher, tmp_path / name, device, warm=name != "cold", **split).warm == (name != "cold")
+            measured[name] = json.loads((tmp_path / name / "metrics.json").read_text())
     finally:
         launcher.close()
     warm, cold = measured["warm"], measured["cold"]
@@ -388,3 +396,9 @@ def test_warm_and_cold_trials_measure_the_same(tmp_path: Path) -> None:
         assert mine["peak_allocated_bytes"] == pytest.approx(other["peak_allocated_bytes"], abs=4 << 20)
         assert mine["device_used_bytes"] == pytest.approx(other["device_used_bytes"], abs=16 << 20)
     assert warm["startup_s"]["import"] < 0.5 < cold["startup_s"]["import"]
+
+
+@pytest.mark.long
+def test_a_trial_starts_cold_if_a_module_initializes_the_device(tmp_path: Path) -> None:
+    (tmp_path / "eager.py").write_text("import torch; torch.cuda.set_device(0)")
+    assert not run_to_end(LocalLauncher(), tmp_path / "trial", "cuda", warm=True, preload=["eager"]).warm

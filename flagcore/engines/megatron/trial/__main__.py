@@ -1,6 +1,7 @@
 """Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
 
-It forks the job's ranks, or the single rank of a probe. Exit codes: 0 success, 2 invalid configuration, 3 out of
+It forks the job's ranks, or the single rank of a probe. Ranks on a CPU are forked after the imports. Ranks on an
+accelerator import in parallel, because they have enough cores. Exit codes: 0 success, 2 invalid configuration, 3 out of
 memory, 1 other errors, 128 + signal if a signal ended it.
 """
 
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
     prepare(job)
     try:
         clear_output(job.output)
-        import_s = warm_up(job)
+        import_s = import_rank(job) if job.device.type == "cpu" else 0.0
     except Exception as error:
         return failures.report(error)
     task = partial(run_forked_rank, job, import_s)
@@ -40,10 +41,15 @@ def main(arguments: list[str]) -> int:
 
 
 def ready(arguments: list[str]) -> None:
-    """Import the modules that the job named on the command line needs, without running it."""
+    """Import the modules that the job named on the command line needs, without running it.
+
+    Raises RuntimeError if a module initializes the device, which a fork of this process could not use then.
+    """
     job = read_job(arguments)
     prepare(job)
-    warm_up(job)
+    import_rank(job)
+    if job.device.type != "cpu" and getattr(sys.modules["torch"], job.device.type).is_initialized():
+        raise RuntimeError(f"its modules initialize {job.device.type}")
 
 
 def read_job(arguments: list[str]) -> Job:
@@ -64,18 +70,8 @@ def prepare(job: Job) -> None:
     """Set the variables that libraries read when they are imported."""
     warnings.filterwarnings("ignore")  # megatron warns about each optional library that is absent
     os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
     if job.device.type == "cpu":
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled helpers need a C++ compiler and tens of seconds
-
-
-def warm_up(job: Job) -> float:
-    """On a CPU, import torch and megatron once for all ranks; return the seconds of the imports.
-
-    On an accelerator nothing is imported before the fork: a fork breaks an initialized driver, and the ranks have
-    enough cores to import in parallel.
-    """
-    return import_rank(job) if job.device.type == "cpu" else 0.0
 
 
 def import_rank(job: Job) -> float:

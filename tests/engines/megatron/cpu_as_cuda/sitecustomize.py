@@ -99,8 +99,8 @@ def cuda(torch):
     )
     state = torch.default_generator
     numbers = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    used: list[int] = []
     ignored_functions = (
-        "set_device",
         "synchronize",
         "empty_cache",
         "init",
@@ -111,7 +111,8 @@ def cuda(torch):
     )
     answers = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        "is_initialized": lambda: bool(used),
+        "set_device": used.append,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "is_current_stream_capturing": lambda: False,
         "device_count": lambda: DEVICES,
@@ -203,6 +204,10 @@ def start(module):
     module._warmup_jit_function = lambda *args, **kwargs: None
 
 
+def device(module):
+    module.ACCELERATOR_SIZE = module.SIZE["cpu"]
+
+
 def experts(module):
     """Read without transformer-engine, but bound with it only."""
     module.__dict__.setdefault("te_general_gemm", None)
@@ -215,6 +220,7 @@ PATCHES = {
     "megatron.core.transformer.moe.moe_utils": experts,
     "megatron.core.pipeline_parallel.schedules": schedules,
     "megatron.training.initialize": start,
+    "flagcore.engines.megatron.trial.device": device,
 }
 
 

@@ -1,0 +1,68 @@
+"""The network devices of a host, and the placeholders for them in variables. Imports only the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+SIOCGIFADDR = 0x8915
+OUTSIDE = "192.0.2.1"
+"""An address outside of every network (RFC 5737), which is reached by the default route."""
+ADAPTERS = "/sys/class/infiniband"
+
+
+def placeholders(host: str = OUTSIDE) -> dict[str, str]:
+    """Return the value of each placeholder on this machine, empty without such a device.
+
+    They are the network interface over which this machine reaches `host`, and the InfiniBand adapters that are up.
+    """
+    return {"{interface}": interface_to(host), "{adapters}": adapters()}
+
+
+def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with the values of placeholders, without those whose placeholder has no value."""
+    filled = {}
+    for name, text in environment.items():
+        used = [placeholder for placeholder in values if placeholder in str(text)]  # the launcher reports other types
+        if all(values[placeholder] for placeholder in used):
+            for placeholder in used:
+                text = text.replace(placeholder, values[placeholder])
+            filled[name] = text
+    return filled
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface over which this host reaches another; empty if unknown. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        local_address = probe.getsockname()[0]
+        if not local_address.startswith("127."):
+            return next((name for name, address in _addresses().items() if address == local_address), "")
+        return next((name for name, address in _addresses().items() if not address.startswith("127.")), "lo")
+    return ""
+
+
+def _addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface that has one (netdevice(7))."""
+    by_name = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", os.fsencode(name[:15]))
+                by_name[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    return by_name
+
+
+def adapters(folder: str = ADAPTERS) -> str:
+    """Return the InfiniBand adapters with an active port, ordered by number and separated by commas."""
+    up = set()
+    for state in Path(folder).glob("*/ports/*/state"):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in state.read_text("utf-8"):
+                up.add(state.parts[-4])
+    return ",".join(sorted(up, key=lambda name: (len(name), name)))
