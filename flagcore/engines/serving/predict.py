@@ -66,19 +66,8 @@ def predict(
     `flagcore.engines.serving.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     serve = task.spec.serve
-    serving = serving_of(task, costs.kernels, overheads)
     split = split_of(settings, graph_tokens)
-    memory = memory_of(serving, split, settings, costs)
-    times = iteration_costs(serving, split, costs)
-    if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
-        fp8 = serving_of(
-            replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8"))), costs.kernels, overheads
-        )
-        memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
-        times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
-    if settings.host_s is not None:
-        changed = times.fixed + (settings.host_s - overheads.iteration)
-        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
+    memory, times = _memory_and_times(task, settings, split, costs, overheads)
     kinds = kinds or uniform_kinds(settings.instances)
     context = Candidates(
         kinds=kinds,
@@ -96,6 +85,23 @@ def predict(
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
     return _predictions(context, figures, costs, width_factor)
+
+
+def _memory_and_times(
+    task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads
+) -> tuple[ServingMemory, IterationCosts]:
+    """Return the memory and iteration costs of candidates with their own format of weights and time of the host."""
+    serve, serving = task.spec.serve, serving_of(task, costs.kernels, overheads)
+    memory, times = memory_of(serving, split, settings, costs), iteration_costs(serving, split, costs)
+    if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
+        fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
+        fp8 = serving_of(fp8_task, costs.kernels, overheads)
+        memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
+        times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
+    if settings.host_s is not None:
+        changed = times.fixed + (settings.host_s - overheads.iteration)
+        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
+    return memory, times
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:

@@ -49,14 +49,13 @@ def measure(
     or arrivals. The load ends after `timeout_s` when a request fails, or when it is certain to exceed one of `limits`.
     Raises SpecError for an invalid load. It must not be called inside an event loop.
     """
-    load, path = in_flight(load), targets[0].path
+    load = in_flight(load)
     requests = traffic(load)
-    if requests.texts:
-        path, targets = COMPLETIONS, [replace(target, path=COMPLETIONS) for target in targets]
+    path = COMPLETIONS if requests.texts else targets[0].path
+    targets = [replace(target, path=path) for target in targets]
     warmup_requests = warm_up(requests, load.warmup)
     draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
-    texts = salted(requests.texts, (load.seed, seed))
-    main = _requests(model, path, requests, texts or draw(requests))
+    main = _requests(model, path, requests, salted(requests.texts, (load.seed, seed)) or draw(requests))
     warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True))
     deadline = time.perf_counter() + timeout_s
     _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)

@@ -78,15 +78,21 @@ KNOBS = (
         help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
     ),
     knobs.SIZES_KNOB,
-    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp"),
+    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.7"),
     variant(
         knobs.DP_KNOB,
         "attn-dp-size",
         help="Attention data parallelism: groups inside one instance that each hold the attention of some sequences; "
         "`--dp-size` with `--enable-dp-attention` in releases without attn-dp-size.",
     ),
-    variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep"),
-    knob(PAGE, "Tokens of one page of the cache.", aliases=("block_size",), auto=fixed_values(1, 32, 64)),
+    variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep", versions=">=0.4.1"),
+    knob(
+        PAGE,
+        "Tokens of one page of the cache.",
+        aliases=("block_size",),
+        auto=fixed_values(1, 32, 64),
+        versions=">=0.4.4",
+    ),
     knob(
         CHUNK,
         "Maximum number of prompt tokens in one iteration; -1 (`off`): whole prompts.",

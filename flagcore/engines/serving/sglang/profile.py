@@ -173,6 +173,15 @@ def rules(task: Task) -> tuple[Rule, ...]:
             "longest request",
             broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
         ),
+        *_model_rules(task),
+        context_rule(task, own.CONTEXT),
+        _page_rule(),
+    )
+
+
+def _model_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of knobs that only some models have."""
+    return (
         Rule(
             name="load_balancing",
             knobs=(EP, own.BALANCING, own.REDUNDANT),
@@ -180,8 +189,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: ((c[own.BALANCING] == 1) | (c[own.REDUNDANT] > 0)) & (c[EP] <= 1),
         ),
         *speculation_rules(task, own.BY_NAME[own.SPECULATION], own.PROGRAM, own.NEED_DRAFT_MODEL, DRAFT_FLAG, "NEXTN"),
-        context_rule(task, own.CONTEXT),
-        _page_rule(),
     )
 
 

@@ -116,7 +116,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of vLLM for legal candidates."""
-    hardware, method = Hardware.of(task), own.BY_NAME[SPECULATION]
+    hardware = Hardware.of(task)
     return (
         *split_rules(task, data=True, span=True),
         Rule(
@@ -143,6 +143,17 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{GRAPHS} must be NONE with {EAGER}, which captures no graphs",
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
+        *_model_rules(task),
+        context_rule(task, CONTEXT),
+        _block_rule(task),
+        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
+    )
+
+
+def _model_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of knobs that only some models have."""
+    method = own.BY_NAME[SPECULATION]
+    return (
         Rule(
             name="load_balancing",
             knobs=(EP, BALANCING),
@@ -156,9 +167,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
             broken=lambda c: (c[ASYNC] == 1) & np.isin(c[SPECULATION], [code(method, "ngram"), code(method, "suffix")]),
         ),
-        context_rule(task, CONTEXT),
-        _block_rule(task),
-        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
     )
 
 
