@@ -77,15 +77,25 @@ class TrialRunner:
         )
 
     def _measure(self, platform: Platform, trial: Trial, best: Trial | None, cold: bool) -> Trial:
+        """Run a trial. If it fails after a fork, it starts once more as a new process."""
         assert trial.time_limit is not None
-        folder = self.store.folder(trial)
+        folder, limit = self.store.folder(trial), trial.time_limit
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
         ran = replace(trial, candidate=candidate_to_run(self.problem, self.workload, trial))
-        with _pinned_to(platform.cores):
-            limit, launcher = trial.time_limit, self.launcher
-            running = launch(platform, self.workload, launcher, ran.candidate, folder, limit, cold=cold)
-            outcome = measure(self.pool.interruptible(running), platform, self.workload, ran, folder, best)
+
+        def started(*, cold: bool) -> Trial:
+            with _pinned_to(platform.cores):
+                running = launch(platform, self.workload, self.launcher, ran.candidate, folder, limit, cold=cold)
+                return measure(self.pool.interruptible(running), platform, self.workload, ran, folder, best)
+
+        outcome = started(cold=cold)
+        if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
+            forked, outcome = outcome, started(cold=True)  # the fork may have failed, and not the candidate
+            reason = outcome.reason or f"it was started again, because its forked process failed: {forked.reason}"
+            outcome = replace(
+                outcome, reason=reason, duration_s=(forked.duration_s or 0.0) + (outcome.duration_s or 0.0)
+            )
         return replace(outcome, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:

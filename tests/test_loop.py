@@ -272,6 +272,16 @@ def test_machine_drift_is_reported(bench: Bench) -> None:
     assert result(plan, "runs")["noise"]["drifted"]
 
 
+def test_a_forked_trial_that_fails_starts_again_as_a_new_process(bench: Bench) -> None:
+    answers = [Exit(code=1, ended_by=None, duration_s=1.0, warm=True)]
+    bench.launcher = Instant(lambda tensor, micro: answers.pop() if answers and micro == 2 else plain(tensor, micro))
+    trials = bench.tune().plan.trials
+    again = [trial for trial in trials if trial.duration_s == 2.0]
+    assert [trial.state for trial in again] == [TrialState.MEASURED]
+    assert again[0].reason
+    assert {trial.state for trial in trials} == {TrialState.MEASURED}
+
+
 def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
     starts = iter(range(100))
     bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
