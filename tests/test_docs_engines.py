@@ -60,4 +60,8 @@ def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
         for name in re.findall(r"\w+", names)
         for engine in predictions.split(", ")
     }
-    assert listed == {(name, engine.program.title) for engine in ENGINES for name in engine.program.counters.values()}
+    assert listed == {
+        (name, engine.program.title)
+        for engine in ENGINES
+        for name in (*engine.program.counters.values(), *engine.program.shares)
+    }

@@ -52,7 +52,8 @@ class Load:
     Lengths are uniformly distributed from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x
     length to (1 + spread) x length. With the `distribution` lognormal, `input_len` and `output_len` are the means of
     clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
-    `trace` has the lengths and optionally the arrival times. With `num_prompts` None, the load is a steady state, which
+    `trace` has the lengths and optionally arrival times and texts. `acceptance` is the share of drafted tokens that the
+    model accepts, None if unknown. With `num_prompts` None, the load is a steady state, which
     can be predicted but not run.
     """
 
@@ -67,6 +68,7 @@ class Load:
     request_rate: float | None = None
     burstiness: float = 1.0
     trace: str | None = None
+    acceptance: float | None = None
     warmup: int = 0
     seed: int = 0
 

@@ -73,7 +73,10 @@ class ProfileSection(Section):
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
-    """File with lengths and optional arrival times: ShareGPT-like JSONL, Mooncake JSONL or BurstGPT CSV."""
+    """File with texts or lengths, and optional arrival times: JSONL with prompts, ShareGPT-like JSONL, Mooncake JSONL,
+    or BurstGPT CSV."""
+    acceptance: Fraction | None = None
+    """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
     warmup: NoRequests = _LOAD.warmup
     """Warm-up requests, which are not measured."""
     seed: NoSize = _LOAD.seed

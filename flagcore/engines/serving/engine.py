@@ -28,6 +28,7 @@ from flagcore.contracts import (
     ImportNote,
     InstalledVersion,
     JobRecords,
+    KeyWarnings,
     NamedDistribution,
     Platform,
     PruningRule,
@@ -40,13 +41,14 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving import importing, launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, SIZES, TP, Hardware, count
+from flagcore.engines.serving.common.knobs import SPECULATION
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
@@ -65,6 +67,7 @@ class ServingWorkload(
     Exporter,
     JobRecords,
     InstalledVersion,
+    KeyWarnings,
     NamedDistribution,
     Replicas,
     UntestedEngine,
@@ -130,7 +133,8 @@ class Engine:
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
-        return common_knobs.axes(task, self.knobs, self.program.parse(task.spec).fixed)
+        program = self.program
+        return common_knobs.axes(task, self.knobs, program.parse(task.spec).fixed, program.version(task.spec))
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -256,6 +260,18 @@ class Engine:
         if values.get(SIZES) is not None:
             raise UsageError(f"{SIZES} = {values[SIZES]}: this target starts equal servers only")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
+
+    def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
+        """Return a warning if speculation is searched, but the acceptance is unknown."""
+        speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
+        if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
+            return ()
+        return ("speculation is predicted without a gain: serve.profile.acceptance is not set",)
+
+    def job_warnings(
+        self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+    ) -> tuple[str, ...]:
+        return ()
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that returns no steps: a load has no intermediate result."""

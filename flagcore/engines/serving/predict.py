@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import numpy as np
 
 from flagcore.contracts import Costs, KernelCosts, communicator_bytes
 from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform_kinds
 from flagcore.engines.serving.common.weights import parameters
-from flagcore.engines.serving.model.iteration import iteration_costs
+from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
 
+T = TypeVar("T", IterationCosts, ServingMemory)
 STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
 """Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
@@ -64,10 +66,8 @@ def predict(
     `flagcore.engines.serving.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     serve = task.spec.serve
-    serving = serving_of(task, costs.kernels, overheads)
     split = split_of(settings, graph_tokens)
-    memory = memory_of(serving, split, settings, costs)
-    times = iteration_costs(serving, split, costs)
+    memory, times = _memory_and_times(task, settings, split, costs, overheads)
     kinds = kinds or uniform_kinds(settings.instances)
     context = Candidates(
         kinds=kinds,
@@ -85,6 +85,31 @@ def predict(
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
     return _predictions(context, figures, costs, width_factor)
+
+
+def _memory_and_times(
+    task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads
+) -> tuple[ServingMemory, IterationCosts]:
+    """Return the memory and iteration costs of candidates with their own format of weights and time of the host."""
+    serve, serving = task.spec.serve, serving_of(task, costs.kernels, overheads)
+    memory, times = memory_of(serving, split, settings, costs), iteration_costs(serving, split, costs)
+    if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
+        fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
+        fp8 = serving_of(fp8_task, costs.kernels, overheads)
+        memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
+        times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
+    if settings.host_s is not None:
+        changed = times.fixed + (settings.host_s - overheads.iteration)
+        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
+    return memory, times
+
+
+def _selected(rows: BoolArray, chosen: T, others: T) -> T:
+    """Return a dataclass of arrays with the `rows` of `chosen` and the other rows of `others`."""
+    arrays = {field.name: (getattr(chosen, field.name), getattr(others, field.name)) for field in fields(others)}
+    return replace(
+        others, **{name: np.where(rows.reshape(-1, *[1] * (each[1].ndim - 1)), *each) for name, each in arrays.items()}
+    )
 
 
 def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:

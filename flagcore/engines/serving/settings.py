@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, longest_request
@@ -46,7 +46,9 @@ class Settings:
     tokens, depending on the engine; `max_running` limits its sequences. Both limits are for one attention DP group.
     `context_len` limits one sequence. `pass_tokens` limits one pass through the model: a larger iteration has several
     passes. Without `chunked` a prompt is computed in one piece. `on_device` is the share of the layers, with the output
-    head as one layer, that are on devices and not on the host; None: all.
+    head as one layer, that are on devices and not on the host; None: all. `host_s` are the seconds of an iteration on
+    the host if a knob determines them, else NaN. Speculation drafts `drafted` tokens of a sequence per iteration. The
+    weights of `quantized` candidates are converted to fp8.
     """
 
     instances: IntArray
@@ -67,9 +69,12 @@ class Settings:
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
     on_device: FloatArray | None = None
+    host_s: FloatArray | None = None
+    drafted: IntArray | None = None
+    quantized: BoolArray | None = None
 
     @classmethod
-    def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray) -> Settings:
+    def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
         """Return the engine's `own` settings completed with those of the common knobs, which `columns` may lack.
 
         By default one pass computes a whole iteration, prompts are chunked, no graphs are captured, and the cache takes

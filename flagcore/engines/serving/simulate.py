@@ -16,7 +16,7 @@ from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
-from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.work import Overheads, Split
 from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
@@ -143,6 +143,9 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
+    acceptance, drafted = load.load.acceptance, 0.0
+    if acceptance is not None and settings.drafted is not None:
+        drafted = float(settings.drafted[row])
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
         running=min(running, float(flight)),
@@ -151,6 +154,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         ranks=ranks,
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+        drafted=drafted,
+        gain=tokens_per_iteration(acceptance or 0.0, drafted),
     )
 
 

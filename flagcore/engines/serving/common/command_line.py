@@ -61,7 +61,8 @@ class Program:
     reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
     `flag_fields`; flags are not checked if both are empty.
 
-    `counters` are samples of /metrics, and their names in the metrics of a trial. `settings` are regular expressions
+    `counters` are samples of /metrics, and their names in the metrics of a trial. `shares` are figures of a load that
+    are the increase of one counter relative to that of another. `settings` are regular expressions
     for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
     expressions for memory; the largest match is used. `failures` are failure patterns, from specific to general.
     `overheads` are times in addition to kernels by the first release to which they apply, the newest first.
@@ -79,6 +80,7 @@ class Program:
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     memory: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[FailurePattern, ...] = ()
@@ -113,6 +115,8 @@ class Program:
                 engine_args.others[name] = value
             elif flag is not None and name == flag.off and isinstance(value, bool):
                 engine_args.fixed[knob.name] = not value
+            elif flag is not None and flag.word and value is True:
+                engine_args.fixed[knob.name] = flag.word
             else:
                 try:
                     engine_args.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")

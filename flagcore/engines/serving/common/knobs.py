@@ -12,7 +12,7 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.objective import is_rate
-from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, max_in_flight
@@ -29,11 +29,13 @@ IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
 """Knobs that every job record may have, and their values that an engine without the knob accepts."""
 
 
-def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
+def axes(
+    task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue], version: str | None = None
+) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
     For a spec without a space, knobs of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the
-    space that is not a knob.
+    space that is not a knob, and for a value of a knob that the engine release `version` does not have.
     """
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
@@ -47,9 +49,16 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
         if baseline_value is not None:
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
         by_default = task.spec.serve.default_space and any(name in DEFAULT_SPACE for name in knob.names)
-        result.append(
-            knob.axis(knob.parse_space(task, AUTO if by_default and knob.name not in fixed else [value]), extra_values)
-        )
+        searched = knob.parse_space(task, AUTO if by_default and knob.name not in fixed else [value])
+        if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
+            searched = (knob.neutral,)
+        set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
+        if set_value is not None and not knob.is_available(version):
+            section = "serve.engine_args" if knob.name in fixed else "auto_tuner.baseline"
+            key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
+            problem = f"needs {task.spec.serve.engine} {knob.versions}, but the release is {version}"
+            raise SpecError(key=key, value=set_value, problem=problem, fix="remove it, or use such a release")
+        result.append(knob.axis(searched, extra_values))
     return tuple(result)
 
 
@@ -79,9 +88,9 @@ def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: s
     return result
 
 
-def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue]) -> tuple[str, ...]:
-    """Return the flags of a candidate's knobs."""
-    return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral)))
+def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: str | None = None) -> tuple[str, ...]:
+    """Return the flags of a candidate's knobs in an engine release."""
+    return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral), version))
 
 
 def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
@@ -98,6 +107,13 @@ def code(knob: Knob, value: KnobValue) -> int:
     """Return the code of a value in the columns of a knob."""
     words = SHARES if knob.kind == "share" else knob.words
     return words.index(value) + 1 if isinstance(value, str) else value or 0
+
+
+def is_fp8(quantization: Knob, columns: Columns) -> BoolArray:
+    """Return the rows whose weights are converted to fp8."""
+    return np.isin(
+        columns[quantization.name], [code(quantization, word) for word in quantization.words if "fp8" in word]
+    )
 
 
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
@@ -168,7 +184,7 @@ def knob(
     name: str,
     help: str,
     *,
-    flags: Sequence[str] | None = None,
+    flags: Sequence[str | Flag] | None = None,
     off: str = "",
     auto: Auto = NOT_SET,
     **fields: Any,
@@ -178,16 +194,16 @@ def knob(
     `off` is the flag that means False; `fields` are fields of `Knob`.
     """
     spellings = (name.replace("_", "-"),) if flags is None else flags
-    rows = tuple(Flag(name=each, off=off) for each in spellings)
+    rows = tuple(each if isinstance(each, Flag) else Flag(name=each, off=off) for each in spellings)
     return Knob(name=name, help=help, flags=rows, auto=auto.values, auto_help=auto.help, **fields)
 
 
-def variant(common: Knob, *flags: str, off: str = "", auto: Auto | None = None, **fields: Any) -> Knob:
+def variant(common: Knob, *flags: str | Flag, off: str = "", auto: Auto | None = None, **fields: Any) -> Knob:
     """Return a common knob with an engine's flags, the preferred one first, and changed fields."""
     if auto is not None:
         fields |= {"auto": auto.values, "auto_help": auto.help}
-    names = flags or (("",) if off else ())
-    return replace(common, flags=tuple(Flag(name=name, off=off) for name in names), **fields)
+    rows = [each if isinstance(each, Flag) else Flag(name=each, off=off) for each in flags or (("",) if off else ())]
+    return replace(common, flags=tuple(rows), **fields)
 
 
 class SizesKnob(Knob):
@@ -196,6 +212,16 @@ class SizesKnob(Knob):
     def parse(self, value: object, key: str) -> KnobValue:
         return None if value is None else heterogeneous.parse_sizes(value, key)
 
+
+def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
+    """Return a knob with the values on and off, which have a flag each; not set: the engine decides."""
+    flags = (Flag(name=on, word="on"), Flag(name=off, word="off"))
+    spellings = {"enabled": "on", "disabled": "off"}
+    return knob(name, help, kind="word", words=("on", "off"), spellings=spellings, flags=flags, **fields)
+
+
+ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
+MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
 
 INSTANCES_KNOB = knob(
     INSTANCES,
@@ -246,4 +272,32 @@ EAGER_KNOB = knob(
     auto=fixed_values(False, True),
     memory_order=-1,
 )
-KV_KNOB = knob("kv_cache_type", "Number format of cached keys and values.", flags=(), label="KV cache", kind="word")
+KV_KNOB = knob(
+    "kv_cache_type",
+    "Number format of cached keys and values; 8 or 4 bits change the answers.",
+    flags=(),
+    label="KV cache",
+    kind="word",
+)
+BACKEND_KNOB = knob(BACKEND, "Kernels of attention.", label="attention", kind="word")
+MOE_KNOB = knob(MOE, "Kernels of the experts.", label="MoE backend", kind="word")
+BALANCING_KNOB = knob(
+    BALANCING,
+    "Whether experts with much work get copies on other devices; needs expert parallelism.",
+    label="EPLB",
+    kind="flag",
+    neutral=False,
+)
+QUANTIZATION_KNOB = knob(
+    QUANTIZATION,
+    "Format to which the engine converts the weights, or in which they are stored; a conversion changes the answers.",
+    kind="word",
+)
+SPECULATION_KNOB = knob(
+    SPECULATION,
+    "Method that drafts tokens, which the model accepts or rejects; the gain depends on the text.",
+    kind="word",
+)
+DRAFTED_KNOB = knob(
+    DRAFTED, "Drafted tokens of a sequence in one iteration.", label="drafted tokens", part_of=SPECULATION
+)

@@ -11,7 +11,10 @@ from flagcore.domain.candidate import KnobValue
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-AVERAGED_COUNTERS = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
+AVERAGED_COUNTERS = (
+    *("cache_usage", "cache_hit_rate", "sequences_per_iteration"),
+    *("acceptance_rate", "tokens_per_iteration"),
+)
 """Counters that are averaged over ranks and instances; others are summed."""
 
 

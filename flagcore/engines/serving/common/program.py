@@ -18,8 +18,9 @@ _FIRST_LINE = 512
 
 
 def strip_dashes(flag: str) -> str:
-    """Return a flag without leading dashes and with hyphens in place of underscores."""
-    return flag.lstrip("-").replace("_", "-")
+    """Return a flag without leading dashes and with hyphens in place of underscores, except in keys after a dot."""
+    name, dot, key = flag.lstrip("-").partition(".")
+    return name.replace("_", "-") + dot + key
 
 
 def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:

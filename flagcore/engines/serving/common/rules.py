@@ -11,8 +11,9 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
-from flagcore.engines.serving.common.knobs import code
+from flagcore.engines.serving.common.knobs import DRAFTED, SPECULATION, code
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
@@ -95,6 +96,46 @@ def context_rule(task: Task, knob: str) -> Rule:
         knobs=(knob,),
         message=f"{knob} must be at least the tokens of the longest request, {needed}",
         broken=lambda c: (c[knob] > 0) & (c[knob] < needed),
+    )
+
+
+def speculation_rules(
+    task: Task, method: Knob, program: Program, need_model: Sequence[str], model_flag: str, own_layers: str
+) -> tuple[Rule, ...]:
+    """Return the rules of speculation by `method`.
+
+    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens.
+    """
+    drafts = [code(method, word) for word in need_model]
+    has_model = model_flag in program.parse(task.spec).others
+    return (
+        Rule(
+            name="speculation_needs_tokens",
+            knobs=(method.name, DRAFTED),
+            message=f"{method.name} needs {DRAFTED}",
+            broken=lambda c: (c[method.name] > 0) & (c[DRAFTED] == 0),
+        ),
+        Rule(
+            name="speculation_needs_a_draft",
+            knobs=(method.name,),
+            message=f"{method.name} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
+            broken=lambda c: np.isin(c[method.name], drafts) & (not has_model),
+        ),
+        Rule(
+            name="no_prediction_layers",
+            knobs=(method.name,),
+            message=f"{method.name} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+            broken=lambda c: (c[method.name] == code(method, own_layers)) & (task.spec.model.mtp_num_layers == 0),
+        ),
+    )
+
+
+def no_drafts() -> Merge:
+    """Return the merge of numbers of drafted tokens without speculation."""
+    return Merge(
+        name="no_speculation",
+        knobs=(SPECULATION, DRAFTED),
+        canonical=lambda c: {DRAFTED: np.where(c[SPECULATION] > 0, c[DRAFTED], 0)},
     )
 
 

@@ -8,7 +8,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.highest import LimitCheck
-from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
+from flagcore.engines.serving.load.result import COMPLETIONS, Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
-from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warm_up
+from flagcore.engines.serving.load.traffic import body, in_flight, prompts, salted, traffic, warm_up
 
 if TYPE_CHECKING:
     import aiohttp
@@ -49,11 +49,13 @@ def measure(
     or arrivals. The load ends after `timeout_s` when a request fails, or when it is certain to exceed one of `limits`.
     Raises SpecError for an invalid load. It must not be called inside an event loop.
     """
-    load, path = in_flight(load), targets[0].path
+    load = in_flight(load)
     requests = traffic(load)
+    path = COMPLETIONS if requests.texts else targets[0].path
+    targets = [replace(target, path=path) for target in targets]
     warmup_requests = warm_up(requests, load.warmup)
     draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
-    main = _requests(model, path, requests, draw(requests))
+    main = _requests(model, path, requests, salted(requests.texts, (load.seed, seed)) or draw(requests))
     warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True))
     deadline = time.perf_counter() + timeout_s
     _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)
@@ -78,6 +80,8 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
+    """A request; `input_tokens` is 0 for a text, whose tokens the server counts."""
+
     body: bytes
     input_tokens: int
     output_tokens: int
@@ -194,11 +198,14 @@ class _Stopped(Exception):
     """A load is certain to exceed a limit. Ends it; not raised outside this module."""
 
 
-def _requests(model: str, path: str, requests: Traffic, texts: Sequence[IntArray]) -> list[_Request]:
-    arrive_s = [None] * len(texts) if requests.arrive_s is None else requests.arrive_s.tolist()
+def _requests(model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str]) -> list[_Request]:
+    arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
+    counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
     return [
-        _Request(body(model, ids, output_len, path), int(ids.size), output_len, arrive)
-        for ids, output_len, arrive in zip(texts, requests.output_len.tolist(), arrive_s, strict=True)
+        _Request(body(model, prompt, output_len, path), count, output_len, arrive)
+        for prompt, count, output_len, arrive in zip(
+            prompts, counts, requests.output_len.tolist(), arrive_s, strict=True
+        )
     ]
 
 

@@ -68,6 +68,7 @@ class Stream:
         if self._finish not in _FINISH_REASONS:
             raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
+        input_tokens = input_tokens or int(usage.get("prompt_tokens") or 0)
         # If no event has text (special tokens or incomplete characters only), all events count.
         pieces = self._pieces or self._textless
         if not pieces:

@@ -1,8 +1,8 @@
-"""Reads traces of real traffic: lengths of requests and, if present, arrival times and shared blocks.
+"""Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-Formats: ShareGPT (conversations, as JSON or JSON lines), Mooncake (JSON lines: timestamp in milliseconds, input_length,
-output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV: Timestamp in seconds, Request
-tokens, Response tokens; HPMLL/BurstGPT).
+Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines), Mooncake (JSON lines: timestamp in
+milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
+Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT).
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ MAX_TOKENS = 10_000_000
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
+_TEXT = ("prompt", "conversations", "messages")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
-_OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens")
+_OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
+_ANSWERS = ("assistant", "gpt")
+"""Roles of turns that are answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ class Traffic:
     """The requests of a load in order; lengths are in tokens.
 
     `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
-    blocks of `BLOCK` tokens, which requests may share; empty if unknown. `notes` tell the user about differences from
+    blocks of `BLOCK` tokens, which requests may share; empty if unknown. `texts` are the prompts if the trace has them;
+    then `input_len` may be an estimate. `notes` tell the user about differences from
     the load and about estimates.
     """
 
@@ -45,6 +49,7 @@ class Traffic:
     output_len: IntArray
     arrive_s: FloatArray | None = None
     blocks: Sequence[Sequence[int]] = ()
+    texts: Sequence[str] = ()
     notes: tuple[str, ...] = ()
 
     def first(self, count: int | None) -> Traffic:
@@ -56,6 +61,7 @@ class Traffic:
             output_len=self.output_len[:count],
             arrive_s=None if self.arrive_s is None else self.arrive_s[:count],
             blocks=self.blocks[:count],
+            texts=self.texts[:count],
             notes=(*self.notes, *notes),
         )
 
@@ -84,11 +90,11 @@ def _json(text: str) -> Traffic:
     if not rows:
         raise _InvalidRow("it is empty")
     first = rows[0]
-    if "conversations" in first or "messages" in first:
-        return _sharegpt(rows)
+    if any(name in first for name in _TEXT):
+        return _texts(rows)
     if any(name in first for name in _INPUT):
         return _lengths(rows)
-    raise _InvalidRow(f"row 1 has neither conversations nor one of {', '.join(_INPUT)}")
+    raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
@@ -112,9 +118,6 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
     """
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
-    times: list[float] | None = None
-    if all("timestamp" in row for row in rows):
-        times = [_number(row["timestamp"], "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
     blocks: list[Sequence[int]] = []
     if all("hash_ids" in row for row in rows):
         for number, (row, length) in enumerate(zip(rows, inputs, strict=True), 1):
@@ -124,28 +127,49 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
             if len(ids) * BLOCK < length:
                 raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
             blocks.append(tuple(ids))
-    return _trace(inputs, outputs, times, blocks)
+    return _trace(inputs, outputs, _times(rows), blocks)
 
 
-def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Traffic:
-    """Read the first question and answer of each conversation; conversations without both are skipped."""
-    inputs, outputs, estimate_count = [], [], 0
+def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
+    """Return the seconds of the rows' timestamps; None unless all rows have one."""
+    if not all("timestamp" in row for row in rows):
+        return None
+    return [_number(row["timestamp"], "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> Traffic:
+    """Read prompts and conversations; conversations without a question and an answer are skipped."""
+    inputs, outputs, texts, kept = list[int](), list[int](), list[str](), list[Mapping[str, Any]]()
     for number, row in enumerate(rows, 1):
-        if any(name in row for name in _INPUT):
-            inputs.append(_count(row, _INPUT, number))
-            outputs.append(_count(row, _OUTPUT, number))
+        prompt, answer = _prompt_and_answer(row, number)
+        has_output = any(row.get(name) is not None for name in _OUTPUT)
+        if not prompt or not (answer or has_output):
             continue
-        turns = row.get("conversations", row.get("messages"))
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise _InvalidRow(f"row {number} has no list of turns")
-        texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
-        if len(texts) < 2 or not texts[0] or not texts[1]:
-            continue
-        inputs.append(max(1, round(len(texts[0]) / CHARACTERS_PER_TOKEN)))
-        outputs.append(max(1, round(len(texts[1]) / CHARACTERS_PER_TOKEN)))
-        estimate_count += 1
-    note = f"lengths of {estimate_count} conversations are estimated: {CHARACTERS_PER_TOKEN} characters a token"
-    return _trace(inputs, outputs, None, (), (note,) if estimate_count else ())
+        known = any(name in row for name in _INPUT)
+        inputs.append(_count(row, _INPUT, number) if known else max(1, round(len(prompt) / CHARACTERS_PER_TOKEN)))
+        outputs.append(
+            _count(row, _OUTPUT, number) if has_output else max(1, round(len(answer) / CHARACTERS_PER_TOKEN))
+        )
+        texts.append(prompt)
+        kept.append(row)
+    estimated = sum(not any(name in row for name in _INPUT) for row in kept)
+    note = f"lengths of {estimated} requests are estimated: {CHARACTERS_PER_TOKEN} characters a token"
+    return _trace(inputs, outputs, _times(kept), texts=texts, notes=(note,) if estimated else ())
+
+
+def _prompt_and_answer(row: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """Return the prompt of a row and its answer, which may be empty; of a conversation all turns up to the first
+    answer.
+    """
+    if isinstance(row.get("prompt"), str):
+        return row["prompt"], ""
+    turns = row.get("conversations", row.get("messages"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise _InvalidRow(f"row {number} has no list of turns")
+    texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
+    roles = [turn.get("from", turn.get("role")) for turn in turns]
+    first = next((place for place, role in enumerate(roles) if role in _ANSWERS), 1)
+    return "\n".join(texts[:first]), texts[first] if len(texts) > first else ""
 
 
 def _burstgpt(text: str) -> Traffic:
@@ -172,11 +196,12 @@ def _trace(
     outputs: Iterable[int],
     times: Iterable[float] | None,
     blocks: Sequence[Sequence[int]] = (),
+    texts: Sequence[str] = (),
     notes: tuple[str, ...] = (),
 ) -> Traffic:
     lengths, answers = np.array(list(inputs), dtype=np.int64), np.array(list(outputs), dtype=np.int64)
     if times is None:
-        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, notes=notes)
+        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, texts=texts, notes=notes)
     arrivals = np.array(list(times), dtype=np.float64)
     order = np.argsort(arrivals, kind="stable")
     return Traffic(
@@ -184,6 +209,7 @@ def _trace(
         output_len=answers[order],
         arrive_s=arrivals[order] - arrivals.min(initial=np.inf) if arrivals.size else arrivals,
         blocks=[blocks[i] for i in order] if blocks else (),
+        texts=[texts[i] for i in order] if texts else (),
         notes=notes,
     )
 

@@ -28,6 +28,9 @@ def traffic(load: Load) -> Traffic:
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
         requests = read_trace(load.trace).first(load.num_prompts)
+        if requests.texts and load.prefix_len:
+            problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
+            raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
     elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:
@@ -130,9 +133,17 @@ def prompts(
     return [np.concatenate([prefix, ids]) for ids in ids_by_request]
 
 
-def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:
-    """Return the body of a request to the API at `path` for exactly `output_len` streamed tokens and their count."""
-    ids = prompt.tolist()
+def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
+    """Return the prompts of a repeat: the same first line keeps the prefixes that they share, but no others' prefix."""
+    return [f"{'.'.join(map(str, seed))}\n{text}" for text in texts]
+
+
+def body(model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS) -> bytes:
+    """Return the body of a request to the API at `path` for exactly `output_len` streamed tokens and their count.
+
+    A prompt is text or token ids.
+    """
+    ids = prompt if isinstance(prompt, str) else prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
     if path == GENERATE:
         request |= {"input_ids": ids}

@@ -18,7 +18,7 @@ class Lane:
 
     `ranks` is the number of attention DP ranks. Each of the `stages` works on another batch and waits for the slowest:
     an iteration is the time in which each sequence gets one token. The first `shared_prefix` tokens of each prompt are
-    cached.
+    cached. With `drafted` tokens per sequence, an iteration of decoding sequences only gives each `gain` tokens.
     """
 
     budget: float
@@ -28,6 +28,8 @@ class Lane:
     ranks: float = 1.0
     stages: float = 1.0
     shared_prefix: float = 0.0
+    drafted: float = 0.0
+    gain: float = 1.0
 
 
 class Price:
@@ -45,13 +47,13 @@ class Price:
 
     def cached(self, sequences: int) -> float:
         """Return the seconds per cached token of `sequences`, which are spread evenly over ranks and stages."""
-        return self._cached / min(self._parts, max(sequences, 1))
+        return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds of an iteration of `sequences` decoding sequences, without reading their context."""
+        """Return the seconds per token of iterations that decode `sequences`, without reading their context."""
         seconds = self._decode.get(sequences)
         if seconds is None:
-            batch = sequences / self.lane.stages
+            batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
             per_rank = batch / self.lane.ranks
             seconds = (
                 _interpolate(self._local, per_rank)
@@ -60,7 +62,7 @@ class Price:
             )
             if batch > self._captured:
                 seconds = max(seconds, self._floor)
-            seconds += self._fixed + self._sequence * sequences
+            seconds = (seconds + (self._fixed + self._sequence * sequences)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
 
@@ -91,6 +93,13 @@ class Price:
         host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations bound by the host
         remaining = count - host_bound
         return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
+
+
+def tokens_per_iteration(acceptance: float, drafted: float) -> float:
+    """Return the expected tokens of a sequence in one iteration if each of `drafted` tokens is accepted with the
+    probability `acceptance` once those before it are (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    """
+    return drafted + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
 
 
 def _interpolate(table: list[float], tokens: float) -> float:

@@ -1,6 +1,7 @@
 """The knobs of SGLang's server, its command line, and SGLang's defaults.
 
-Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`.
+Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`. The releases
+that have a flag follow from `srt/server_args.py` of 0.4.0 to 0.5.12.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ from flagcore.engines.serving.settings import Settings
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
 PREFIX, EAGER, POLICY, MIXED = "enable_prefix_caching", "enforce_eager", "schedule_policy", "enable_mixed_chunk"
+ASYNC, BACKEND, SPECULATION, DRAFTED = knobs.ASYNC, knobs.BACKEND, knobs.SPECULATION, knobs.DRAFTED
+MOE, BALANCING, REDUNDANT, QUANTIZATION = knobs.MOE, knobs.BALANCING, "redundant_experts", knobs.QUANTIZATION
+HICACHE, COMPILE = "hicache_size", "enable_torch_compile"
+NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
+BACKENDS = (
+    *("flashinfer", "fa3", "fa4", "triton", "torch_native", "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla"),
+    *("cutedsl_mla", "tokenspeed_mla", "trtllm_mha", "dual_chunk_flash_attn", "nsa", "dsa", "aiter", "wave"),
+    *("intel_amx", "intel_xpu", "ascend", "hpc_ops"),
+)
+MOE_BACKENDS = (
+    *("auto", "deep_gemm", "triton", "triton_kernel", "cutlass", "aiter", "marlin", "humming"),
+    *("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_cutedsl", "flashinfer_megamoe"),
+)
+QUANTIZATIONS = (
+    *("fp8", "w8a8_fp8", "modelopt_fp8", "mxfp8", "w8a8_int8", "awq", "awq_marlin", "gptq", "gptq_marlin", "marlin"),
+    *("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "petit_nvfp4", "mxfp4", "moe_wna16", "qoq", "w4afp8"),
+    *("modelslim", "quark", "quark_int4fp8_moe", "auto-round", "compressed-tensors", "unquant"),
+)
 KV_BYTES = {
     "auto": 2.0,
     "bf16": 2.0,
@@ -59,15 +78,21 @@ KNOBS = (
         help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
     ),
     knobs.SIZES_KNOB,
-    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp"),
+    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.7"),
     variant(
         knobs.DP_KNOB,
         "attn-dp-size",
         help="Attention data parallelism: groups inside one instance that each hold the attention of some sequences; "
         "`--dp-size` with `--enable-dp-attention` in releases without attn-dp-size.",
     ),
-    variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep"),
-    knob(PAGE, "Tokens of one page of the cache.", aliases=("block_size",), auto=fixed_values(1, 32, 64)),
+    variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep", versions=">=0.4.1"),
+    knob(
+        PAGE,
+        "Tokens of one page of the cache.",
+        aliases=("block_size",),
+        auto=fixed_values(1, 32, 64),
+        versions=">=0.4.4",
+    ),
     knob(
         CHUNK,
         "Maximum number of prompt tokens in one iteration; -1 (`off`): whole prompts.",
@@ -112,9 +137,42 @@ KNOBS = (
         neutral=False,
         auto=fixed_values(False, True),
     ),
+    knob(
+        ASYNC,
+        "Whether the next iteration is scheduled while the device computes.",
+        label="async",
+        kind="flag",
+        neutral=True,
+        flags=("",),
+        off="disable-overlap-schedule",
+    ),
+    variant(knobs.BACKEND_KNOB, "attention-backend", words=BACKENDS),
+    variant(
+        knobs.MOE_KNOB, "moe-runner-backend", words=MOE_BACKENDS, aliases=("moe_runner_backend",), versions=">=0.5"
+    ),
+    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.4.7"),
+    knob(
+        REDUNDANT,
+        "Copies of experts, in addition to the experts of the model.",
+        label="redundant experts",
+        flags=("ep-num-redundant-experts",),
+        versions=">=0.4.7",
+    ),
+    variant(
+        knobs.SPECULATION_KNOB,
+        "speculative-algorithm",
+        words=(NGRAM, "NEXTN", *NEED_DRAFT_MODEL),
+        spellings={"ngram": NGRAM, "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"},
+        versions=">=0.4.2",
+    ),
+    variant(knobs.DRAFTED_KNOB, versions=">=0.4.2"),
+    knob(HICACHE, "GiB of host memory for evicted cache of each rank.", label="offload", versions=">=0.4.6"),
+    knob(COMPILE, "Whether torch.compile is used.", label="compile", kind="flag", neutral=False),
+    variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
 )
 """`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
 `data_parallel_size`."""
+BY_NAME = {knob.name: knob for knob in KNOBS}
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 
 
@@ -193,6 +251,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
+        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
     )
 
 

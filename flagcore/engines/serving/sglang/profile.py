@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest_request
-from flagcore.engines.serving.common.knobs import or_default
-from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.knobs import code, or_default
+from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_as_unset, speculation_rules, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
 from flagcore.engines.serving.trial.job import Instance
 
-RECEIVE = "scheduler-recv-interval"
+RECEIVE, DRAFT_FLAG = "scheduler-recv-interval", "speculative-draft-model-path"
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -36,7 +36,10 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     ranks = count(values, TP) * data
     argv = [*own.PROGRAM.start_command(spec), "--model-path", spec.serve.weights or ""]
     argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
-    argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1})
+    argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1}, own.PROGRAM.version(spec))
+    argv += _drafts(values)
+    if values.get(own.HICACHE):
+        argv.append("--enable-hierarchical-cache")
     if data > 1:
         newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
         argv += ["--attn-dp-size", str(data)] if newer else ["--dp-size", str(data), "--enable-dp-attention"]
@@ -49,6 +52,17 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
     return Instance(argv=tuple(argv), environment=environment)
+
+
+def _drafts(values: Mapping[str, KnobValue]) -> list[str]:
+    """Return the flags for the number of drafted tokens: one chain of steps, except for n-grams."""
+    method, drafted = values.get(own.SPECULATION), count(values, own.DRAFTED)
+    if method is None or values.get(own.DRAFTED) is None:
+        return []
+    if method == own.NGRAM:
+        return ["--speculative-num-draft-tokens", str(drafted)]
+    chain = ("--speculative-num-steps", drafted), ("--speculative-eagle-topk", 1)
+    return [str(word) for pair in (*chain, ("--speculative-num-draft-tokens", drafted + 1)) for word in pair]
 
 
 def _on_host(hosts: int, number: int) -> tuple[str, ...]:
@@ -64,6 +78,14 @@ _KNOBS_BY_ARGUMENT = {
     "kv_cache_dtype": own.KV,
     "schedule_policy": own.POLICY,
     "enable_mixed_chunk": own.MIXED,
+    "attention_backend": own.BACKEND,
+    "moe_runner_backend": own.MOE,
+    "enable_eplb": own.BALANCING,
+    "ep_num_redundant_experts": own.REDUNDANT,
+    "speculative_algorithm": own.SPECULATION,
+    "hicache_size": own.HICACHE,
+    "enable_torch_compile": own.COMPILE,
+    "quantization": own.QUANTIZATION,
 }
 
 
@@ -88,9 +110,15 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     for name, knob, value_if_true in (
         ("disable_radix_cache", own.PREFIX, False),
         ("disable_cuda_graph", own.EAGER, True),
+        ("disable_overlap_schedule", own.ASYNC, False),
     ):
         if isinstance(info.get(name), bool):
             values[knob] = info[name] is value_if_true
+    if values.get(own.SPECULATION) == "EAGLE":  # also reported for NEXTN
+        del values[own.SPECULATION]
+    drafted = info.get("speculative_num_draft_tokens")
+    if isinstance(drafted, int):
+        values[own.DRAFTED] = drafted - (info.get("speculative_algorithm") != own.NGRAM)
     if isinstance(info.get("mem_fraction_static"), float):
         values[own.MEMORY] = f"{info['mem_fraction_static']:g}"
     return values
@@ -145,36 +173,53 @@ def rules(task: Task) -> tuple[Rule, ...]:
             "longest request",
             broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
         ),
+        *_model_rules(task),
         context_rule(task, own.CONTEXT),
-        *_pages(task),
+        _page_rule(),
     )
 
 
-def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").lower()
-    sizes = own.PROGRAM.block_sizes.get(backend)
-    if sizes is None:
-        return ()
+def _model_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of knobs that only some models have."""
     return (
         Rule(
-            name="page_size",
-            knobs=(PAGE,),
-            message=f"{PAGE} must be {' or '.join(map(str, sizes))} with {backend}",
-            broken=lambda c: (c[PAGE] > 0) & ~np.isin(c[PAGE], sizes),
+            name="load_balancing",
+            knobs=(EP, own.BALANCING, own.REDUNDANT),
+            message=f"{own.BALANCING} and {own.REDUNDANT} need {EP} > 1",
+            broken=lambda c: ((c[own.BALANCING] == 1) | (c[own.REDUNDANT] > 0)) & (c[EP] <= 1),
         ),
+        *speculation_rules(task, own.BY_NAME[own.SPECULATION], own.PROGRAM, own.NEED_DRAFT_MODEL, DRAFT_FLAG, "NEXTN"),
+    )
+
+
+def _page_rule() -> Rule:
+    sizes_by_backend = {code(own.BY_NAME[own.BACKEND], name): sizes for name, sizes in own.PROGRAM.block_sizes.items()}
+
+    def broken(c: Columns) -> BoolArray:
+        is_bad = np.zeros(c[PAGE].shape, dtype=np.bool_)
+        for backend, sizes in sizes_by_backend.items():
+            is_bad |= (c[own.BACKEND] == backend) & (c[PAGE] > 0) & ~np.isin(c[PAGE], sizes)
+        return is_bad
+
+    return Rule(
+        name="page_size",
+        knobs=(PAGE, own.BACKEND),
+        message=f"{PAGE} must be a size that {own.BACKEND} supports",
+        broken=broken,
     )
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of SGLang's defaults and of knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
-    backend = own.PROGRAM.parse(task.spec).others.get("attention-backend")
-    if backend is None and not task.spec.model.multi_latent_attention:
+    has_backend = own.BACKEND in task.spec.space or own.BACKEND in own.PROGRAM.parse(task.spec).fixed
+    if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     return (
         *heterogeneous.merges(),
         *same_as_unset(own.KNOBS, defaults),
+        no_drafts(),
         *((no_graphs,) if Hardware.of(task).on_cores else ()),
     )
 

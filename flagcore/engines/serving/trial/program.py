@@ -57,7 +57,7 @@ def run(job: Job, folder: Path) -> None:
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _combine_counters([engine.read_counters(server.fetch) for server in servers]),
+            "counters": _counters(engine, servers),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
@@ -114,7 +114,7 @@ class _LoadRunner:
     """
 
     def __init__(self, job: Job, engine: Engine, servers: Sequence[Served], folder: Path, deadline: float) -> None:
-        self.job, self.servers, self.folder, self.deadline = job, servers, folder, deadline
+        self.job, self.engine, self.servers, self.folder, self.deadline = job, engine, servers, folder, deadline
         self.model = _model(servers[0])
         self.targets = [Target(url=server.url, path=engine.api) for server in servers]
 
@@ -194,11 +194,12 @@ class _LoadRunner:
     ) -> dict[str, Any] | None:
         """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
         local = [server for server in self.servers if isinstance(server, Server)]
+        start = _counters(self.engine, self.servers)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits)
         if result.stopped:
             return None
-        figures = dict(result.figures)
+        figures = {**result.figures, **shares(self.engine, start, _counters(self.engine, self.servers))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
         else:  # servers may run on this host, too
@@ -231,6 +232,16 @@ class _LoadRunner:
             raise _load_failure(result, name, self.servers)
         check_all_alive(self.servers, f"during {name}")
         return result
+
+
+def shares(engine: Engine, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
+    """Return the engine's shares of a load from its counters before and after it."""
+    increases = {name: value - start.get(name, 0.0) for name, value in end.items()}
+    return {
+        name: increases.get(part, 0.0) / whole_increase
+        for name, (part, whole) in engine.program.shares.items()
+        if (whole_increase := increases.get(whole, 0.0)) > 0
+    }
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
@@ -279,7 +290,9 @@ def _model(server: Served) -> str:
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
 
 
-def _combine_counters(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _counters(engine: Engine, servers: Sequence[Served]) -> dict[str, float]:
+    """Return the counters of all servers together."""
+    counters = [engine.read_counters(server.fetch) for server in servers]
     names = dict.fromkeys(name for each in counters for name in each)
     return {name: combine(name, [each[name] for each in counters if name in each]) for name in names}
 

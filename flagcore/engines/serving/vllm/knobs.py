@@ -2,6 +2,7 @@
 
 Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `platforms/cpu.py`; for older
 versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21: graphs within the memory share, 0.92).
+The releases that have a flag follow from `engine/arg_utils.py` and `config/` of 0.8.5 to 0.32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
@@ -36,6 +38,31 @@ MEMORY, KV, PREFIX, CHUNKED = (
     "enable_chunked_prefill",
 )
 EAGER, GRAPHS, THREADS = "enforce_eager", "cudagraph_mode", "threads"
+ASYNC, BACKEND, SPECULATION, DRAFTED = knobs.ASYNC, knobs.BACKEND, knobs.SPECULATION, knobs.DRAFTED
+POLICY, COMPILATION, LEVEL = "scheduling_policy", "compilation_mode", "optimization_level"
+BALANCING, OFFLOADING, QUANTIZATION = knobs.BALANCING, "kv_offloading_size", knobs.QUANTIZATION
+ASYNC_BY_DEFAULT = (0, 14, 0)
+"""The release since which scheduling is asynchronous by default (#27614), but not on CPU cores."""
+SYNCHRONOUS_SECONDS = 956e-6
+"""The host time of an iteration with synchronous scheduling, fitted to releases from 0.12 (`engine.yaml`)."""
+NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
+BACKENDS = (
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TREE_ATTN", "TORCH_SDPA", "CPU_ATTN"),
+    *("FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "CPU_MLA"),
+    *("FLASHINFER_MLA_SPARSE", "TOKENSPEED_MLA", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN"),
+    *("ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "ROCM_AITER_TRITON_MLA", "XPU_MLA_SPARSE", "HPC_ATTN"),
+    *("TURBOQUANT", "B12X", "CUSTOM"),
+)
+MOE_BACKENDS = (
+    *("auto", "triton", "batched_triton", "triton_unfused", "deep_gemm", "deep_gemm_mega_moe", "cutlass", "marlin"),
+    *("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl", "aiter", "aiter_mega_moe", "humming"),
+)
+QUANTIZATIONS = (
+    *("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8"),
+    *("nvfp4_per_token", "experts_int8", "ptpc_fp8", "bitsandbytes", "torchao", "rtn", "inc", "awq", "awq_marlin"),
+    *("gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "quark", "moe_wna16", "gguf"),
+    *("ascend", "auto_awq", "auto_gptq", "fbgemm_fp8", "hqq", "online", "humming"),
+)
 KV_BYTES = {
     "auto": 2.0,
     "float16": 2.0,
@@ -94,6 +121,7 @@ KNOBS = (
         kind="word",
         words=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
         flags=("compilation-config.cudagraph_mode",),
+        versions=">=0.10.1",
         auto=by_hardware(knobs.NOT_SET, fixed_values("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
     ),
     variant(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
@@ -106,6 +134,52 @@ KNOBS = (
         off="no-enable-chunked-prefill",
         auto=fixed_values(True),
     ),
+    knobs.switch(
+        ASYNC,
+        "Whether the next iteration is scheduled while the device computes; the default since 0.14.",
+        "async-scheduling",
+        "no-async-scheduling",
+        label="async",
+        versions=">=0.10",
+    ),
+    knob(
+        POLICY,
+        "Order of waiting requests: first come first served, or by the priority of the request.",
+        label="policy",
+        kind="word",
+        words=("fcfs", "priority"),
+        aliases=("schedule_policy",),
+    ),
+    variant(knobs.BACKEND_KNOB, Flag(name="attention-backend", versions=">=0.13"), words=BACKENDS),
+    variant(knobs.MOE_KNOB, "moe-backend", words=MOE_BACKENDS, versions=">=0.17"),
+    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.9.2"),
+    variant(
+        knobs.SPECULATION_KNOB,
+        "speculative-config.method",
+        words=("ngram", "ngram_gpu", "suffix", "mtp", *NEED_DRAFT_MODEL),
+    ),
+    variant(knobs.DRAFTED_KNOB, "speculative-config.num_speculative_tokens"),
+    knob(OFFLOADING, "GiB of host memory for evicted cache, over all ranks.", label="offload", versions=">=0.14"),
+    knob(
+        COMPILATION,
+        "How much is compiled: 0 nothing, 3 vLLM's own compilation.",
+        label="compilation",
+        kind="word",
+        words=("0", "1", "2", "3"),
+        flags=(
+            Flag(name="compilation-config.mode", versions=">=0.11.1"),
+            Flag(name="compilation-config.level", versions="<0.11.1"),
+        ),
+    ),
+    knob(
+        LEVEL,
+        "Preset for compilation, graphs and fused kernels, from 0 (fast start) to 3.",
+        label="O",
+        kind="word",
+        words=("0", "1", "2", "3"),
+        versions=">=0.12",
+    ),
+    variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
     knob(
         THREADS,
         "CPU cores of one rank. If not set, a single rank leaves one core to the API server.",
@@ -198,6 +272,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         default_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
+    host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
     return Settings.of(
         task,
         values,
@@ -210,7 +285,15 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=np.array([2.0, *KV_BYTES.values()])[values[KV]],
+        host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
+        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
     )
+
+
+def is_async(task: Task) -> bool:
+    """Return whether scheduling is asynchronous by default."""
+    return PROGRAM.release(task.spec) >= ASYNC_BY_DEFAULT and not Hardware.of(task).on_cores
 
 
 def _cache_bytes(

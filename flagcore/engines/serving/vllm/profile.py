@@ -11,19 +11,36 @@ from collections.abc import Mapping
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
-from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.knobs import code
+from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_as_unset, speculation_rules, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.vllm import knobs as own
-from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
+from flagcore.engines.serving.vllm.knobs import (
+    ASYNC,
+    BACKEND,
+    BALANCING,
+    CHUNKED,
+    CONTEXT,
+    EAGER,
+    GRAPHS,
+    NEED_DRAFT_MODEL,
+    SEQS,
+    SPECULATION,
+    THREADS,
+    TOKENS,
+    limits,
+)
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
+BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
+"""The attention backend before it was a flag."""
 
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 """The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`), and its first release, which
@@ -34,11 +51,14 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     command = own.PROGRAM.start_command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
-    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values)]
+    version = own.PROGRAM.version(task.spec)
+    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values, version)]
     if count(values, EP) > 1:
         argv.append(f"--{own.PROGRAM.expert_switch}")
     argv += as_words(own.PROGRAM.parse(task.spec).others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if (backend := values.get(BACKEND)) and not own.BY_NAME[BACKEND].arguments(backend, version):
+        environment[BACKEND_VARIABLE] = str(backend)
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
     return Instance(argv=tuple(argv), environment=environment)
@@ -81,6 +101,9 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     vLLM reports `max_num_seqs` only if it was set, and block size and memory share with the cache.
     """
     values = metrics.settings(log, own.PROGRAM.settings)
+    for name in (ASYNC, own.COMPILATION, own.LEVEL):
+        if name in values:
+            values[name] = own.BY_NAME[name].parse(values[name], name)
     cache = metrics.labels(fetch("/metrics"), "vllm:cache_config_info")
     if cache.get("block_size", "").isdigit():
         values[own.BLOCK] = int(cache["block_size"])
@@ -120,30 +143,50 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{GRAPHS} must be NONE with {EAGER}, which captures no graphs",
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
+        *_model_rules(task),
         context_rule(task, CONTEXT),
         _block_rule(task),
         *(_rules_on_cores(hardware) if hardware.on_cores else ()),
     )
 
 
-def _block_rule(task: Task) -> Rule:
-    """Return the rule for block sizes of the attention backend in `engine_args`, or of any backend."""
-    backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").upper()
-    supported, multiple = own.PROGRAM.block_sizes.get(backend, []), 16
-    sizes = " or ".join(map(str, supported)) if supported else "multiples of 16"
-    problem = f"{backend or 'attention backends'} support {sizes}"
-    if Hardware.of(task).on_cores:
-        supported, multiple, problem = [], 32, "vLLM's CPU attention supports multiples of 32"
-        if task.spec.model.multi_latent_attention:
-            supported, problem = [16], "vLLM's CPU kernels for latent attention support only 16"
-    return Rule(
-        name="block_size",
-        knobs=(own.BLOCK,),
-        message=f"{own.BLOCK}: {problem}",
-        broken=lambda c: (
-            (c[own.BLOCK] > 0) & (~np.isin(c[own.BLOCK], supported) if supported else c[own.BLOCK] % multiple != 0)
+def _model_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of knobs that only some models have."""
+    method = own.BY_NAME[SPECULATION]
+    return (
+        Rule(
+            name="load_balancing",
+            knobs=(EP, BALANCING),
+            message=f"{BALANCING} needs {EP} > 1",
+            broken=lambda c: (c[BALANCING] == 1) & (c[EP] <= 1),
+        ),
+        *speculation_rules(task, method, own.PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
+        Rule(  # 0.32: `config/vllm.py`
+            name="asynchronous_drafts",
+            knobs=(ASYNC, SPECULATION),
+            message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
+            broken=lambda c: (c[ASYNC] == 1) & np.isin(c[SPECULATION], [code(method, "ngram"), code(method, "suffix")]),
         ),
     )
+
+
+def _block_rule(task: Task) -> Rule:
+    """Return the rule for block sizes of the attention backend, or of any backend."""
+    hardware, multiple, only = Hardware.of(task), 16, list[int]()
+    problem = f"must be a multiple of 16, and a size that {BACKEND} supports"
+    if hardware.on_cores:
+        multiple, problem = 32, "must be a multiple of 32 for vLLM's CPU attention"
+        if task.spec.model.multi_latent_attention:
+            only, problem = [16], "must be 16 for vLLM's CPU kernels for latent attention"
+    backend_sizes = {code(own.BY_NAME[BACKEND], name): sizes for name, sizes in own.PROGRAM.block_sizes.items()}
+
+    def broken(c: Columns) -> BoolArray:
+        is_bad = ~np.isin(c[own.BLOCK], only) if only else c[own.BLOCK] % multiple != 0
+        for backend, sizes in backend_sizes.items():
+            is_bad = np.where(c[BACKEND] == backend, ~np.isin(c[own.BLOCK], sizes), is_bad)
+        return (c[own.BLOCK] > 0) & is_bad
+
+    return Rule(name="block_size", knobs=(own.BLOCK, BACKEND), message=f"{own.BLOCK} {problem}", broken=broken)
 
 
 def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
@@ -166,6 +209,12 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
             message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
             broken=lambda c: c[THREADS] * c[TP] > hardware.share(c[INSTANCES], {}),
         ),
+        Rule(
+            name="synchronous_on_cores",
+            knobs=(ASYNC,),
+            message=f"{ASYNC} must not be on: vLLM's CPU build turns it off",
+            broken=lambda c: c[ASYNC] == 1,
+        ),
     )
 
 
@@ -185,7 +234,8 @@ def merges(task: Task) -> tuple[Merge, ...]:
     return (
         *heterogeneous.merges(*((THREADS,) if on_cores else ())),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
-        *same_as_unset(own.KNOBS, {own.KV: "auto"}),
+        *same_as_unset(own.KNOBS, {own.KV: "auto", own.POLICY: "fcfs", ASYNC: "on" if own.is_async(task) else "off"}),
+        no_drafts(),
         Merge(
             name="no_graphs_is_eager",
             knobs=(EAGER, GRAPHS),

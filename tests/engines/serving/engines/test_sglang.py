@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,23 @@ def test_log_lines_are_classified(line: str, state: TrialState) -> None:
 def test_an_open_loop_counts_all_requests() -> None:
     task = cores(loads=(Load(input_len=100, output_len=28, num_prompts=50, request_rate=float("inf")),))
     assert server(task).argv[-1] == str(2 * 50 * 128)
+
+
+def test_drafted_tokens_are_a_chain_of_steps_except_for_ngrams() -> None:
+    def flags(method: str) -> dict[str, str]:
+        words = server(cards(), speculation=method, speculative_tokens=3).argv
+        return {word: after for word, after in pairwise(words) if word.startswith("--speculative")}
+
+    assert flags("NGRAM") == {"--speculative-algorithm": "NGRAM", "--speculative-num-draft-tokens": "3"}
+    assert flags("EAGLE") == {
+        "--speculative-algorithm": "EAGLE",
+        "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "4",
+    }
+
+
+def test_the_names_of_methods_of_other_engines_are_accepted() -> None:
+    assert ENGINE.parse({"speculation": "mtp"}) == {"speculation": "NEXTN"}
+    assert "--disable-overlap-schedule" in server(cards(), async_scheduling=False).argv
+    assert "--enable-hierarchical-cache" in server(cards(), hicache_size=8).argv

@@ -14,9 +14,11 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.trial.program import shares
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
-from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
+from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, serving, space_of
+from tests.served import costs
 from tests.small import DENSE, EXPERTS
 
 GIB = 2**30
@@ -397,3 +399,111 @@ def test_a_broken_install_of_the_cpu_build_is_reported_with_its_fix(line: str, f
 def test_a_failure_on_a_busy_device_is_not_attributed_to_the_candidate() -> None:
     line = "ValueError: Free memory on device cuda:0 (3/80 GiB) on startup is less than desired GPU memory utilization"
     assert re.search("another process", ended(line)[1])
+
+
+def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_out() -> None:
+    for options, key in (
+        ({"space": {"moe_backend": ("triton",)}}, "auto_tuner.space.moe_backend"),
+        ({"engine_args": {"moe_backend": "triton"}}, "serve.engine_args.moe_backend"),
+        ({"baseline": {"moe_backend": "triton"}}, "auto_tuner.baseline.moe_backend"),
+    ):
+        with pytest.raises(SpecError) as error:
+            ENGINE.axes(cards(engine_version="0.16.0", **options))
+        assert (error.value.key, error.value.value) == (key, "triton")
+        ENGINE.axes(cards(engine_version="0.17.0", **options))
+    axes = ENGINE.axes(cards(engine_version="0.10.0", space={"cudagraph_mode": "auto"}))
+    assert next(axis.values for axis in axes if axis.knob == "cudagraph_mode") == (None,)
+
+
+def test_flags_follow_the_release() -> None:
+    values = {"compilation_mode": "3", "attention_backend": "FLASHINFER"}
+    newer, older = (server(cards(engine_version=version), **values) for version in ("0.13.0", "0.11.0"))
+    assert {"--compilation-config.mode", "--attention-backend"} <= set(newer.argv)
+    assert "--compilation-config.level" in older.argv
+    assert "--attention-backend" not in older.argv
+    assert older.environment["VLLM_ATTENTION_BACKEND"] == "FLASHINFER"
+    assert "VLLM_ATTENTION_BACKEND" not in newer.environment
+
+
+def test_both_flags_of_asynchronous_scheduling_set_the_knob() -> None:
+    for name, value in (("async-scheduling", "on"), ("no-async-scheduling", "off")):
+        task = cards(engine_args={name: True})
+        assert ENGINE.program.parse(task.spec).fixed == {"async_scheduling": value}
+        assert f"--{name}" in server(task, async_scheduling=value).argv
+
+
+def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
+    def rate(version: str, value: str | None) -> float:
+        task = cards(engine_version=version)
+        return float(
+            ENGINE.predict(task, row(ENGINE, task, async_scheduling=value), costs()).figures["requests_per_s"][0]
+        )
+
+    assert rate("0.32.0", "off") < rate("0.32.0", None) == rate("0.32.0", "on")
+    assert rate("0.12.0", None) == rate("0.12.0", "off") < rate("0.12.0", "on")
+
+
+def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
+    values = {"speculation": "ngram", "speculative_tokens": 3}
+
+    def rate(acceptance: float | None, **values: str | int) -> float:
+        task = cards(loads=(replace(LOAD, acceptance=acceptance),))
+        return float(ENGINE.predict(task, row(ENGINE, task, **values), costs()).figures["requests_per_s"][0])
+
+    assert rate(None, **values) == rate(0.8) == rate(None)
+    assert rate(0.0, **values) < rate(0.8) < rate(0.5, **values) < rate(0.8, **values)
+    assert ENGINE.spec_warnings(cards(space={"speculation": (None, "ngram")}).spec)
+    assert not ENGINE.spec_warnings(cards().spec)
+
+
+def test_weights_that_are_converted_to_fp8_are_predicted_like_weights_in_fp8() -> None:
+    wide, narrow = cards(), cards(precision="fp8")
+    converted = ENGINE.predict(wide, row(ENGINE, wide, quantization="fp8"), costs())
+    stored, plain = (ENGINE.predict(task, row(ENGINE, task), costs()) for task in (narrow, wide))
+    assert converted.step_time_s == stored.step_time_s < plain.step_time_s
+    assert converted.figures["kv_cache_gib"] == stored.figures["kv_cache_gib"] > plain.figures["kv_cache_gib"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [
+        ("speculation_needs_tokens", {"speculation": "ngram"}),
+        ("speculation_needs_a_draft", {"speculation": "eagle", "speculative_tokens": 3}),
+        ("no_prediction_layers", {"speculation": "mtp", "speculative_tokens": 1}),
+        ("asynchronous_drafts", {"speculation": "ngram", "speculative_tokens": 3, "async_scheduling": "on"}),
+        ("load_balancing", {"enable_eplb": True}),
+    ],
+)
+def test_combinations_that_the_new_knobs_do_not_allow(rule: str, values: dict[str, Any]) -> None:
+    assert broken(ENGINE, cards(), **values) == [rule]
+
+
+def test_the_path_of_a_draft_model_is_a_key_of_the_speculative_config() -> None:
+    task = cards(engine_args={"speculative-config.model": "/draft", "speculative-config.prompt_lookup_max": 4})
+    assert broken(ENGINE, task, speculation="eagle", speculative_tokens=3) == []
+    argv = server(task, speculation="eagle", speculative_tokens=3).argv
+    assert argv[argv.index("--speculative-config.model") + 1] == "/draft"
+    assert {"--speculative-config.num_speculative_tokens", "--speculative-config.prompt_lookup_max"} <= set(argv)
+
+
+def test_shares_of_a_load_are_increases_of_counters() -> None:
+    start = {"drafted_tokens": 10.0, "accepted_tokens": 10.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
+    end = {"drafted_tokens": 30.0, "accepted_tokens": 15.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
+    assert shares(ENGINE, start, end) == {"acceptance_rate": 0.25}
+
+
+def test_settings_of_the_new_knobs_are_read_from_the_log() -> None:
+    log = (
+        "Asynchronous scheduling is disabled.\n(EngineCore pid=9) INFO [core.py:133] Initializing a V1 LLM engine "
+        "(v0.28.0) with config: model='m', speculative_config=SpeculativeConfig(method='ngram', model=None, "
+        "num_spec_tokens=3), tokenizer='m', quantization=fp8, quantization_config=None, compilation_config="
+        "{'mode': <CompilationMode.VLLM_COMPILE: 3>}\nUsing FLASH_ATTN attention backend out of potential backends: []"
+    )
+    assert ENGINE.effective(lambda path: "", log) == {
+        "async_scheduling": "off",
+        "speculation": "ngram",
+        "speculative_tokens": 3,
+        "quantization": "fp8",
+        "compilation_mode": "3",
+        "attention_backend": "FLASH_ATTN",
+    }

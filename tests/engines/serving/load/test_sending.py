@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,16 @@ def test_client_that_may_have_been_the_limit_is_reported(monkeypatch: pytest.Mon
 def test_http_library_is_not_imported_before_a_load_is_sent() -> None:
     code = "import sys, flagcore.engines.serving.load; sys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_texts_are_sent_as_texts_and_their_tokens_are_counted_by_the_server(tmp_path: Path) -> None:
+    trace = tmp_path / "a.jsonl"
+    trace.write_text('{"prompt": "one two", "max_tokens": 3}\n{"prompt": "one three", "max_tokens": 3}')
+    with serving(well) as served:
+        results = [send([served.url], seed, trace=str(trace), num_prompts=2, concurrency=1) for seed in (1, 2)]
+    prompts = [request["prompt"] for request in served.bodies]
+    assert [prompt.split("\n")[1] for prompt in prompts] == ["one two", "one three"] * 2
+    first, second = ({prompt.split("\n")[0] for prompt in prompts[at : at + 2]} for at in (0, 2))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert [answer.input_tokens for answer in results[0].requests] == [len(prompt) for prompt in prompts[:2]]

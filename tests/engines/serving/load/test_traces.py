@@ -68,7 +68,7 @@ def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Pa
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, SHAREGPT))
     assert columns(trace) == ([10, 2], [100, 1], None)
-    assert trace.notes == ("lengths of 2 conversations are estimated: 4 characters a token",)
+    assert trace.notes == ("lengths of 2 requests are estimated: 4 characters a token",)
 
 
 def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
         ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
         ("[1, 2]", "a.json", "row 1 is not an object"),
-        ('{"question": "a"}', "a.jsonl", "row 1 has neither conversations nor one of input_len"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, conversations, messages, input_len"),
         ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
         ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
         ('{"input_length": "x", "output_length": 5}', "a.jsonl", "row 1: input_length is 'x', not a number"),
@@ -162,3 +162,22 @@ def test_texts_may_contain_unicode_line_separators(tmp_path: Path) -> None:
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_trace(str(tmp_path / "none.jsonl"))
+
+
+def test_prompts_and_conversations_are_texts(tmp_path: Path) -> None:
+    later = {"prompt": "a" * 8, "max_tokens": 5, "timestamp": 2000}
+    first = {"prompt": "b", "output_len": 6, "input_len": 3, "timestamp": 1500}
+    trace = read_trace(written(tmp_path, [later, first]))
+    assert columns(trace) == ([3, 2], [6, 5], [0.0, 0.5])
+    assert list(trace.texts) == ["b", "a" * 8]
+    turns = [("system", "rules"), ("user", "question"), ("assistant", "answers"), ("user", "more")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    trace = read_trace(written(tmp_path, [chat]))
+    assert (list(trace.texts), columns(trace)) == (["rules\nquestion"], ([4], [2], None))
+
+
+def test_a_prefix_of_token_ids_cannot_precede_texts(tmp_path: Path) -> None:
+    file = written(tmp_path, [{"prompt": "a", "max_tokens": 5}])
+    with pytest.raises(SpecError) as error:
+        traffic(Load(trace=file, concurrency=1, prefix_len=8))
+    assert error.value.key == "serve.profile.prefix_len"
