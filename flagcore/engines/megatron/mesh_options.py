@@ -28,9 +28,9 @@ from flagcore.engines.megatron.time.passes import Seconds, StageTime
 from flagcore.engines.megatron.time.step import Blocks, costs_in_run
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
-LEAST_TOKENS = 2048
+MIN_TOKENS = 2048
 """Minimum number of tokens of a sequence on one context-parallel rank."""
-MOST_SAMPLES = 64
+MAX_SAMPLES = 64
 """Maximum micro-batch size."""
 
 
@@ -187,10 +187,10 @@ def _columns(task: Task, group: int) -> dict[str, IntArray]:
     common = int(np.gcd.reduce([each.devices for each in task.cluster.groups]))
     suggested = {
         TP: divisors(nodes.devices_per_node),
-        CP: [size for size in divisors(common) if size == 1 or task.spec.train.seq_length >= LEAST_TOKENS * size],
+        CP: [size for size in divisors(common) if size == 1 or task.spec.train.seq_length >= MIN_TOKENS * size],
         PP: [size for size in divisors(nodes.devices) if size <= task.spec.model.num_layers],
         EP: divisors(int(np.gcd(experts, nodes.devices))) if experts else [1],
-        MBS: [size for size in divisors(batch) if size <= MOST_SAMPLES],
+        MBS: [size for size in divisors(batch) if size <= MAX_SAMPLES],
         "word": range(len(words)),
     }
     values = [

@@ -26,9 +26,9 @@ PLANNED = 256
 """Number of meshes that become candidates; each order of the node groups has an equal share besides."""
 NEAR = 1.5
 """Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
-MOST_SIZES = 16
+MAX_SIZES = 16
 """Maximum number of sizes of a node group with as many stages: so many of the fastest, and of those with most room."""
-MOST_SCORED = 4096
+MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of one order and one batch."""
 STEPS = 24
 """Halvings of the interval of the slowest stage's time."""
@@ -103,7 +103,7 @@ def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[Flo
     )
     bound = (microbatches - 1.0 + stages) * layers / rate + step
     kept = np.flatnonzero((bound <= limit) & (stages <= layers))
-    rows = rows[:, kept[np.argsort(bound[kept])[:MOST_SCORED]]]
+    rows = rows[:, kept[np.argsort(bound[kept])[:MAX_SCORED]]]
     chosen = [each[row] for each, row in zip(useful, rows, strict=True)]
     seconds = np.where(_legal(chosen, shares_weights=shares), _seconds(chosen, layers, microbatches), np.inf)
     best = np.argsort(seconds)[:PLANNED]
@@ -135,11 +135,11 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, shares_weigh
 
 
 def _rank(stages: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MOST_SIZES` lowest by a figure of those with as many stages."""
+    """Return which options are among the `MAX_SIZES` lowest by a figure of those with as many stages."""
     order = np.lexsort((figure, stages))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(stages[order], stages[order])
-    return place < MOST_SIZES
+    return place < MAX_SIZES
 
 
 def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:

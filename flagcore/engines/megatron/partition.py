@@ -20,7 +20,7 @@ from flagcore.engines.megatron.time.pace import Pace
 EQUAL = 1.0 + 1e-9
 """Two times are equal if their ratio is at least this."""
 
-MOST_LEADING = 4
+MAX_LEADING = 4
 """Maximum number of leading dense layers for which all placements on the first stages are tried."""
 
 
@@ -59,7 +59,7 @@ class Fronts:
     def all(cls, leading: int) -> Iterator[Fronts]:
         """Yield all placements of `leading` layers; the first one has all of them on the first stage."""
         yield cls((leading,))
-        if leading > MOST_LEADING:
+        if leading > MAX_LEADING:
             for each in range(1, leading):
                 yield cls((*[each] * (leading // each), *[leading % each] * (leading % each > 0)))
             return

@@ -121,7 +121,10 @@ class Program:
                 try:
                     engine_args.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")
                 except SpecError as error:
-                    problems.append(error)
+                    if knob.name in knobs.EXTENSIBLE and isinstance(value, str):
+                        engine_args.others[name] = value
+                    else:
+                        problems.append(error)
         if problems:
             raise join_errors(problems)
         return engine_args

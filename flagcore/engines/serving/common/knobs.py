@@ -222,6 +222,8 @@ def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
 MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
+"""Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
 
 INSTANCES_KNOB = knob(
     INSTANCES,

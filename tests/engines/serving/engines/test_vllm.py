@@ -236,6 +236,12 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
+def test_values_that_a_build_registers_are_passed_on() -> None:
+    arguments = {"attention-backend": "VENDOR_ATTN", "quantization": "vendor_int8"}
+    parsed = ENGINE.program.split(cards(engine_args=arguments).spec)
+    assert (parsed.fixed, parsed.others) == ({}, arguments)
+
+
 def test_all_invalid_values_of_engine_args_are_reported() -> None:
     arguments = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
     with pytest.raises(SpecError) as error:
