@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
+from flagcore.domain.price import DAY
 from flagcore.domain.trial import ESTIMATE, RUN
 from flagcore.i18n import _, ngettext
 from flagcore.report.formats import lookup, shown
@@ -26,6 +27,7 @@ from flagcore.report.text import (
     at_load,
     cold_start_text,
     drift_text,
+    duration_text,
     figures_text,
     gain_text,
     limits_text,
@@ -35,6 +37,8 @@ from flagcore.report.text import (
     stop_reason,
 )
 
+MIN_DAYS = 2
+"""Shorter jobs are shown in hours, minutes or seconds."""
 MAX_RIVALS = 5
 """Maximum number of listed candidates that do not differ significantly from the best."""
 
@@ -138,7 +142,8 @@ def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
     """Yield the time and the cost of the planned job, and the cost of tokens, as far as they are known."""
     cost = best.get("cost") or {}
     if days := cost.get("planned_days"):
-        text, price = _("{days} days", days=shown(days)), cost.get("planned_cost")
+        text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
+        price = cost.get("planned_cost")
         total = "" if price is None else ", " + _("cost {cost}", cost=shown(price))
         yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
     if (price := cost.get("cost_per_million_tokens")) is not None:

@@ -134,7 +134,7 @@ def _main() -> None:
                 continue
             program.prepare(job)
             program.clear_output(job.output)
-            import_s = program.warm_up(job)
+            import_s = program.import_rank(job)
             codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
         sys.stderr.flush()
         print(json.dumps(codes), flush=True)
