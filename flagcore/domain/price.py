@@ -26,6 +26,8 @@ def price_per_device_hour(task: Task) -> float | None:
     """Return the mean price of a device for an hour, None if the spec does not give it for all devices."""
     cluster = task.spec.cluster
     prices = [group.price_per_device_hour for group in cluster.groups or (cluster,)]
+    known = [price for price in prices if price is not None]
+    if len(known) < len(prices):
+        return None
     counts = [group.nodes * group.devices_per_node for group in task.cluster.groups]
-    total = sum(price * count for price, count in zip(prices, counts, strict=True) if price is not None)
-    return None if None in prices else total / sum(counts)
+    return sum(price * count for price, count in zip(known, counts, strict=True)) / sum(counts)

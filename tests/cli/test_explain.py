@@ -135,7 +135,7 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
 def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
-    listing = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
+    listing = json.loads(flag("estimate", spec, "--json", "--all", "--top", "40").out)
     assert any(each["candidate"]["use_recompute"] for each in listing)
     for each in listing[:: len(listing) // 8]:
         account = explained(spec, values_text(each["candidate"], BY_NAME))
