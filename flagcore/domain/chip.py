@@ -66,7 +66,8 @@ class Chip:
     """An accelerator model. Its figures are those of one device, as software sees it.
 
     `aliases` are the names that drivers and frameworks report. `family_names` are shorter names, also of other chips,
-    that mean this chip in specs and on the command line. `dense_flops_per_second` maps a precision
+    that mean this chip in specs and on the command line. `architecture` is the target for which kernels are compiled,
+    such as sm_90 or gfx942. `dense_flops_per_second` maps a precision
     (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
     interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand),
     `tdp_watts` the power that one device may take for long.
@@ -77,6 +78,7 @@ class Chip:
     vendor: str
     aliases: tuple[str, ...] = ()
     family_names: tuple[str, ...] = ()
+    architecture: str = ""
     memory_bytes: Fact | None = None
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)

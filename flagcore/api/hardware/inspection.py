@@ -147,6 +147,7 @@ def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
         "chip": chip.name,
         "plugin": loaded.owner(chip.name),
         "aliases": list(chip.aliases),
+        "architecture": chip.architecture or None,
         "memory_gib": scaled(chip.memory_bytes, 2**30),
         "memory_gbytes_per_second": scaled(chip.memory_bandwidth_bytes_per_second, 1e9),
         "peak_tflops": chip.dense_flops_per_second[best].value / 1e12 if best else None,
