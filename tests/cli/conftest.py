@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -188,7 +189,8 @@ def project(tmp_path: Path) -> Iterator[Project]:
     new_project = Project(tmp_path)
     yield new_project
     for pid in new_project.processes():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -117,7 +118,8 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
     _, second = join("pod-1"), join("pod-2")
     trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", hold(PODS)))
     for pid in [pid for pid in processes() if (guard.read_ids(pid) or (0,))[0] == second.pid]:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     second.kill()
     exit_record = trial.wait(40)
     assert exit_record is not None

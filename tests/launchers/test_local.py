@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -79,7 +80,8 @@ def marked() -> Iterator[Marked]:
     host_launcher = Marked()
     yield host_launcher
     for pid in host_launcher.alive():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(path: Path, text: str) -> None:

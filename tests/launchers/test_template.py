@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -131,7 +132,8 @@ def warm(tmp_path: Path) -> Iterator[Warm]:
     yield warm_runner
     warm_runner.launcher.close()
     for pid in warm_runner.alive():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_warm_trial_has_the_environment_of_a_cold_one(warm: Warm) -> None:
