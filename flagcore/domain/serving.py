@@ -37,7 +37,7 @@ def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MAX_LENGTH_RATIO = 5
-"""Maximum of log-normal lengths relative to their mean, as in the filtered ShareGPT of `vllm bench serve` (1,024 tokens
+"""Maximum of log-normal lengths relative to their mean, as in benchmarks with filtered ShareGPT prompts (1,024 tokens
 and a mean of 217)."""
 
 

@@ -1,6 +1,6 @@
 """Meshes: the stages of a pipeline on one kind of chip, with parallel sizes and recompute of their own.
 
-The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `A800 tp2 dp16 + BI-V150 tp4 dp8
+The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `CHIP tp2 dp16 + OTHER tp4 dp8
 full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
 of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
 first mesh.
