@@ -217,6 +217,17 @@ def _pairs(words: list[str]) -> dict[str, list[Any]]:
     return pairs
 
 
+def test_a_tree_of_flagscale_holds_no_secret_and_no_device_of_this_host(tmp_path: Path) -> None:
+    data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}", "KEPT": "1"}}
+    files = exported(written(tmp_path, data), "flagscale")
+    text = "".join(files.values())
+    assert "hidden-4711" not in text and "{interface}" not in text
+    envs = [yaml.safe_load(each).get("experiment", {}).get("envs", {}) for each in files.values()]
+    assert any(each.get("KEPT") == "1" for each in envs)
+    assert all("HF_TOKEN" in each and "MODE" in each for each in files.values() if "# Set on each host" in each)
+    assert "# Set on each host" in text
+
+
 def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
     exported(server(tmp_path), "flagscale", "instances=2, tp=2, max_num_seqs=64")

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import ExportJob
+from flagcore.domain.secrets import is_secret
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.errors import UsageError
 from flagcore.importers.flagscale.engines import ENGINES, flagscale_name
+from flagcore.launchers.script import DEVICES_OF_HOST
 from flagcore.spec.data_file import dump_yaml
 
 ENTRYPOINT = "flagscale/train/train_gpt.py"
@@ -37,6 +39,8 @@ def export(job: ExportJob) -> Mapping[str, str]:
     comments.append(f"# Start: python run.py --config-path FOLDER --config-name {section}, with run.py of FlagScale.")
     if job.launch.sample:
         comments.append(f"# The tree trains on generated data. Add {job.launch.missing}.")
+    if own := [name for name, value in job.launch.environment.items() if _set_by_user(name, value)]:
+        comments.append(f"# Set on each host, because they are secret or name its network devices: {', '.join(own)}.")
     if job.nodes > 1:
         comments.append("# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8` per line.")
     return {
@@ -52,8 +56,17 @@ def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
         "nnodes": job.nodes,
         "nproc_per_node": job.platform.task.cluster.groups[0].devices_per_node,
     }
-    envs = {name: value for name, value in job.launch.environment.items() if not name.endswith("_VISIBLE_DEVICES")}
+    envs = {
+        name: value
+        for name, value in job.launch.environment.items()
+        if not (name.endswith("_VISIBLE_DEVICES") or _set_by_user(name, value))
+    }
     return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
+
+
+def _set_by_user(name: str, value: str) -> bool:
+    """Return whether a variable is a secret, or names network devices, which are different on each host."""
+    return is_secret(name) or any(each in value for each in DEVICES_OF_HOST)
 
 
 def _train(job: ExportJob) -> dict[str, Any]:
