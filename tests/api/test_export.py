@@ -221,7 +221,8 @@ def test_a_tree_of_flagscale_holds_no_secret_and_no_device_of_this_host(tmp_path
     data = {**SMALL_TRAINING, "envs": {"HF_TOKEN": "hidden-4711", "MODE": "{interface}", "KEPT": "1"}}
     files = exported(written(tmp_path, data), "flagscale")
     text = "".join(files.values())
-    assert "hidden-4711" not in text and "{interface}" not in text
+    assert "hidden-4711" not in text
+    assert "{interface}" not in text
     envs = [yaml.safe_load(each).get("experiment", {}).get("envs", {}) for each in files.values()]
     assert any(each.get("KEPT") == "1" for each in envs)
     assert all("HF_TOKEN" in each and "MODE" in each for each in files.values() if "# Set on each host" in each)
