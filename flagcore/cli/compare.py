@@ -43,7 +43,8 @@ def explain_command(
     if form == "table":
         rules = [{"rule": name, "says": explanation.says.get(name, "")} for name in eliminated]
         options.show(str(explanation))
-        options.show("\n" + render(rules, "table", options.columns("rules")))
+        if rules:
+            options.show("\n" + render(rules, "table", options.columns("rules")))
         for text in (knobs_text(explanation.knobs), notes_text(explanation.notes)):
             if text:
                 options.show(f"\n{text}")

@@ -69,6 +69,13 @@ class Predictions:
     model_flops: float
     figures: Mapping[str, FloatArray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if two arrays differ in shape."""
+        arrays = {name: getattr(self, name) for name in self._array_fields()}
+        for name, array in {**arrays, **self.time_s, **self.figures}.items():
+            if array.shape != self.step_time_s.shape:
+                raise ValueError(f"{name} has the shape {array.shape}, step_time_s has {self.step_time_s.shape}")
+
     @property
     def share_in_use(self) -> FloatArray:
         """The memory in use as a share of the capacity; NaN if the capacity is unknown."""

@@ -116,7 +116,10 @@ def _value_of(spec: Spec, key: str) -> object:
 
 
 def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each requirement of a knob with effects. A requirement on a missing knob is never met."""
+    """Yield a rule for each requirement of a knob with effects that candidates can violate.
+
+    A requirement on a missing knob is met only by the same setting of the spec.
+    """
     by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
     if knob.experts_only and task.spec.model.num_moe_experts is None:
         yield Rule(
@@ -127,6 +130,8 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
         )
     for requirement in knob.requires:
         axis = by_name.get(requirement.knob)
+        if axis is None and _value_of(task.spec, f"settings.{requirement.knob}") in requirement.one_of:
+            continue
         yield Rule(
             name=f"{knob.name}_needs_{requirement.knob}",
             knobs=(knob.name, requirement.knob) if axis else (knob.name,),

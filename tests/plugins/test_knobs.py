@@ -305,6 +305,15 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
 
 
+@pytest.mark.parametrize(("settings", "allowed"), [({}, {False}), ({"overlap_grad_reduce": True}, {False, True})])
+def test_a_setting_of_the_spec_can_meet_a_requirement(settings: dict[str, bool], allowed: set[bool]) -> None:
+    knob = replace(KNOB, requires=(Requirement(knob="overlap_grad_reduce", one_of=(True,)),))
+    task = small.task(space={"acme_fused": (False, True)}, settings=settings)
+    legal = legality(Task(spec=task.spec, cluster=task.cluster, knobs=(knob,)), workload_of(task.spec.work))
+    columns = build(legal.axes, legal.rules, legal.merges).columns()
+    assert set(columns["acme_fused"].astype(bool)) == allowed
+
+
 def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
