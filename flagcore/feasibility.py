@@ -47,10 +47,10 @@ def require_candidate(problem: Problem, workload: Workload) -> None:
         raise NothingFits(nothing_fits_text(problem, workload))
 
 
-def nothing_fits_text(problem: Problem, workload: Workload, way_out: Callable[[], str] | None = None) -> str:
+def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Callable[[], str] | None = None) -> str:
     """Return one line: the count of each rule, the candidate that came closest, and a change with which one fits.
 
-    The default of `way_out` is advice on other hardware.
+    The default of `cheapest_change` is advice on other hardware.
     """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
@@ -69,12 +69,12 @@ def nothing_fits_text(problem: Problem, workload: Workload, way_out: Callable[[]
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
     needed, available = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
     smallest = _(
-        "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
+        "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
         need=needed,
         have=available,
         budget=_budget_from(problem.platform.task),
         candidate=problem.set_knobs(space.candidate(row)),
-        fix=(way_out or partial(_other_hardware, problem.platform.task))(),
+        fix=(cheapest_change or partial(_other_hardware, problem.platform.task))(),
     )
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
 

@@ -27,7 +27,7 @@ from flagcore.stages.predict import predict_columns
 
 
 @dataclass(frozen=True, slots=True)
-class Smaller:
+class SmallerTask:
     """The task of trials on `nodes` of the nodes of `whole`."""
 
     whole: Task
@@ -121,7 +121,7 @@ class TrialMemory:
     name = "trial_memory"
     message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
 
-    def __init__(self, smaller: Smaller, costs: Costs) -> None:
+    def __init__(self, smaller: SmallerTask, costs: Costs) -> None:
         self.smaller, self.costs = smaller, costs
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
@@ -140,6 +140,6 @@ def pruning_of_trials(task: Task, workload: Workload, costs: Costs) -> tuple[Pru
     return tuple(TrialMemory(each, costs) for each in sizes[:1])
 
 
-def _sizes(task: Task, workload: Workload) -> list[Smaller]:
+def _sizes(task: Task, workload: Workload) -> list[SmallerTask]:
     all_nodes = task.spec.cluster.nodes
-    return [Smaller(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < all_nodes]
+    return [SmallerTask(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < all_nodes]

@@ -15,7 +15,7 @@ from flagcore.domain.space import BoolArray
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.problem import Problem
-from flagcore.scale_down import Smaller
+from flagcore.scale_down import SmallerTask
 from flagcore.stages.limit import search_time, time_limit
 from flagcore.stages.predict import GIB, predict_columns, predict_stage_layers, record
 from flagcore.stages.probe import ranks_to_probe
@@ -61,7 +61,7 @@ def plan_shortened_steps(
     columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
     nodes = min(sizes[min(runs, len(sizes) - 1)], most_nodes or task.spec.cluster.nodes)
     if task.spec.control.trial_nodes or nodes < task.spec.cluster.nodes:
-        smaller = Smaller(task, workload, nodes)
+        smaller = SmallerTask(task, workload, nodes)
         return smaller.shortened(columns, problem.platform.costs, problem.predictions.row(row))
     if trial.role is Role.REPEAT:
         return None
@@ -74,7 +74,7 @@ def plan_shortened_steps(
 
 def can_run_on(problem: Problem, workload: Workload, nodes: int) -> BoolArray:
     """Return which rows of the space can run on `nodes` of the nodes, with fewer replicas."""
-    return Smaller(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
+    return SmallerTask(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
 
 
 def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
@@ -82,7 +82,7 @@ def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Cand
     if not (trial.shortened and trial.shortened.nodes):
         return trial.candidate
     columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
-    smaller = Smaller(problem.platform.task, workload, trial.shortened.nodes)
+    smaller = SmallerTask(problem.platform.task, workload, trial.shortened.nodes)
     return smaller.candidate(columns, problem.legality.axes)
 
 

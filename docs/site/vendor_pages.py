@@ -37,6 +37,7 @@ VENDORS = {
     "kunlunxin": "Kunlunxin",
 }
 
+ALL_ENGINES = {"train": "all training engines", "serve": "all serving engines"}
 STATUS = {
     Support.YES: "works",
     Support.IMPOSSIBLE: "not supported",
@@ -118,7 +119,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield table(["chip", "fact", "value", "source"], rows)
     quirks = read_quirks(package)
     engines = [
-        [f"all that {kind}", "all chips", _support_text(each), ""] for kind, each in read_engines(package).items()
+        [ALL_ENGINES[kind], "all chips", _support_text(each), ""] for kind, each in read_engines(package).items()
     ]
     engines += [[*_scope(each), _reported_text(each), source(each.source)] for each in quirks.support]
     yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
@@ -184,7 +185,7 @@ def _reported_text(report: Report) -> str:
 
 
 def _engines(scope: Scope) -> str:
-    return ", ".join([*scope.engines, *(f"all that {kind}" for kind in scope.kinds)]) or "all"
+    return ", ".join([*scope.engines, *(ALL_ENGINES[kind] for kind in scope.kinds)]) or "all"
 
 
 def _scope(scope: Scope) -> tuple[str, str]:

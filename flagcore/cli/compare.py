@@ -41,7 +41,7 @@ def explain_command(
     explanation = api.explain(spec, chip=chip, without=without)
     eliminated = {**explanation.counts.illegal, **explanation.counts.pruned}
     if form == "table":
-        rules = [{"rule": name, "says": explanation.says.get(name, "")} for name in eliminated]
+        rules = [{"rule": name, "message": explanation.messages.get(name, "")} for name in eliminated]
         options.show(str(explanation))
         if rules:
             options.show("\n" + render(rules, "table", options.columns("rules")))
@@ -52,7 +52,8 @@ def explain_command(
             options.show("\n" + _("Stopped: {reason}.", reason=explanation.ended_because))
     elif form == "csv":
         rows = [
-            {"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in explanation.says.items()
+            {"rule": rule, "removed": eliminated.get(rule, 0), "message": message}
+            for rule, message in explanation.messages.items()
         ]
         options.show_records(rows, form, options.columns("eliminated"))
     else:

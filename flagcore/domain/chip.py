@@ -109,7 +109,7 @@ class Chip:
         """Return whether `name` is the chip's name or an alias. Case, spaces and the vendor's name are ignored."""
         return normalize_name(name) in self.spellings
 
-    def is_meant_by(self, name: str) -> bool:
+    def matches_name(self, name: str) -> bool:
         """Return whether a user means this chip by `name`: its name, an alias, or a family name."""
         return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)
 

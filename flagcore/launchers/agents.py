@@ -73,7 +73,7 @@ class Agents:
         self._closed.set()
         self._thread.join()
         for connection in self._idle.values():
-            connection.hang_up()
+            connection.disconnect()
         for connection in self._idle.values():
             connection.close(CLOSE_SECONDS)
         self._idle.clear()
@@ -91,8 +91,8 @@ class Agents:
         for _ in range(MAX_READS):
             if connection.open and poll.poll(0):
                 connection.read()
-        connection.beat()
+        connection.send_heartbeat()
         if not connection.open:
-            connection.hang_up()
+            connection.disconnect()
             connection.close(0.0)
         return connection.open

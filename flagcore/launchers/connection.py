@@ -140,7 +140,7 @@ class Connection:
         self.outgoing += json.dumps(message).encode() + b"\n"
         self.flush()
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat if one is due, and set `problem` if the host has sent nothing for too long."""
         now = time.monotonic()
         if now - self.last_beat > agent.BEAT_SECONDS:
@@ -242,7 +242,7 @@ class Connection:
         """Return what the process on this machine wrote to its standard error."""
         return os.pread(self.log.fileno(), MAX_LINE_BYTES, max(0, os.fstat(self.log.fileno()).st_size - MAX_LINE_BYTES))
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the channel. The agent then ends its trial."""
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):

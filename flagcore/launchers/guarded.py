@@ -42,10 +42,10 @@ class GuardProcess(Protocol):
     """A process that runs the guard."""
 
     def kill(self) -> object:
-        """Kill it."""
+        """Kill the process."""
 
     def wait(self) -> object:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
 
 
 Spawn = Callable[[int, int], GuardProcess]

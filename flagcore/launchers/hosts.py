@@ -327,7 +327,7 @@ class HostsRunning:
             poll.register(self._client, select.POLLIN)
         by_descriptor: dict[int, Connection] = {}
         for each in self.connections:
-            each.beat()
+            each.send_heartbeat()
             if each.open:
                 by_descriptor |= {each.output: each, each.input: each}
                 poll.register(each.output, select.POLLIN)
@@ -387,7 +387,7 @@ class HostsRunning:
                 each.send(fresh=True)
             if each.problem or each.exit is None or not agents or not agents.give_back(each):
                 to_close.append(each)
-                each.hang_up()
+                each.disconnect()
         self.connections, deadline = [], time.monotonic() + CLOSE_SECONDS
         for each in to_close:
             each.close(deadline - time.monotonic())

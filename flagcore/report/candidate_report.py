@@ -35,8 +35,11 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     )
     title = f"{place}: {values_text(account['candidate'], knobs)}"
     lines = [title, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
-    if account["typed"]:
-        pairs = {knob: (typed_value, account["candidate"][knob]) for knob, typed_value in account["typed"].items()}
+    if account["requested"]:
+        pairs = {
+            knob: (requested_value, account["candidate"][knob])
+            for knob, requested_value in account["requested"].items()
+        }
         changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
     return "\n".join(

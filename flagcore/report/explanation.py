@@ -226,7 +226,7 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
             spec = _("yes") if knob["in_space"] else _("no")
             rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launch_note])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
-    details = [f"{knob['knob']}: {knob['says']}. {_details(knob)}" for knob in knobs]
+    details = [f"{knob['knob']}: {knob['help']}. {_details(knob)}" for knob in knobs]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
     return "\n".join([heading, table(headings, rows), "", *details])
 

@@ -21,7 +21,7 @@ def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
     table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
     rate = sum(each["tokens_per_second"] for each in alone)
     devices = sum(each["devices"] for each in alone)
-    table.append({"plan": _("sum of alone"), "devices": devices, "tokens_per_second": rate})
+    table.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
     columns = {
         _("plan"): "plan",
         _("chips"): "chips",

@@ -97,7 +97,7 @@ def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     batch = spec.train.global_batch_size
     if batch * nodes % total_nodes:
         return _(
-            "is {share} of the nodes, and global_batch_size = {batch} cannot be divided so",
+            "is {share} of the nodes, and global_batch_size = {batch} cannot be split in this ratio",
             share=f"1/{total_nodes // nodes}",
             batch=batch,
         )
@@ -313,7 +313,7 @@ def _control(control: ControlSection, file: str) -> Control:
     trial_nodes = control.trial_nodes
     sizes = tuple(trial_nodes) if isinstance(trial_nodes, list) else () if trial_nodes is None else (trial_nodes,)
     if list(sizes) != sorted(set(sizes)):
-        problem, fix = _("must ascend"), _("sort it")
+        problem, fix = _("must be in ascending order"), _("sort it")
         raise spec_error(TRIAL_NODES, problem, value=trial_nodes, fix=fix, file=file)
     return replace(budgets(control, file), trial_nodes=sizes)
 

@@ -263,13 +263,13 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
     if not chips:
         vendors = ", ".join(dict.fromkeys(chip.vendor for chip in plugins.chips()))
         text = N_(
-            "envs ask for chips of {vendor}, for which no plugin is installed; installed: {vendors}; name a chip as "
+            "envs select chips of {vendor}, for which no plugin is installed; installed: {vendors}; name a chip as "
             "cluster.chip to plan for another one"
         )
         raise NoDevice(_(text, vendor=vendor, vendors=vendors))
     found = tuple(device for device in devices if any(chip.has_name(device.chip) for chip in chips))
     if not found:
-        text = N_("envs ask for chips of {vendor}, and none is on this machine; name one to plan for it: {chips}")
+        text = N_("envs select chips of {vendor}, but this machine has none; name one to plan for it: {chips}")
         raise NoDevice(_(text, vendor=vendor, chips=", ".join(chip.name for chip in chips)))
     return found
 
@@ -277,7 +277,7 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
 def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
     chips = plugins.chips()
     for chip in chips:
-        if chip.is_meant_by(name):
+        if chip.matches_name(name):
             return chip
     hint = unknown_chip_hint(name, chips)
     raise NoDevice(

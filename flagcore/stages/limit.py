@@ -76,15 +76,14 @@ def search_time(task: Task, workload: Workload, predictions: Predictions, rows: 
     """Return the time of a search that tries `rows`."""
     control = task.spec.control
     max_step = control.max_step_time or math.inf
-    is_shortened = bool(
-        (predictions.step_time_s[rows] > max_step).any()
-    )  # then the finalists run again with whole steps
+    # if steps are shortened, the finalists run again with whole steps
+    is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
     rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
     repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
 
     def seconds_of_steps(seconds: FloatArray) -> float:
-        of_trials = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
-        return control.train_iters * (of_trials + repeats * float(np.max(seconds, initial=0.0)))
+        trial_seconds = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
+        return control.train_iters * (trial_seconds + repeats * float(np.max(seconds, initial=0.0)))
 
     is_training = isinstance(task.spec.work, TrainSpec)
     predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))

@@ -37,7 +37,7 @@ def task_on(chip: Chip) -> Task:
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
 
 
-def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
+def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook with a chip or an engine as argument, with its arguments, once per engine."""
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}

@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def audible() -> Iterator[None]:
+def warnings_enabled() -> Iterator[None]:
     """Let warnings be logged within `quiet`, to no handler."""
     before, handlers = logging.root.manager.disable, logging.root.handlers[:]
     logging.disable(logging.NOTSET)

@@ -30,7 +30,7 @@ from flagcore.physics import device_memory  # noqa: F401 (what plugins usually i
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
 from flagcore.plugins.installed import BadPlugin, one_line
-from flagcore.testing.examples import questions
+from flagcore.testing.examples import example_calls
 from flagcore.testing.state import changed, process_state
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 
@@ -132,7 +132,7 @@ def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, objec
     yield "flagcore_maturity", {}
     yield "flagcore_vendor", {"environment": {}}
     for chip in loaded.chips():
-        yield from questions(chip)
+        yield from example_calls(chip)
 
 
 def _frozen_copies(arguments: Mapping[str, object]) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import links_of, with_own_adapters
-from flagcore.vendorkit.rows import Listing, Row, blocked, read_processes, strip_controls
+from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes, strip_controls
 from flagcore.vendorkit.smi import query_tool, tool_output, visible
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def use_with(
 
 
 def _use(row: Row, processes: tuple[str, ...]) -> DeviceUse:
-    return DeviceUse(processes=processes, blocked=blocked(row.mode, processes))
+    return DeviceUse(processes=processes, blocked=blocked_reason(row.mode, processes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,8 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
     for name, value in others.items():
         if value is None:
             raise wrong(repr(name), "has no value", f'put a text with a comma in quotes: {needed}: "{detail}, {name}"')
-    return {"kind": kind, "detail": ", ".join([detail, *(f"{name} {value}" for name, value in others.items())])}
+    details = (str(value) if name == "confidence" else f"{name} {value}" for name, value in others.items())
+    return {"kind": kind, "detail": ", ".join([detail, *details])}
 
 
 def _number_hint(problem: str, value: object) -> str:

@@ -42,7 +42,7 @@ class VendorPlugin:
     """A plugin whose facts are in files of `package`: chips/, costs/, engines.yaml, environment.yaml, quirks.yaml,
     knobs.yaml and maturity.yaml.
 
-    All but chips/ are optional. Subclass it to implement a hook in another way. `vendor` is the vendor in the chip
+    All but chips/ are optional. Subclass it to override a hook. `vendor` is the vendor in the chip
     files. `memory` returns the memory model of a device of a group under an engine. `detector` finds devices; None:
     this plugin finds none.
     """

@@ -121,7 +121,7 @@ def read_processes(text: str) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def blocked(mode: str, processes: Sequence[str]) -> str:
+def blocked_reason(mode: str, processes: Sequence[str]) -> str:
     """Return why no process can start on a device in a compute mode; empty if one can."""
     if mode == "Prohibited":
         return "is in compute mode Prohibited"

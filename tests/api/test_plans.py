@@ -80,7 +80,7 @@ def test_a_family_name_means_one_chip_in_specs_only(caplog: pytest.LogCaptureFix
     assert api.estimate(spec("H100"), top=1).chip == "H100-SXM"
     assert any("H100-SXM" in record.getMessage() for record in caplog.records)
     (chip,) = [each for each in load_plugins(()).chips() if each.name == "H100-SXM"]
-    assert chip.is_meant_by("nvidia h100")
+    assert chip.matches_name("nvidia h100")
     assert not chip.has_name("H100")
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.common import calibrated_plugins as unlisted_chips
-from flagcore.api.common.calibrated_plugins import ask_torch, chip_of
+from flagcore.api.common.calibrated_plugins import accelerator_report, chip_of
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
@@ -60,7 +60,7 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+weird")
-    message = ask_torch()
+    message = accelerator_report()
     assert message is not None
     assert (message.kind, message.backend) == ("weird", "wccl")
     assert [(each.index, each.chip, each.memory_bytes) for each in message.devices] == [
@@ -72,7 +72,7 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
 def test_a_torch_without_accelerators_is_not_started() -> None:
     if find_spec("torch") is None:
         pytest.skip("needs torch")
-    assert ask_torch() is None or smi.tool_output(sys.executable, "-c", "import torch") is not None
+    assert accelerator_report() is None or smi.tool_output(sys.executable, "-c", "import torch") is not None
 
 
 class Lists:
@@ -94,7 +94,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     device = Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)
     words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}
     one = TorchReport(**words, attributes=frozenset(), devices=(device,))
-    monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: one)
+    monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: one)
     saved_calibration, file = api.calibrate(seconds=3.0)
     assert saved_calibration.chip == "Weird 9000"
     assert file.parent == tmp_path / "calibrations"
@@ -115,7 +115,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
 def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded_plugins = LoadedPlugins.of({})
     monkeypatch.setattr(loaded_plugins, "devices", Lists.devices)
-    monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: None)
+    monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: None)
     with pytest.raises(NoDevice, match="Weird 9000"):
         unlisted_chips.uncatalogued(loaded_plugins)
 

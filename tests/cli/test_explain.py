@@ -69,9 +69,9 @@ def test_a_value_outside_the_space_is_reported_and_still_predicted(
 
 def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     account = explained(project.spec(), "tp=1, dp=2, sp=true")
-    assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
+    assert (account["requested"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
     assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
-    assert explained(project.spec(), "tp=2, mbs=4")["typed"] is None
+    assert explained(project.spec(), "tp=2, mbs=4")["requested"] is None
 
 
 def test_knobs_may_be_separated_by_blanks(flag: Flag, project: Project) -> None:

@@ -115,7 +115,7 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
 
 
 def bounds(schedule: str, kind: str, worst: float, mean: float) -> Any:
-    """Two micro-batches a stage at the least; stages that all differ cover what those with other edges do."""
+    """Two micro-batches per stage at the least; stages that all differ cover what those with other edges do."""
     return pytest.param(schedule, kind, 2, worst, mean, marks=pytest.mark.long if kind == "edges" else ())
 
 

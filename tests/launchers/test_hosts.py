@@ -329,12 +329,12 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
 def test_a_host_may_take_longer_to_answer_than_to_be_lost() -> None:
     slow_connection = connection.Connection("a", ["cat"])
     slow_connection.last_input -= 2 * connection.SILENCE_SECONDS
-    slow_connection.beat()
+    slow_connection.send_heartbeat()
     assert slow_connection.open
     slow_connection.hello = {}
-    slow_connection.beat()
+    slow_connection.send_heartbeat()
     assert not slow_connection.open
-    slow_connection.hang_up()
+    slow_connection.disconnect()
     slow_connection.close(5)
 
 

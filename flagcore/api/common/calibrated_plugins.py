@@ -137,7 +137,7 @@ SECONDS = 60.0
 VENDOR = "uncatalogued"
 
 
-def ask_torch() -> TorchReport | None:
+def accelerator_report() -> TorchReport | None:
     """Return torch's report of the accelerator of this machine; None without torch or without an accelerator."""
     if (_installed_torch() or "").endswith("+cpu"):
         return None
@@ -151,7 +151,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
     Raises NoDevice for devices that a plugin lists but torch cannot use, because nothing can be measured on them.
     """
     unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
-    torch_report = ask_torch()
+    torch_report = accelerator_report()
     if torch_report and not unknown_devices:
         unknown_devices = [device for device in torch_report.devices if loaded.find_chip(device.chip) is None]
     if not unknown_devices:

@@ -270,7 +270,7 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     chips = load_plugins(without).chips()
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
-        if isinstance(name, str) and name != AUTO and not any(chip.is_meant_by(name) for chip in chips):
+        if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in chips):
             problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
             yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 

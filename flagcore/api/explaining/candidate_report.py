@@ -40,9 +40,9 @@ from flagcore.strategies.learned import believed
 class CandidateReport(Notebook):
     """Report on one candidate as plain data: GiB and seconds, knobs by name.
 
-    `name` is the input. `typed` is the input as knobs if it is equivalent to another `candidate`, which is reported.
+    `name` is the input. `requested` are its knobs if another, equivalent `candidate` is reported.
     `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
-    (`rule`, `says`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
+    (`rule`, `message`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
     candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
     the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
     else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
@@ -59,7 +59,7 @@ class CandidateReport(Notebook):
     state: str
     because: tuple[str, ...]
     rules: tuple[Mapping[str, Any], ...] = ()
-    typed: Mapping[str, KnobValue] | None = None
+    requested: Mapping[str, KnobValue] | None = None
     predicted: Mapping[str, Any] | None = None
     believed: Mapping[str, Any] | None = None
     expected_s: float | None = None
@@ -113,7 +113,9 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         devices=task.cluster.devices,
         objective=task.spec.objective,
         candidate=equal_candidate.as_dict(),
-        typed=requested.as_dict() if named & differing(requested.as_dict(), equal_candidate.as_dict()).keys() else None,
+        requested=requested.as_dict()
+        if named & differing(requested.as_dict(), equal_candidate.as_dict()).keys()
+        else None,
         state=state,
         because=tuple(because),
         rules=(*rules, *learned),

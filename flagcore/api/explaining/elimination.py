@@ -46,7 +46,7 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any
     """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
-        {"rule": rule.name, "says": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
+        {"rule": rule.name, "message": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
         for rule in problem.legality.rules
         if bool(rule.broken(columns).any())
     ]
@@ -73,12 +73,16 @@ def state_of(
         lines = []
         for rule in broken:
             values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
-            lines.append(f"{rule['rule']}: {rule['says']}" + (f" ({values})" if values else ""))
-        return ILLEGAL, [*lines, *_outside_reasons(snapshot, candidate)], []
+            lines.append(f"{rule['rule']}: {rule['message']}" + (f" ({values})" if values else ""))
+        return ILLEGAL, [*lines, *_reasons_outside_space(snapshot, candidate)], []
     if row is None:
         not_listed = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
-        return OUTSIDE, [*(_outside_reasons(snapshot, candidate) or not_listed), legal, *_memory_text(predicted)], []
+        return (
+            OUTSIDE,
+            [*(_reasons_outside_space(snapshot, candidate) or not_listed), legal, *_memory_text(predicted)],
+            [],
+        )
     pruned_by = _pruning_rule(snapshot, row)
     fidelity = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == fidelity and trial.role is not Role.IMPORTED for trial in tried):
@@ -101,7 +105,7 @@ def state_of(
     return OPEN, [*probe_reasons, *_open_reasons(snapshot, row)], []
 
 
-def _outside_reasons(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _reasons_outside_space(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     values = candidate.as_dict()
     return [
         _("not in the space: {knob} = {value}; {values}", knob=axis.knob, value=value, values=values_of(axis))
@@ -203,7 +207,7 @@ def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
         return []
     name, behind = pruned.rules[code - 1], int(pruned.trial[row])
     rule_text = snapshot.problem.messages.get(name, "")
-    return [{"rule": name, "says": rule_text, "values": {}, "trial": behind if behind >= 0 else None}]
+    return [{"rule": name, "message": rule_text, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
 def _removal_reason(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
@@ -213,7 +217,7 @@ def _removal_reason(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predi
         line = f"{DOES_NOT_FIT}: {''.join(_memory_text(predicted))}"
         needed_gib = float(predictions.device_used_bytes[row]) * least_share / 2**30
         return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
-    line = f"{rule['rule']}: {rule['says']}"
+    line = f"{rule['rule']}: {rule['message']}"
     if rule["trial"] is None:
         return line
     trial = next(each for each in all_trials(snapshot) if each.number == rule["trial"])
@@ -247,7 +251,7 @@ class Explanation(Notebook):
     """
 
     counts: Counts
-    says: Mapping[str, str]
+    messages: Mapping[str, str]
     ended_because: str | None = None
     nothing_fits: str | None = None
     knobs: tuple[Mapping[str, Any], ...] = ()
@@ -283,7 +287,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits = str(error)
     return Explanation(
         counts=counts,
-        says=problem.messages,
+        messages=problem.messages,
         ended_because=because,
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),

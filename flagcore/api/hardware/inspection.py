@@ -135,7 +135,7 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
             purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
             yield _requirement_record(chip.name, purpose, None if problem else _("imported"), problem)
         for problem in loaded.health(chip):
-            yield _requirement_record(chip.name, _("stack of the chip"), None, problem)
+            yield _requirement_record(chip.name, _("software of the chip"), None, problem)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:

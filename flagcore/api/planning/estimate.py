@@ -11,8 +11,8 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records, read_spec
 from flagcore.api.common.inputs import SpecLike, loaded_plugins
+from flagcore.api.planning.cheapest_change import cheapest_change
 from flagcore.api.planning.mixing import mixing_of
-from flagcore.api.planning.ways_out import way_out
 from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
@@ -97,7 +97,7 @@ def estimate(
     if not problem.pruned.open_rows.size:
         cluster = problem.platform.task.spec.cluster
         is_detected = cluster.chip == AUTO and not cluster.groups
-        fix = None if is_detected else partial(way_out, problem, workload, without)
+        fix = None if is_detected else partial(cheapest_change, problem, workload, without)
         raise NothingFits(nothing_fits_text(problem, workload, fix))
     order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
@@ -238,7 +238,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "knob": knob.name,
         "values": list(knob.values),
         "in_space": knob in task.knobs,
-        "says": knob.help,
+        "help": knob.help,
         "claim": knob.claim,
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,

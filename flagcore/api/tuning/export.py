@@ -126,7 +126,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
         text = no_start_script(plan, cannot)
     else:
         launch = problem.platform.prepared(planned)
-        cannot, hidden = launch.missing, Hidden.of(launch)
+        cannot, hidden = launch.missing, HiddenSecrets.of(launch)
         write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
         if hidden.kept:
             write(folder / SECRETS, secrets_script(hidden), private=True)
@@ -202,7 +202,7 @@ def require_startable(problem: Problem, workload: Workload, best: Candidate) -> 
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
 
 
-def _as_json(launch: Launch, hidden: Hidden) -> str:
+def _as_json(launch: Launch, hidden: HiddenSecrets) -> str:
     """Return a launch as JSON; for secrets of this shell it has only the names."""
     shown_environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
     required = [name for name in hidden.inherited if name in launch.environment]
@@ -221,7 +221,7 @@ SECRETS = "secrets.sh"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hidden:
+class HiddenSecrets:
     """The secrets of a launch. `inherited` are variables that have the same value in this shell.
 
     `kept` are the other secrets by name. A secret of the command line that is in no variable gets a name.
@@ -233,7 +233,7 @@ class Hidden:
     """Names of variables by the secret of the command line that they contain."""
 
     @classmethod
-    def of(cls, launch: Launch) -> Hidden:
+    def of(cls, launch: Launch) -> HiddenSecrets:
         """Return the secrets of `launch`, divided into those of this shell and others."""
         secret_variables = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
         inherited = [name for name, value in secret_variables.items() if os.environ.get(name) == value]
@@ -254,7 +254,7 @@ class Hidden:
         return bool(self.inherited or self.kept)
 
 
-def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
+def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> str:
     """Return a shell script that starts `launch` unchanged. Its secrets are in the user's shell, or in `folder`."""
     rendezvous = {} if launch.own_script else RENDEZVOUS
     exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
@@ -287,7 +287,7 @@ def listing(plan: Plan, launch: Launch) -> str:
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
-def secrets_script(hidden: Hidden) -> str:
+def secrets_script(hidden: HiddenSecrets) -> str:
     """Return a shell script that sets the secrets which this shell does not have."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
     return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"

@@ -245,8 +245,8 @@ def _crossing(
     start, end = low, high
     while (start < end).any():
         half = np.floor((start + end) / 2.0)
-        growing, shrinking = figures(half)
-        reached = growing >= shrinking
+        increasing, decreasing = figures(half)
+        reached = increasing >= decreasing
         start, end = np.where((start < end) & ~reached, half + 1.0, start), np.where(reached & (start < end), half, end)
     before = np.maximum(start - 1.0, low)
     here, less = np.maximum(*figures(start)), np.maximum(*figures(before))

@@ -136,7 +136,7 @@ def _splits_with_mtp(
     With `is_empty`, the last virtual stage of that stage has no layer. Without `costs`, the stages that change have no
     limits.
     """
-    mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_nothing(train, layout, early=early)
+    mtp, empty = layout.pipeline - 1.0 - early, _layers_beside_empty_stage(train, layout, early=early)
     at_least: FloatArray | float = empty[:, 0] + 1.0
     if early or is_empty:
         most = _limits_with_mtp(train, layout, costs, most, (mtp - is_empty) % layout.pipeline, mtp)
@@ -147,7 +147,7 @@ def _splits_with_mtp(
     return _Found(best.seconds, *stage_layers(train, layout, best, most))
 
 
-def _layers_beside_nothing(train: Training, layout: Layout, *, early: bool) -> FloatArray:
+def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:
     """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has none,
     for each number of leading dense layers among them: (candidates, leading layers).
     """

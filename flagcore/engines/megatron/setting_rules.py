@@ -113,8 +113,8 @@ def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
     """Return the rule for the virtual stages of a schedule: interleaved needs them, 1F1B allows any number, all others
     have a fixed number.
 
-    DualPipe and DualPipeV need two micro-batches a stage, DualPipe even numbers of stages and of micro-batches (source:
-    its repository).
+    DualPipe and DualPipeV need two micro-batches per stage, DualPipe even numbers of stages and of micro-batches
+    (source: its repository).
     """
     name = schedule(setting)
     min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1

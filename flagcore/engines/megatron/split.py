@@ -87,7 +87,7 @@ class Split:
         return np.where(knob > 0, knob, self.expert_tensor or c[TENSOR])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return whether the layers do not divide over the pipeline stages, or a stage would be empty."""
+        """Return whether the pipeline stages have no even split of the layers, or one would be empty."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
             return broken

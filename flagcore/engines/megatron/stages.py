@@ -75,8 +75,8 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *,
     """
     largest, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
-    if _goes_round(layers, leading, virtual, early=early):
-        return _around(layers, leading, virtual, early=early)
+    if _wraps_around(layers, leading, virtual, early=early):
+        return _wrapped(layers, leading, virtual, early=early)
     chunks = []
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
         empty = int(early and device == last)
@@ -91,7 +91,7 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int, *,
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 
 
-def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> bool:
+def _wraps_around(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> bool:
     """Return whether a device has leading layers on several virtual stages, because it has too few other layers.
 
     Every virtual stage has a layer, except the very last one and, with early multi-token prediction, the one before it.
@@ -102,7 +102,7 @@ def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int, *, 
     return any(count - first < few for count, first, few in zip(layers, leading, least, strict=True))
 
 
-def _around(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
+def _wrapped(layers: Sequence[int], leading: Sequence[int], virtual: int, *, early: bool) -> list[int]:
     """Return the same with leading layers on as many virtual stages of each device as possible."""
     left, order = [*leading], 0
     while order < len(layers) * (virtual - 1) + (not early) and left[order % len(layers)]:

@@ -57,7 +57,7 @@ def job_warnings(
     ]
     if completed_settings:
         lines.append(
-            "the layers do not divide over the (virtual) pipeline stages: predicted as published runs split them, with "
+            "no even split over the (virtual) pipeline stages exists: predicted as in published runs, with "
             f"{' and '.join(completed_settings)}; give that or another split"
         )
     return lines

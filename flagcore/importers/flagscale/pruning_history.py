@@ -127,14 +127,14 @@ class HistoryRule:
 
 
 def _by_micro_batch(new: Values, old: Entry) -> str | None:
-    """Copy the result of a larger micro-batch that ran; prune larger micro-batches than one out of memory."""
+    """Copy the result of a larger micro-batch; prune if a smaller one ran out of memory."""
     if old.values[MBS] > new[MBS] and old.performance:
         return "performance"
     return "memory" if _more_micro_batch(new, old.values) and old.out_of_memory else None
 
 
 def _by_recompute(new: Values, old: Entry) -> str | None:
-    """Copy the result of less recompute that ran; prune less recompute than one out of memory."""
+    """Copy the result of a candidate with less recompute; prune if one with more recompute ran out of memory."""
     previous, both_recompute = old.values, new[RECOMPUTE] and old.values[RECOMPUTE]
     if new[RECOMPUTE] and not previous[RECOMPUTE] and old.performance:
         return "performance"
@@ -150,7 +150,7 @@ def _by_recompute(new: Values, old: Entry) -> str | None:
 
 
 def _by_sequence_parallel(new: Values, old: Entry) -> str | None:
-    """Copy the result with sequence parallelism to the candidate without it, including out of memory."""
+    """Copy the result of the same candidate with sequence parallelism, also if it ran out of memory."""
     if not _no_sequence_parallel(new, old.values):
         return None
     return "performance" if old.performance else "memory" if old.out_of_memory else None

@@ -17,7 +17,7 @@ def one_forward_one_backward(p: int, m: int, warmup: Callable[[int], int] | None
     """Return the order of 1F1B (arXiv 2104.04473).
 
     Device r starts with `warmup(r)` forward passes, by default p - r, and then alternates between backward and forward
-    passes. If there are as many of them as micro-batches, the order is that of GPipe (arXiv 1811.06965).
+    passes. With as many warm-up passes as micro-batches, the order is that of GPipe (arXiv 1811.06965).
     """
     orders: Orders = []
     for r in range(p):

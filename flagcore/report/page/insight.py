@@ -33,7 +33,7 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "says": {name: text for name, text in problem.messages.items() if name in used},
+        "messages": {name: text for name, text in problem.messages.items() if name in used},
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
         "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),

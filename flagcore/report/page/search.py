@@ -108,7 +108,7 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 def funnel(run: RunData) -> Section:
     """Return the counts from all combinations to the candidates, and from these to the untried ones."""
-    counts, reasons = Counts(**run.result["counts"]), run.insight.get("says", {})
+    counts, reasons = Counts(**run.result["counts"]), run.insight.get("messages", {})
     illegal, states = funnel_stages(counts, run.fidelity)
     combinations, candidates = (_("combinations"), counts.combinations), (_("candidates"), counts.candidates)
     blocks = (
@@ -120,14 +120,14 @@ def funnel(run: RunData) -> Section:
 
 
 def _chart(
-    title: str, start: tuple[str, int], removed: Sequence[Removed], end: tuple[str, int], says: Mapping[str, str]
+    title: str, start: tuple[str, int], removed: Sequence[Removed], end: tuple[str, int], messages: Mapping[str, str]
 ) -> Chart:
     data = table(
         _("{title}; removed counts are negative", title=title),
         [_("stage"), _("number"), _("why")],
         [
             [*start, ""],
-            *([name, cell(-count), says.get(rule, "")] for rule, name, count in removed),
+            *([name, cell(-count), messages.get(rule, "")] for rule, name, count in removed),
             [*end, ""],
         ],
     )

@@ -40,7 +40,7 @@ def pipeline(run: RunData) -> Section | None:
     )
 
 
-def fewest(passes: Passes, most: int) -> int | None:
+def microbatches_to_show(passes: Passes, most: int) -> int | None:
     """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
     `most` passes.
     """
@@ -59,7 +59,7 @@ def _passes_per_microbatch(passes: Passes) -> int:
 
 
 def _blocks(passes: Passes) -> tuple[Block, ...]:
-    number = fewest(passes, MAX_PASSES)
+    number = microbatches_to_show(passes, MAX_PASSES)
     if SCHEDULES[passes.schedule].splits_backward and not passes.weight_s:
         text = _("No timeline: insight.json of this run is of an earlier version. Delete it to predict the run again.")
     elif number is None:

@@ -8,13 +8,13 @@ from typing import Any
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
-from flagcore.testing.examples import FOREIGN_CHIP, questions
+from flagcore.testing.examples import FOREIGN_CHIP, example_calls
 from flagcore.testing.kit import Check, Problems, Subject, check
 
 
 @check("return None for chips of other vendors")
 def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
-    for hook, arguments in questions(FOREIGN_CHIP):
+    for hook, arguments in example_calls(FOREIGN_CHIP):
         try:
             answer = plugin.ask(hook, arguments)
         except SpecError:

@@ -185,7 +185,7 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
 @check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
 def transcripts_leave_nothing_out(plugin: Subject) -> Problems:
     for each in plugin.listings:
-        with fakes.machine(fakes.printing(each)), fakes.audible(), capture_warnings() as messages:
+        with fakes.machine(fakes.printing(each)), fakes.warnings_enabled(), capture_warnings() as messages:
             fakes.ask(plugin)
         if len(messages) != each.left_out:
             shown = "; ".join(messages)[:200] or "nothing"

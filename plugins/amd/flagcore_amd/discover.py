@@ -30,7 +30,7 @@ def _read(timeout_seconds: float) -> Listing:
     return smi.with_metrics(found, smi.read_metrics(tool_output(*METRICS, timeout_seconds=timeout_seconds) or ""))
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     return "+rocm" in report.version or all(smi.is_amd(each.chip) for each in report.devices)
 
 
@@ -51,6 +51,6 @@ DETECTOR = AmdDetector(
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x12"),  # without displays, as for other vendors
-    trusts=_trusts,
+    trusts=_is_own_torch,
     topology=("rocm-smi", "--showtopotype"),
 )

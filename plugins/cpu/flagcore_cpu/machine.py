@@ -84,7 +84,7 @@ def _estimate(per_cycle: float, processor: Processor, emulated: bool) -> Fact:
     value = per_cycle * processor.clock_hz / processor.threads_per_core
     method = f"{per_cycle:g} flop a cycle x {processor.clock_hz / 1e9:.2f} GHz ({processor.clock_from})"
     if processor.threads_per_core > 1:
-        method += f" / {processor.threads_per_core:g} threads a core"
+        method += f" / {processor.threads_per_core:g} threads per core"
     return Fact(value=value, source=Source(kind="estimated", detail=method + (", bf16 emulated" if emulated else "")))
 
 

@@ -14,7 +14,7 @@ FIELDS = (
 )
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     return "dtk" in report.version or "+das" in report.version or all(smi.is_dcu(each.chip) for each in report.devices)
 
 
@@ -28,5 +28,5 @@ DETECTOR = DeviceDetector(
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x0302", "0x0b40", "0x12"),  # lspci calls them display controllers or co-processors
-    trusts=_trusts,
+    trusts=_is_own_torch,
 )

@@ -10,7 +10,7 @@ PCI_VENDOR = 0x1D22
 """Baidu's ID. The PCI ID database lists the cards under it."""
 
 
-def _trusts(report: TorchReport) -> bool:
+def _is_own_torch(report: TorchReport) -> bool:
     return all(each.chip == "GPU" or smi.is_xpu(each.chip) for each in report.devices)
 
 
@@ -25,5 +25,5 @@ DETECTOR = DeviceDetector(
     device_file="dev/xpu[0-9]*",
     pci_vendor=PCI_VENDOR,
     topology=("xpu-smi", "topo", "-m"),
-    trusts=_trusts,
+    trusts=_is_own_torch,
 )

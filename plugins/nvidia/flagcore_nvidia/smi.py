@@ -12,7 +12,7 @@ from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    blocked,
+    blocked_reason,
     listing_of,
     parse_memory,
     parse_power,
@@ -137,7 +137,7 @@ def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
     text = strip_controls(devices)
     return {
         int(row["index"]): DeviceUse(
-            processes=tuple(held), blocked=blocked(row["compute_mode"], held), pending=_pending(row)
+            processes=tuple(held), blocked=blocked_reason(row["compute_mode"], held), pending=_pending(row)
         )
         for row in csv_rows(text, USE_FIELDS) or csv_rows(text, USE_FIELDS[:3])
         if row["index"].isdigit()

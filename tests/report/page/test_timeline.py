@@ -17,7 +17,7 @@ from flagcore.physics.schedules.execution import ExecutedPass
 from flagcore.physics.schedules.replay import pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
-from flagcore.report.page.timeline import KINDS, MAX_PASSES, fewest, pipeline
+from flagcore.report.page.timeline import KINDS, MAX_PASSES, microbatches_to_show, pipeline
 from tests import small
 from tests.physics.planned_orders import PLANNED, simulate
 
@@ -133,12 +133,15 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
 
 def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
     long_passes = replace(PASSES, microbatches=512)
-    assert fewest(long_passes, 3000) == 8
-    assert fewest(replace(long_passes, virtual=4), 3000) == 8
-    assert fewest(replace(PASSES, microbatches=2), 3000) == 2
-    assert fewest(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
+    assert microbatches_to_show(long_passes, 3000) == 8
+    assert microbatches_to_show(replace(long_passes, virtual=4), 3000) == 8
+    assert microbatches_to_show(replace(PASSES, microbatches=2), 3000) == 2
+    assert microbatches_to_show(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
     sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(fewest(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32 for name in SCHEDULES)
+    assert all(
+        microbatches_to_show(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32
+        for name in SCHEDULES
+    )
 
 
 def section_of(passes: Passes, *without: str) -> Section:

@@ -82,7 +82,7 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
     assert len(insight_data["pipeline"]["forward_s"]) == 4
     worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
-    assert all(rule in insight_data["says"] for rule in problem.space.illegal)
+    assert all(rule in insight_data["messages"] for rule in problem.space.illegal)
     assert all(fact["kind"] for chip in insight_data["chips"] for fact in chip["facts"])
 
 
@@ -96,7 +96,7 @@ def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
 
 def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
     insight_data = insight(problem, WORKLOAD, None)
-    assert insight_data["says"]
+    assert insight_data["messages"]
     assert insight_data["chips"]
     assert "knobs" not in insight_data
 

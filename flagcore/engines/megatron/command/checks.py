@@ -154,7 +154,7 @@ def command_warnings(spec: Spec) -> list[str]:
 
 def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:
     train, model = spec.train, spec.model
-    spec_is_used, spec_is_predicted = _("the spec's is used"), _("predictions are of the spec's")
+    spec_is_used, spec_is_predicted = _("the spec is used"), _("predictions use the spec")
     for dest in ("seq_length", "global_batch_size"):
         if effective.get(dest, getattr(train, dest)) != getattr(train, dest):
             yield dest, effective[dest], getattr(train, dest), spec_is_used

@@ -70,5 +70,5 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
     has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
     if model["num_layers"] % stages and not has_split:
-        return f"{model['num_layers']} layers do not divide over {stages} stages"
+        return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
     return ""

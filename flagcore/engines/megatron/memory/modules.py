@@ -13,13 +13,13 @@ from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 @dataclass(frozen=True, slots=True)
 class ExtraBytes:
-    """Bytes that a saving adds to a module's peak, limited to `spared` bytes for each other layer in flight."""
+    """Bytes that a saving adds to a module's peak, at most `saved_per_layer` for each other layer in flight."""
 
     bytes: FloatArray
-    spared: FloatArray
+    saved_per_layer: FloatArray
 
     def extra_bytes(self, layers: FloatArray) -> FloatArray:
-        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
+        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.saved_per_layer)
 
 
 @dataclass(frozen=True, slots=True)

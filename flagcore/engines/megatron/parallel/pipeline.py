@@ -100,7 +100,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
 
     Candidates with a number in `Layout.split` have the layers of that split. For the others, layers are split evenly,
     except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if options
-    require it. If the layers do not divide, all stages but the last have the number rounded up, as in usual layouts.
+    require it. If no even split exists, all stages but the last have the number rounded up, as in usual layouts.
     """
     number = layout.split.astype(np.int64)
     if options.splits is None or not number.any():

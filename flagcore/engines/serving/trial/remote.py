@@ -50,7 +50,7 @@ class Remote(Served):
         return int(self._read("servers")[self._number]["resident_bytes"])
 
     def _read(self, key: str) -> dict[str, Any]:
-        """Return a part of the report, empty if there is none. A mirror that is just being written is read again."""
+        """Return a part of the report, empty if there is none. Retries while the report is being written."""
         while True:
             try:
                 return dict(json.loads(self._report.read_text("utf-8"))[key])

@@ -16,7 +16,7 @@ DOUBLINGS = 4
 """How often the number of nodes is doubled."""
 
 
-def way_out(problem: Problem, workload: Workload, without: Collection[str]) -> str:
+def cheapest_change(problem: Problem, workload: Workload, without: Collection[str]) -> str:
     """Return the first change with which a candidate is left: other knobs, then more nodes."""
     with loaded_plugins(without) as loaded:
         for change, spec in _changes(problem.platform.task.spec):
