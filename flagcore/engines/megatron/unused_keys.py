@@ -57,7 +57,7 @@ def job_warnings(
     ]
     if completed_settings:
         lines.append(
-            "no even split over the (virtual) pipeline stages exists: predicted as in published runs, with "
+            "the layers do not divide over the (virtual) pipeline stages: predicted as published runs split them, with "
             f"{' and '.join(completed_settings)}; give that or another split"
         )
     return lines
