@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,14 @@ def test_import_contracts_cover_every_package(
     listed = set(contracts[name][field])
     expected = {"flagcore"} if "flagcore" in listed else ROOMS - {f"flagcore.{each}" for each in exceptions.split()}
     assert listed == expected
+
+
+def test_the_core_names_no_engine_importer_or_vendor() -> None:
+    groups = ("flagcore.engines", "flagcore.importers", "flagcore.plugins")
+    names = {point.name for group in groups for point in entry_points(group=group)} - {"cpu"}
+    package = Path(flagcore.__file__).parent
+    outside = ("engines", "importers", "testing")
+    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in outside]
+    words = {file: set(re.findall(r"[a-z0-9]+", file.read_text(encoding="utf-8").lower())) for file in files}
+    assert len(names) > 10
+    assert {(file, name) for file in words for name in names & words[file]} == set()

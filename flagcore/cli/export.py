@@ -24,7 +24,7 @@ def _targets(context: click.Context, parameter: click.Parameter, typed: str) -> 
     required=True,
     metavar="TARGET",
     shell_complete=_targets,
-    help="The engine, slurm, kubernetes, compose (servers), flagscale, or a target of a plugin.",
+    help="The engine, slurm, kubernetes, compose (servers), an importer, or a target of a plugin.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
