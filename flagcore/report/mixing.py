@@ -1,4 +1,4 @@
-"""What mixing several kinds of chips is worth, as text."""
+"""The gain of mixing several kinds of chips, as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAYS = 1.02
 
 
 def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return a table of the mixed plan, each kind alone and their sum, and one line on what mixing is worth."""
+    """Return a table of the mixed plan, each kind alone and their sum, and one line on the gain."""
     alone = mixing["alone"]
     rows = [{**mixing["mixed"], "plan": _("mixed")}, *({**each, "plan": _("alone")} for each in alone)]
     table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]

@@ -30,7 +30,7 @@ from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
 from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.scope import applying
+from flagcore.vendorkit.scope import applicable
 from flagcore.vendorkit.variables import environment
 
 DESCRIPTIONS_SECONDS = 60.0
@@ -116,16 +116,16 @@ class VendorPlugin:
         if support is None or not self.owns(chip):
             return None
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
-        for report in applying(quirks.support, *about)[:1]:
+        for report in applicable(quirks.support, *about)[:1]:
             works = support.support if report.works is None else SUPPORT[report.works]
             support = replace(support, support=works, reason=report.reason, install=report.install or support.install)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(
             support,
-            refused=applying(quirks.refused, *about),
-            forced=applying(quirks.forced, *about),
-            notes=tuple(_with_source(each) for each in applying(quirks.notes, *about)),
+            refused=applicable(quirks.refused, *about),
+            forced=applicable(quirks.forced, *about),
+            notes=tuple(_with_source(each) for each in applicable(quirks.notes, *about)),
         )
 
     @hookimpl
@@ -133,8 +133,8 @@ class VendorPlugin:
         chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
         quirks, kind = read_quirks(self.package), "serve" if isinstance(task.spec.work, ServeSpec) else "train"
         about = [(chip, task.spec.work.engine, engine_version, kind) for chip in chips]
-        preferred = dict.fromkeys(each for found in about for each in applying(quirks.preferred, *found))
-        slow = dict.fromkeys(each for found in about for each in applying(quirks.warmup, *found))
+        preferred = dict.fromkeys(each for found in about for each in applicable(quirks.preferred, *found))
+        slow = dict.fromkeys(each for found in about for each in applicable(quirks.warmup, *found))
         if not preferred and not slow:
             return None
         unit = "requests of a load" if kind == "serve" else "steps of a trial"
@@ -161,7 +161,7 @@ class VendorPlugin:
         self, chip: Chip, engine: str, engine_version: str | None
     ) -> Sequence[FailurePattern] | None:
         failures = read_quirks(self.package).failures
-        return applying(failures, chip, engine, engine_version) if self.owns(chip) else None
+        return applicable(failures, chip, engine, engine_version) if self.owns(chip) else None
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:

@@ -51,7 +51,7 @@ def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
     ]
 
 
-def detailed(text: str) -> list[dict[str, str]]:
+def read_details(text: str) -> list[dict[str, str]]:
     """Return the devices of `-q`, one block each below its PCI address, by the fields of a CSV query."""
     (driver,) = search(r"(?m)^Driver Version\s*:\s*([\w.]+)", text)
     blocks: list[dict[str, str]] = []
@@ -101,7 +101,7 @@ def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
     )
 
 
-def listed(text: str) -> tuple[Row, ...]:
+def read_list(text: str) -> tuple[Row, ...]:
     """Return the devices of `-L` in its usual form, without memory: `GPU 0: NAME (UUID: GPU-...)`."""
     lines = re.finditer(r"^GPU +(\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)

@@ -56,7 +56,7 @@ class Scope:
 S = TypeVar("S", bound=Scope)
 
 
-def applying(
+def applicable(
     entries: Iterable[S], chip: Chip, engine: str, engine_version: str | None = None, kind: str = ""
 ) -> tuple[S, ...]:
     """Return the entries that apply to an engine on a chip."""

@@ -19,7 +19,7 @@ from pydantic import Field
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.vendorkit.fields import read_as
-from flagcore.vendorkit.scope import Scope, applying
+from flagcore.vendorkit.scope import Scope, applicable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,5 +63,5 @@ def environment(
     package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
     """Return the variables that trials of `task` get; None: trials on one node."""
-    variables = applying(read_variables(package), chip, engine, engine_version, kind)
+    variables = applicable(read_variables(package), chip, engine, engine_version, kind)
     return {each.name: each.value for each in variables if each.value and each.applies_to(task)}

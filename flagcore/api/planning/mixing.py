@@ -1,4 +1,4 @@
-"""What mixing several kinds of chips is worth: the best mixed plan beside each kind alone."""
+"""The gain of mixing several kinds of chips: the best mixed plan, and the best plan of each kind alone."""
 
 from __future__ import annotations
 

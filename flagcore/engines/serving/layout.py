@@ -15,7 +15,7 @@ from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, 
 from flagcore.engines.serving.common.knobs import LAYOUT, divisors
 
 CACHE_SHARE = 0.25
-"""Share of the memory in use that an expert wants for the cache. With less, an instance gets more devices."""
+"""Share of the memory in use that an expert reserves for the cache. With less, an instance gets more devices."""
 
 
 def usual_space(

@@ -39,7 +39,7 @@ def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 
 
 def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return markers; `mode` may ask for lines as well."""
+    """Return markers; `mode` may add lines."""
     colour = COLOURS[series % len(COLOURS)]
     marker = {"color": colour, "symbol": SYMBOLS[series % len(SYMBOLS)], "size": 9, "line": {"width": 1.5}}
     trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}

@@ -16,7 +16,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problems, Skip, Subject, check
-from flagcore.vendorkit.scope import applying
+from flagcore.vendorkit.scope import applicable
 from flagcore.vendorkit.variables import Variable
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
@@ -166,4 +166,4 @@ def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str
 
 def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
     """Return the variables with a value for an engine on a chip."""
-    return [each for each in applying(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]
+    return [each for each in applicable(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

@@ -10,7 +10,7 @@ from flagcore.plugins import kind_of
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.vendorkit.knobs import all_knobs
 from flagcore.vendorkit.quirks import read_quirks
-from flagcore.vendorkit.scope import Scope, applying
+from flagcore.vendorkit.scope import Scope, applicable
 from flagcore.vendorkit.variables import read_variables
 
 MARK = "TODO"
@@ -43,7 +43,7 @@ def quirks_are_used(plugin: Subject) -> Problems:
         raise Skip("flagcore_engine_support has no valid answer")
     for chip, engine in plugin.pairs():
         refused_values = plugin.loaded.engine_support(chip, engine).refused
-        for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
+        for quirk in applicable(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
             if quirk not in refused_values:
                 yield f"flagcore_engine_support: {chip.name} lacks {quirk.name} of quirks.yaml"
 

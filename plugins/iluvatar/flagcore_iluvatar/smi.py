@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.queries import csv_row, csv_rows, detailed, listed
+from flagcore.vendorkit.queries import csv_row, csv_rows, read_details, read_list
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,
@@ -39,7 +39,7 @@ def read(text: str) -> Listing:
     text = strip_controls(text)
     if TITLE in text:
         return with_driver(read_table(text, _head, _body), search(r"Driver Version:\s*([\w.]+)", text)[0])
-    return listing_of(_queried(text)).or_else(lambda: listing_of(row for row in listed(text) if _ours(row)))
+    return listing_of(_queried(text)).or_else(lambda: listing_of(row for row in read_list(text) if _ours(row)))
 
 
 def uuids(text: str) -> Mapping[int, str]:
@@ -49,7 +49,7 @@ def uuids(text: str) -> Mapping[int, str]:
 
 
 def _queried(text: str) -> Iterator[Row | str]:
-    for place, line in enumerate(detailed(text) or csv_rows(text, ())):
+    for place, line in enumerate(read_details(text) or csv_rows(text, ())):
         row = csv_row(line, place)
         if isinstance(row, str) or _ours(row):
             yield row

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import DeviceUse
-from flagcore.vendorkit.queries import csv_row, csv_rows, detailed, listed
+from flagcore.vendorkit.queries import csv_row, csv_rows, read_details, read_list
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,
@@ -51,7 +51,7 @@ def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
     text = strip_controls(text)
     (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
     table = read_table(text, _head, _body) if TITLE in text else Listing()
-    lines = detailed(text) or csv_rows(text, fields)
+    lines = read_details(text) or csv_rows(text, fields)
     return with_driver(table, driver).or_else(
         lambda: listing_of(_queried(lines)).or_else(lambda: listing_of(_listed(text)))
     )
@@ -76,7 +76,7 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
 
 def _listed(text: str) -> Iterator[Row | str]:
     cut = {int(index) for index in re.findall(r"(?m)^GPU +(\d+): .*\n +MIG ", text)}
-    for row in listed(text):
+    for row in read_list(text):
         index, name = row.device.index, row.device.chip
         if not is_nvidia(row.device.chip):
             yield f"device {index} ({name}) is not NVIDIA's"
