@@ -112,11 +112,14 @@ def read_table(
     return _unique(Listing(tuple(rows), tuple(left_out)))
 
 
-def read_processes(text: str) -> dict[int, tuple[str, ...]]:
-    """Return the processes of each device from the table below the devices, such as `4711 python (20.5 GiB)`."""
+def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, tuple[str, ...]]:
+    """Return the processes of each device from the table below the devices, such as `4711 python (20.5 GiB)`.
+
+    The groups of `pattern` are the index of the device, the process, its name and its MiB.
+    """
     found: dict[int, tuple[str, ...]] = {}
-    for line in re.split(r"(?im)^.*\bprocess(?:es)?:", text, maxsplit=1)[1:]:
-        for index, pid, name, used in _PROCESS.findall(line):
+    for table in re.split(r"(?im)^.*\bprocess(?:es)?:", strip_controls(text), maxsplit=1)[1:]:
+        for index, pid, name, used in pattern.findall(table):
             found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
     return found
 

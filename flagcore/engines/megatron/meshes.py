@@ -77,8 +77,8 @@ class Meshes:
         return number
 
     def columns(self, columns: Columns, mesh: int) -> Columns:
-        """Return the columns of candidates with meshes, as they are on mesh number `mesh`; the pipeline is the whole
-        one. Knobs without a column are left out.
+        """Return the columns of candidates on their mesh number `mesh`, with the pipeline size of all meshes. Knobs
+        without a column are left out.
         """
         code = columns[MESHES]
         own = {knob: values[code, mesh] for knob, values in self.codes.items()}

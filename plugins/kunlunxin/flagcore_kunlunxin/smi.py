@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from functools import partial
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import (
@@ -12,6 +12,7 @@ from flagcore.vendorkit.rows import (
     Row,
     parse_memory,
     parse_power,
+    read_processes,
     read_table,
     reading,
     search,
@@ -23,6 +24,8 @@ _TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
 _PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
 """Columns: device, two instance numbers, process, type, name and MiB."""
+
+processes = partial(read_processes, pattern=_PROCESS)
 
 
 def is_xpu(name: str) -> bool:
@@ -37,14 +40,6 @@ def read(text: str) -> Listing:
     if title is None:
         return Listing()
     return with_driver(read_table(text, _head, _body, lines_per_device=3), title[1])
-
-
-def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
-    found: dict[int, tuple[str, ...]] = {}
-    for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
-        found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
-    return found
 
 
 def _head(parts: list[str]) -> tuple[int, str, str] | None:

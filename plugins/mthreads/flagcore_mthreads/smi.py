@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from functools import partial
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import (
@@ -11,6 +11,7 @@ from flagcore.vendorkit.rows import (
     UNITS,
     Listing,
     Row,
+    read_processes,
     read_table,
     reading,
     search,
@@ -24,6 +25,8 @@ _NAME = re.compile(r"(\d+) +(MTT \S.*)")
 _LOAD = re.compile(r"(\S+)% +(\d+)MiB ?\((\d+)MiB\)")
 _PROCESS = re.compile(r"(?m)^(\d+) +(\d+) +(\S.*?) +(\d+)MiB *$")
 
+processes = partial(read_processes, pattern=_PROCESS)
+
 
 def read(text: str) -> Listing:
     """Return the devices of the table except virtual ones."""
@@ -32,14 +35,6 @@ def read(text: str) -> Listing:
         return Listing()
     found = read_table(text, _head, _body, split=lambda line: [part.strip() for part in line.split("|")])
     return with_driver(found, search(r"Driver Version: ?([\w.-]+)", text)[0])
-
-
-def processes(text: str) -> Mapping[int, tuple[str, ...]]:
-    """Return the processes below the table by device, such as `4711 python3 (20.5 GiB)`."""
-    found: dict[int, tuple[str, ...]] = {}
-    for index, pid, name, used in _PROCESS.findall(strip_controls(text).partition("Processes:")[2]):
-        found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
-    return found
 
 
 def _head(parts: list[str]) -> tuple[int, str, str, tuple[str, str, str]] | None:
