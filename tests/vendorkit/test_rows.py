@@ -24,7 +24,9 @@ def test_the_unit_of_power_may_be_reported_once_for_use_and_limit(
     assert parse_power(cell) == watts
 
 
-@pytest.mark.parametrize(("watts", "figures"), [("61.5", {"power_watts": 61.5}), ("65535", {}), ("N/A", {}), (None, {})])
+@pytest.mark.parametrize(
+    ("watts", "figures"), [("61.5", {"power_watts": 61.5}), ("65535", {}), ("N/A", {}), (None, {})]
+)
 def test_a_sensor_that_the_driver_cannot_read_has_no_figure(watts: str | None, figures: dict[str, float]) -> None:
     assert reading(watts=watts) == figures
 
