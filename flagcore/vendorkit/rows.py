@@ -187,7 +187,10 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the figures in bytes, watts, degrees, shares and hertz, without values that are not numbers."""
+    """Return the figures in bytes, watts, degrees, shares and hertz, without values that are not numbers.
+
+    Drivers report 65535, all bits of a 16-bit field, for a sensor that they cannot read.
+    """
     words = {
         "power_watts": (watts, 1),
         "power_limit_watts": (limit_watts, 1),
@@ -207,4 +210,4 @@ def search(pattern: str, text: str) -> tuple[str | None, ...]:
 
 
 def _number(word: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", word.strip()) is not None
+    return re.fullmatch(r"-?\d+(\.\d+)?", word.strip()) is not None and float(word) != 0xFFFF

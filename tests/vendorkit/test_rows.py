@@ -1,7 +1,7 @@
 import pytest
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import Row, parse_memory, parse_power, read_table
+from flagcore.vendorkit.rows import Row, parse_memory, parse_power, read_table, reading
 
 MIB = 2**20
 
@@ -22,6 +22,13 @@ def test_the_unit_of_power_may_be_reported_once_for_use_and_limit(
     cell: str, watts: tuple[str | None, str | None]
 ) -> None:
     assert parse_power(cell) == watts
+
+
+@pytest.mark.parametrize(
+    ("watts", "figures"), [("61.5", {"power_watts": 61.5}), ("65535", {}), ("N/A", {}), (None, {})]
+)
+def test_a_sensor_that_the_driver_cannot_read_has_no_figure(watts: str | None, figures: dict[str, float]) -> None:
+    assert reading(watts=watts) == figures
 
 
 @pytest.mark.parametrize("cell", ["826/65536 MiB", "826MiB / 65536MiB", "826 / 65536MiB"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"
+_EXPORT = re.compile(r"""export(\s+\w+=[^\s$`'"\\|&<>(){}*?~]*)+""")
 DROPPED_KEYS: dict[str, str] = TABLES["dropped"]
 RUNNER_KEYS: tuple[str, ...] = tuple(TABLES["dropped_of_runner"])
 
@@ -85,8 +87,12 @@ def _visible_devices(source: Source) -> tuple[str, int]:
 
 
 def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
-    """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped."""
-    variables, envs = source.section("experiment.envs"), dict[str, Any]()
+    """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped.
+
+    Then no shell starts the trials either, and variables that `before_start` exports belong to the section.
+    """
+    exports = _exports(source) if own_devices else {}
+    variables, envs = exports | source.section("experiment.envs"), dict[str, Any]()
     for key, value in variables.items():
         path = f"experiment.envs.{key}"
         if isinstance(value, (dict, list)):
@@ -164,3 +170,20 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[st
         source.note(key, text, "cluster")
         return None
     return str(path.resolve()), hosts, slots
+
+
+def _exports(source: Source) -> dict[str, str]:
+    """Take the variables that plain `export` commands of `before_start` set; the other commands stay."""
+    before_start = source.at("experiment.cmds.before_start")
+    if not isinstance(before_start, str):
+        return {}
+    source.take("experiment.cmds.before_start")
+    exports, others = dict[str, str](), list[str]()
+    for command in (each.strip() for each in re.split(r"&&|;|\n", before_start)):
+        if _EXPORT.fullmatch(command):
+            exports |= dict(each.split("=", 1) for each in command.split()[1:])
+        elif command:
+            others.append(command)
+    if others:
+        source.put("experiment.cmds.before_start", " && ".join(others))
+    return exports

@@ -50,8 +50,8 @@ def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
         for chip in plugin.flagcore_chips()
         if (support := plugin.flagcore_engine_support(chip, "vllm", None, "serve")) is not None
     }
-    assert "newer than the MLU370" in reasons["MLU370-X8"]
-    assert "newer than the MLU370" not in reasons["MLU590-M9"]
+    assert "above the MLU370" in reasons["MLU370-X8"]
+    assert "above the MLU370" not in reasons["MLU590-M9"]
 
 
 @pytest.mark.parametrize(

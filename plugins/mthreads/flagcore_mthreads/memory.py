@@ -7,7 +7,7 @@ from flagcore.physics.device_memory import PlainMemory
 
 DRIVER_BYTES = 86 * 2**20
 """Memory that mthreads-gmi counts and the runtime does not: the runtime of an S5000 sees 85813358592 bytes of 81920 MiB
-(public measurements of 2026-07-13). An idle device shows 0 to 10 MiB in use."""
+(aosudh.github.io, 2026-07-13). An idle device shows 0 to 10 MiB in use."""
 
 CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: MUSA context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""

@@ -126,6 +126,27 @@ def test_commands_before_the_start_run_in_the_shell_of_torchrun() -> None:
     assert command[:5] == ["bash", "-c", 'ulimit -n 65536\nexec "$@"', "before_start", "torchrun"]
 
 
+@pytest.mark.parametrize(
+    ("commands", "envs", "dropped"),
+    [
+        ("export A=1,2 B=x;export C=", {"A": "1,2", "B": "x", "C": ""}, False),
+        ("source env.sh && export A=1", {"A": "1"}, True),
+        ("export A=$HOME", {}, True),
+        ("export A=1 && export OWN=2", {"A": "1", "OWN": "mine"}, False),
+        ("export CUDA_VISIBLE_DEVICES=0", {}, False),
+        ("", {}, False),
+    ],
+)
+def test_variables_that_a_server_tree_exports_before_the_start_are_kept(
+    commands: str, envs: dict[str, str], dropped: bool
+) -> None:
+    own = ("++experiment.envs.OWN=mine",) if "OWN" in commands else ()
+    before = f"++experiment.cmds={{before_start: '{commands}'}}"
+    plain, found = (tree("serve_cloud", *own, *cmds) for cmds in (("~experiment.cmds",), ("~experiment.cmds", before)))
+    assert found.data.get("envs", {}) == plain.data.get("envs", {}) | envs
+    assert ("experiment.cmds" in " ".join(notes(found))) == dropped
+
+
 def test_flagscale_is_found_and_its_folders_are_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "elsewhere"
     runner = root / "flagscale" / "runner" / "runner_train.py"
