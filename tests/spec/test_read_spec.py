@@ -122,7 +122,7 @@ def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> N
     ("lines", "key", "problem"),
     [
         ("", "cluster.hostfile", "names no host"),
-        ("a slots=8\nb slots=4", "line 2", "differs from the first host"),
+        ("a slots=8\nb slots=4", "line 2", "differs in slots"),
         ("a slots=8\na slots=8", "line 2", "repeats a host"),
         ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
         ("a gpus=8", "line 1", "other text than slots"),
