@@ -20,6 +20,7 @@ from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.search_state import noise
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.domain.warmup import warmup_steps
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
@@ -45,7 +46,8 @@ def measure(
     the processes of the trial are ended.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
-    warmup, wanted = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
+    most_warmup, limit = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
+    warmup, wanted = most_warmup, limit
     scale = trial.shortened.low if trial.shortened else 1.0
     faster: Trial | None = None
     stopped = False
@@ -53,6 +55,9 @@ def measure(
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
             steps = progress() if best or wanted else ()
+            if limit is not None:
+                warmup = warmup_steps(steps, most_warmup)
+                wanted = limit - most_warmup + warmup
             stopped = wanted is not None and len(steps) >= wanted
             if not stopped and best and _is_too_slow(steps, warmup, best, scale):
                 faster = best

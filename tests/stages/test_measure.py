@@ -403,6 +403,21 @@ def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -
     assert (done.state, done.reason) == (TrialState.MEASURED, None)
 
 
+def test_a_long_warm_up_ends_once_steps_are_steady(tmp_path: Path) -> None:
+    platform = small.platform(small.task(control=Control(train_iters=14, warmup_iters=10)))
+
+    class Warm(Engine):
+        def step_limit(self, task: Task) -> int:
+            return task.spec.control.train_iters
+
+    run = Ran(ended(), polls=100)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 7), platform)
+    assert run.stopped
+    run = Ran(ended(), polls=3)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 6), platform)
+    assert not run.stopped
+
+
 def test_a_trial_runs_until_it_has_all_its_steps(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
     done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))

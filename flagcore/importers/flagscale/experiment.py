@@ -82,11 +82,13 @@ def machines(source: Source) -> Machines:
         section = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
         return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
     keys, text = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else ""), "hosts and slots come from the file"
-    section = {"hostfile": str(Path(str(hostfile)).resolve()), **({} if slots else {"devices_per_node": devices})}
-    if len({line.kind for line in lines}) == 1:
-        section = {"chip": "auto", **section}
+    section, of_nodes = {"hostfile": str(Path(str(hostfile)).resolve())}, {} if slots else {"devices_per_node": devices}
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    if len(kinds) == 1:
+        section = {"chip": "auto", **section, **of_nodes}
         text += ", and trials start by ssh; set cluster.chip to the type of its devices"
     else:
+        section["groups"] = [{"chip": kind, **of_nodes} for kind in kinds]
         text += ", and trials start by ssh; its types are the chips of groups"
     source.note(keys, text, "cluster")
     return Machines(section=section, nodes=nodes, devices=slots or devices, first_host=first_host, lines=lines)

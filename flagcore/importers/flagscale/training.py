@@ -166,7 +166,7 @@ def _objective(source: Source) -> str:
     return "step_time_s"
 
 
-def _set_memory(source: Source, machines: dict[str, Any]) -> None:
+def _set_memory(source: Source, cluster: dict[str, Any]) -> None:
     section_key = f"{_TUNER}.memory_model"
     section = source.section(section_key)
     size, share = section.pop("gpu_memory", None), section.pop("gpu_utilization", None)
@@ -181,7 +181,8 @@ def _set_memory(source: Source, machines: dict[str, Any]) -> None:
         problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
         source.report(f"{section_key}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
-        machines["memory_per_device"] = int(size * high_share) * _MIB
+        for nodes in cluster.get("groups", [cluster]):
+            nodes["memory_per_device"] = int(size * high_share) * _MIB
         text = (
             f"{size} MB x {high_share}: is the memory limit of a trial; FlagScale's lower bound {low_share} is not used"
         )

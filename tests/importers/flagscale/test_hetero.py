@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from flagcore.contracts import Platform
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.errors import SpecError
 from flagcore.importers.flagscale import FlagScale
 from flagcore.importers.flagscale.imported import Imported
 from flagcore.plugins import load_plugins
@@ -197,3 +198,55 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         RECORDED.write_text(json.dumps(own_answers).replace(str(tmp_path), "/trees") + "\n", encoding="utf-8")
     for name, answer in answers.items():
         check(cases[name], answer, run)
+
+
+REFUSED = {
+    "hetero_process_meshes": ("[2,1,1,4]", "hetero_process_meshes"),
+    "hetero_device_types": ("[A800]", "hetero_device_types"),
+    "hetero_pipeline_layer_split": ("[20,8,5]", "hetero_pipeline_layer_split"),
+    "standalone_embedding_stage": ("true", "standalone_embedding_stage"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_meshes_that_flagscale_refuses_are_refused(name: str, tmp_path: Path) -> None:
+    value, key = REFUSED[name]
+    asked = case("first", tmp_path, WHEEL)
+    with pytest.raises(SpecError, match=key):
+        FlagScale().read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{HETERO}.{name}={value}"])
+
+
+def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
+    space = "experiment.auto_tuner.space.hetero_process_meshes=[[2,4],1,1,auto,1,auto,1,1,4,2]"
+    found = FlagScale().read_tree(Path(asked["directory"]), "tune", [*overrides, space])
+    assert found.data["auto_tuner"]["space"]["meshes"] == [
+        "A800-80GB tp2 dp4 + BI-V150 tp2 dp4 pp2",
+        "A800-80GB tp4 dp2 + BI-V150 tp2 dp4 pp2",
+    ]
+    assert "pipeline_model_parallel_layout" not in found.data["train"].get("settings", {})
+    assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
+
+
+@pytest.mark.slow
+def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
+    asked = case("second", tmp_path, WHEEL)
+    _, platform, candidate = read(asked)
+    launch = platform.prepared(planned_launch(platform, WORKLOAD, candidate, str(tmp_path), for_real=True))
+    exporter: Any = FlagScale()
+    job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)
+    for name, text in exporter.export(job, "flagscale").items():
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text(text)
+    hosts = f"++experiment.runner.hostfile={tmp_path / 'of_test.txt'}"
+    again = {"directory": str(tmp_path / "out"), "name": "train", "overrides": [hosts]}
+    _, platform_again, candidate_again = read(again)
+    assert candidate_again == candidate
+    launch_again = WORKLOAD.launch(platform_again, candidate_again, str(tmp_path), for_real=True)
+    assert normal(launch_again.argv) == normal(launch.argv)
+    found, given = (
+        [{**setup.environment, **setup.envs} for setup in each.setups]
+        for each in (platform_again, platform)
+    )
+    assert found == given
