@@ -124,7 +124,7 @@ class NodesSection(Section):
 class GroupSection(NodesSection):
     """Identical nodes of a heterogeneous cluster."""
 
-    type: Word | None = None
+    host_type: Word | None = None
     """The `type` of the group's hosts in the host file; null: `chip`."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of trials on the group's hosts, in addition to `envs` of the spec, which they override."""

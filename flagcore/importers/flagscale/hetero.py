@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
 
-from flagcore.domain.chip import normalize_name
+from flagcore.domain.chip import Chip, normalize_name
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.meshes import MESHES, SIZES, mesh_text
 from flagcore.importers.flagscale.experiment import Machines
 from flagcore.importers.flagscale.source import Source
-from flagcore.plugins import load_plugins
 
 LAYOUT, LAYERS = "pipeline_model_parallel_layout", "hetero_pipeline_layer_split"
 MESHES_KEY, TYPES = "hetero_process_meshes", "hetero_device_types"
@@ -142,15 +141,15 @@ def hetero_cluster(source: Source, hetero: Hetero, found: Machines, names: Mappi
     envs = source.at("experiment.envs")
     of_types = envs.pop("device_type_specific", None) if isinstance(envs, dict) and len(groups) > 1 else None
     for group in groups:
-        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("type", group["chip"])), dict):
+        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("host_type", group["chip"])), dict):
             group["envs"] = {name: value if type(value) is int else str(value) for name, value in own.items()}
     if len(groups) == 1:
-        groups[0].pop("type", None)
+        groups[0].pop("host_type", None)
     return {**section, "groups": groups} if len(groups) > 1 else {**section, **groups[0]}
 
 
 def _named(kind: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {"chip": names[kind], **({} if names[kind] == kind else {"type": kind})}
+    return {"chip": names[kind], **({} if names[kind] == kind else {"host_type": kind})}
 
 
 def is_tuned(source: Source) -> bool:
@@ -223,9 +222,9 @@ def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int
     return {**fixed, LAYOUT: f"E{'|'.join(stages)}{'m' * mtp_layers}L"}
 
 
-def chip_names(source: Source, types: Sequence[str]) -> dict[str, str]:
+def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> dict[str, str]:
     """Return the name of the chip of each device type. A type of several chips is one with known figures."""
-    chips, names = load_plugins(()).chips(), dict[str, str]()
+    names: dict[str, str] = {}
     for kind in dict.fromkeys(types):
         meant = [chip for chip in chips if chip.is_meant_by(kind)]
         like = [chip for chip in chips if normalize_name(chip.name).startswith(normalize_name(kind))]

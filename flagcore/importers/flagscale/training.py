@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from flagcore.domain.chip import Chip
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.importing.baseline import RECOMPUTE, SIZES, baseline_of, baseline_problem
 from flagcore.engines.megatron.importing.options import options
@@ -29,7 +30,7 @@ _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performan
 _MIB = 1 << 20
 
 
-def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
+def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of a spec for training. Raises SpecError for missing keys.
 
     `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
@@ -40,7 +41,7 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     hetero, found = hetero_of(source, flags), machines(source)
     section, count = found.section, found.nodes * found.devices
     if hetero is not None:
-        section = hetero_cluster(source, hetero, found, chips := chip_names(source, hetero.types))
+        section = hetero_cluster(source, hetero, found, chips := chip_names(source, hetero.types, all_chips()))
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -116,7 +117,7 @@ def case(name: str, folder: Path, wheel: Path) -> dict[str, Any]:
 
 
 def read(asked: dict[str, Any]) -> tuple[Imported, Platform, Candidate]:
-    found = FlagScale().read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
+    found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
     spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
     values = {knob.name: knob.neutral for knob in SPACE_KNOBS} | dict(spec.baseline or {})
     return found, discover(spec, load_plugins(())), Candidate.of(values)
@@ -213,14 +214,14 @@ def test_meshes_that_flagscale_refuses_are_refused(name: str, tmp_path: Path) ->
     value, key = REFUSED[name]
     asked = case("first", tmp_path, WHEEL)
     with pytest.raises(SpecError, match=key):
-        FlagScale().read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{HETERO}.{name}={value}"])
+        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{HETERO}.{name}={value}"])
 
 
 def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     asked = case("first", tmp_path, WHEEL)
     overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
     space = "experiment.auto_tuner.space.hetero_process_meshes=[[2,4],1,1,auto,1,auto,1,1,4,2]"
-    found = FlagScale().read_tree(Path(asked["directory"]), "tune", [*overrides, space])
+    found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, space])
     assert found.data["auto_tuner"]["space"]["meshes"] == [
         "A800-80GB tp2 dp4 + BI-V150 tp2 dp4 pp2",
         "A800-80GB tp4 dp2 + BI-V150 tp2 dp4 pp2",
@@ -246,7 +247,6 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     launch_again = WORKLOAD.launch(platform_again, candidate_again, str(tmp_path), for_real=True)
     assert normal(launch_again.argv) == normal(launch.argv)
     found, given = (
-        [{**setup.environment, **setup.envs} for setup in each.setups]
-        for each in (platform_again, platform)
+        [{**setup.environment, **setup.envs} for setup in each.setups] for each in (platform_again, platform)
     )
     assert found == given
