@@ -91,6 +91,14 @@ class Platform:
         names = self.task.spec.envs.get(self.support.visible_devices or "")
         return None if names is None else tuple(name.strip() for name in names.split(","))
 
+    @property
+    def group_of_hosts(self) -> dict[str, int]:
+        """The index of each host's node group; empty if the hosts are not known."""
+        groups, hosts = self.task.cluster.groups, self.task.spec.cluster.hosts
+        if len(groups) == 1:
+            return dict.fromkeys(hosts, 0)
+        return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
+
     def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
         """Return the platform of trials on these hosts."""
         spec = self.task.spec

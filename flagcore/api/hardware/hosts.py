@@ -129,8 +129,14 @@ def _with_ports(
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks."""
+    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks.
+
+    Hosts of different kinds are not compared.
+    """
     usable_reports = [report for report in reports if not list(host_problems(report, reports))]
+    if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
+        of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)
+        return [speed for of_kind in of_kinds for speed in _speeds(launcher, of_kind)]
     job = usable_reports[0].torch if usable_reports else None
     if job is None or any(report.torch != job for report in usable_reports):
         return []
