@@ -83,7 +83,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
     if isinstance(workload, InstalledDefaults):
         platform = workload.as_installed(platform)
     platform = with_plugin_knobs(platform, workload)
-    if is_plan and isinstance(workload, DerivedValues):
+    if isinstance(workload, DerivedValues) and (is_plan or workload.runs_derived(spec)):
         platform = workload.with_derived_values(platform)
     legal = legality(platform.task, workload, platform.support)
     legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))

@@ -19,7 +19,7 @@ from flagcore.domain.plan import Counts
 from flagcore.domain.trial import TrialState
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
-from flagcore.spec.convert import read_hosts
+from flagcore.spec.host_file import read_hosts
 from tests.pages import ROOT, Block
 
 COLUMNS = re.compile(r"-+")
@@ -91,9 +91,9 @@ def folders(block: Block) -> None:
 def hostfile(block: Block) -> None:
     """A host file, read as one."""
     Path("hosts").write_text(block.text)
-    names, slots = read_hosts(Path("hosts"), file="page")
-    assert len(names) == len(block.text.splitlines())
-    assert slots == 8
+    lines = read_hosts(Path("hosts"), file="page")
+    assert len(lines) == len(block.text.splitlines())
+    assert all(line.slots for line in lines)
 
 
 def refusal(block: Block) -> None:
@@ -125,6 +125,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,
     ("docs/spec.md", "node-a slots=8"): hostfile,
+    ("docs/hosts.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("docs/physics.md", "static ="): left_to_readers,

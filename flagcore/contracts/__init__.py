@@ -18,6 +18,7 @@ from flagcore.contracts.export import Exporter, ExportJob, Replicas
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import (
     Costs,
+    HostSetup,
     Launcher,
     MultiHostLauncher,
     PersistentLauncher,
@@ -80,6 +81,7 @@ __all__ = [
     "History",
     "HistoryReader",
     "HistoryRow",
+    "HostSetup",
     "ImportNote",
     "ImportedSpec",
     "Importer",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
 
 
@@ -47,8 +48,13 @@ class Importer(Protocol):
     title: str
     """The name of the other tuner in messages."""
 
-    def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> ImportedSpec:
-        """Return the configuration `name` in `directory` with `overrides` such as `a.b=c`. Raises SpecError."""
+    def read_tree(
+        self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
+    ) -> ImportedSpec:
+        """Return the configuration `name` in `directory` with `overrides` such as `a.b=c`. Raises SpecError.
+
+        `chips` returns the chips of all plugins.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Exit, FailurePattern, Launch
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import KIND, SLOTS, Task
 from flagcore.domain.trial import TimeLimit
 
 
@@ -44,12 +44,30 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostSetup:
+    """How trials start on the hosts of one of several node groups.
+
+    `kind` is the type of the hosts in host files, `devices` the number of a host. `environment` are the variables of
+    the chip's plugin, `envs` those of the group, `prepare_launch` the changes of plugins for this chip.
+    """
+
+    kind: str
+    nodes: int
+    devices: int
+    support: EngineSupport
+    environment: Mapping[str, str]
+    envs: Mapping[str, str]
+    prepare_launch: Callable[[Launch], Launch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """The task, and what plugins provide for it.
 
     `knobs` are all knobs of plugins for the chip, also those that the spec does not name. `conflicts` describes
     environment variables for which the user and plugins set different values. `read_devices` are the devices of
-    `telemetry`. `cores` are the CPU cores for trials; empty: all.
+    `telemetry`. `cores` are the CPU cores for trials; empty: all. `setups` are those of several node groups, in order;
+    empty if there is one.
     """
 
     task: Task
@@ -65,12 +83,21 @@ class Platform:
     conflicts: tuple[str, ...] = ()
     read_devices: tuple[Device, ...] = ()
     cores: tuple[int, ...] = ()
+    setups: tuple[HostSetup, ...] = ()
 
     @property
     def selected_devices(self) -> tuple[str, ...] | None:
         """The names of the devices that the spec's `envs` select, in order; None if they do not select devices."""
         names = self.task.spec.envs.get(self.support.visible_devices or "")
         return None if names is None else tuple(name.strip() for name in names.split(","))
+
+    @property
+    def group_of_hosts(self) -> dict[str, int]:
+        """The index of each host's node group; empty if the hosts are not known."""
+        groups, hosts = self.task.cluster.groups, self.task.spec.cluster.hosts
+        if len(groups) == 1:
+            return dict.fromkeys(hosts, 0)
+        return dict(zip(hosts, (index for index, group in enumerate(groups) for _ in range(group.nodes)), strict=False))
 
     def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
         """Return the platform of trials on these hosts."""
@@ -82,9 +109,17 @@ class Platform:
         return replace(self, task=task, read_devices=devices, telemetry=readers)
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the environment of plugins and of the spec, and with the changes of plugins."""
-        environment = {**planned.environment, **self.environment, **self.task.spec.envs}
-        return self.prepare_launch(replace(planned, environment=environment))
+        """Return `planned` with the environment of plugins and of the spec, and with the changes of plugins.
+
+        On hosts of several node groups, each host has those of its own chip, and SLOTS and KIND are replaced.
+        """
+        spec = self.task.spec
+        if not (self.setups and planned.hosts):
+            environment = {**planned.environment, **self.environment, **spec.envs, **spec.cluster.envs}
+            return self.prepare_launch(replace(planned, environment=environment))
+        setups = dict(zip(spec.cluster.hosts, (each for each in self.setups for _ in range(each.nodes)), strict=False))
+        on_host = {host: _set_up(planned, setups[host], spec.envs) for host in planned.hosts}
+        return replace(on_host[planned.hosts[0]], on_host=on_host)
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
         """Return `planned` with the time, memory and disk limits of a trial."""
@@ -102,6 +137,14 @@ class Platform:
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None
+
+
+def _set_up(planned: Launch, setup: HostSetup, envs: Mapping[str, str]) -> Launch:
+    """Return the launch of one host."""
+    environment = {**planned.environment, **setup.environment, **envs, **setup.envs}
+    own = setup.prepare_launch(replace(planned, environment=environment))
+    words = (word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in own.argv)
+    return replace(own, argv=tuple(words))
 
 
 class Plugins(Protocol):

@@ -248,10 +248,13 @@ class ProductionDefaults(Protocol):
 
 @runtime_checkable
 class DerivedValues(Protocol):
-    """Optional: an engine that derives values of knobs from costs, for plans."""
+    """Optional: an engine that derives values of knobs from costs, for plans, and for trials that can run them."""
 
     derived_knobs: Collection[str]
     """The knobs with derived values; a cluster with one node group does not have them."""
+
+    def runs_derived(self, spec: Spec) -> bool:
+        """Return whether trials of a spec can run candidates with derived values."""
 
     def with_derived_values(self, platform: Platform) -> Platform:
         """Return the platform with the derived values in the space of its task. Values in the spec take precedence."""

@@ -18,8 +18,9 @@ class Launch:
 
     `argv` may contain `{master_port}`, which is replaced by MASTER_PORT, and `{node_rank}`. `folder` receives
     `stdout.log`, `stderr.log`, `launch.json` and the files of the program. `environment` is added to the launcher's
-    environment. `hosts` are the hosts on which it is started; empty: this machine. `client` is a program that runs in
-    `folder` on this machine during the trial. The trial ends when it ends.
+    environment. `hosts` are the hosts on which it is started; empty: this machine. `on_host` has the launches of hosts
+    with other chips; only their `argv` and `environment` are used. `client` is a program that runs in `folder` on this
+    machine during the trial. The trial ends when it ends.
 
     `memory_limit_bytes` limits the memory of the whole process tree on one node (None: no limit), `timeout_seconds` the
     wall-clock time, for the reason `timeout_because`, and `disk_limit_bytes` the size of `folder`. With `warm`, the
@@ -50,6 +51,7 @@ class Launch:
     missing: str = ""
     sample: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    on_host: Mapping[str, Launch] = field(default_factory=dict)
     client: tuple[str, ...] = ()
     warm: bool = False
 

@@ -15,6 +15,8 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+KIND, SLOTS = "{type}", "{slots}"
+"""Placeholders of a host of several node groups: its chip as in the spec, and its number of devices."""
 HOSTFILE = "{hostfile}"
 """The placeholder in the user's command for a file that lists the hosts of the trial."""
 
@@ -31,9 +33,10 @@ SettingValue: TypeAlias = KnobValue | float
 class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
-    `groups` are node groups of different chips in the order of their ranks; they replace all other fields. The last
-    `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes` nodes; None:
-    on all.
+    `groups` are node groups of different chips in the order of their ranks; they replace all other fields except
+    `hosts`, in the same order, and `nodes`, the number of hosts. A group has `envs`, its own variables, and `kind`, the
+    type of its hosts in host files. The last `spares` of `hosts` replace hosts that fail. Without further spares,
+    trials run on at least `min_nodes` nodes; None: on all.
     """
 
     chip: str = AUTO
@@ -46,6 +49,8 @@ class ClusterSpec:
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
+    envs: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
     groups: tuple[ClusterSpec, ...] = ()
 
     @property

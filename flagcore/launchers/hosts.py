@@ -22,7 +22,7 @@ from flagcore.launchers.agents import CLOSE_SECONDS, Agents
 from flagcore.launchers.connection import Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
-from flagcore.launchers.orders import FILES_PER_HOST, LOGS, allow_files, order_for_host, shared_variables, trial_files
+from flagcore.launchers.orders import FILES_PER_HOST, LOGS, allow_files, order_for_host, trial_files, with_variables
 
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -121,9 +121,7 @@ class HostsLauncher:
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
-        places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        defaults = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
-        launch = replace(launch, folder=folder, environment={**defaults, **launch.environment})
+        launch = with_variables(replace(launch, folder=folder))
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
             for name in LOGS:
@@ -191,7 +189,7 @@ class HostsRunning:
         files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=order_for_host(self.launch, host_values, files))
+            each.send(order=order_for_host(self.launch, each.host, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
         self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
         self._ends_at = time.monotonic() + self.launch.timeout_seconds + START_SECONDS

@@ -163,6 +163,11 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
     }
     if launch.hosts:
         record["hosts"] = list(launch.hosts)
+    if launch.on_host:
+        record["on_host"] = {
+            host: {"argv": list(redact_arguments(own.argv)), "environment": redact_data(own.environment)}
+            for host, own in launch.on_host.items()
+        }
     guard.write_json(os.path.join(folder, "launch.json"), record)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError
+from flagcore.launchers.guarded import MARKER
 
 LOGS = ("stdout.log", "stderr.log")
 FILES_PER_HOST = 3
@@ -20,6 +23,16 @@ SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"
 def shared_variables() -> dict[str, str]:
     """Return the variables of this shell that are copied to every host."""
     return {name: os.environ[name] for name in SHARED if name in os.environ}
+
+
+def with_variables(launch: Launch) -> Launch:
+    """Return a launch with the variables of all its hosts, which its own variables override: those of this shell, those
+    of a launch on several nodes, and a new MARKER.
+    """
+    places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
+    shared = {**shared_variables(), **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+    on_host = {host: replace(own, environment={**shared, **own.environment}) for host, own in launch.on_host.items()}
+    return replace(launch, environment={**shared, **launch.environment}, on_host=on_host)
 
 
 def allow_files(more: int) -> None:
@@ -41,8 +54,10 @@ def trial_files(folder: str) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
+def order_for_host(launch: Launch, host: str, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
+    """Return the order for a host. The agent replaces the trial's folder by a folder on its host."""
+
+    own = launch.on_host.get(host, launch)
 
     def filled(text: str) -> str:
         for name, value in values.items():
@@ -50,8 +65,8 @@ def order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str
         return text
 
     return {
-        "argv": [filled(word) for word in launch.argv],
-        "environment": {name: filled(value) for name, value in launch.environment.items()},
+        "argv": [filled(word) for word in own.argv],
+        "environment": {name: filled(value) for name, value in own.environment.items()},
         "directory": launch.directory or launch.folder,
         "folder": launch.folder,
         "files": files,

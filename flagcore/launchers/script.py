@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from flagcore.contracts import ExportJob
 from flagcore.domain.secrets import is_secret
+from flagcore.domain.spec import KIND
 
 MASTER_PORT = 29500
 NODE_VARIABLES = {
@@ -15,6 +16,7 @@ NODE_VARIABLES = {
     "{master_addr}": "MASTER_ADDR",
     "{master_port}": "MASTER_PORT",
     "{nnodes}": "NNODES",
+    KIND: "DEVICE_TYPE",
 }
 """The variables of a node by the placeholders of a launch that they replace."""
 DEVICES_OF_HOST = {
@@ -33,6 +35,8 @@ def start_script(job: ExportJob) -> str:
             ': "${NODE_RANK:?set it to the number of this node, from 0}"',
             ': "${MASTER_ADDR:?set it to the name of the first node}"',
         ]
+    if KIND in job.launch.argv:
+        lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
     return "\n".join([*lines, *start_lines(job)]) + "\n"
 
 

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, Control, Spec, TrainSpec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
-from flagcore.spec.data_file import read_text, spec_as_data
+from flagcore.spec.clusters import cluster_of, environment_of, size_of
+from flagcore.spec.data_file import spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.schema import (
-    MAX_DEVICES,
-    MAX_MEMORY,
-    MIN_MEMORY,
     BudgetSection,
-    ClusterSection,
     ControlSection,
     Document,
-    GroupSection,
     TrainSection,
     document_of,
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
 from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
-from flagcore.spec.validate import convert_all, overlap, parse_bytes, partly_checked
+from flagcore.spec.validate import convert_all, overlap, partly_checked
 
 Converters = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
 """For each field of a spec the keys that must be valid, and the function that returns its value."""
@@ -66,9 +61,9 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     fewer = getattr(document.auto_tuner.control, "trial_nodes", None) is not None
     all_converters: Converters = {
         "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
-        "cluster": ((("cluster",), TRIAL_NODES), lambda: _cluster(document.cluster, file, base, fewer)),
+        "cluster": ((("cluster",), TRIAL_NODES), lambda: cluster_of(document.cluster, file, base, fewer)),
         **converters,
-        "envs": ((("envs",),), lambda: _environment(document.envs, file)),
+        "envs": ((("envs",),), lambda: environment_of(document.envs, ("envs",), file)),
     }
     valid = {
         name: convert
@@ -224,86 +219,6 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
     return TrainSpec(**fields, command=tuple(train.command), directory=str(directory))
 
 
-def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, fewer: bool) -> ClusterSpec:
-    """Return the cluster of a section. `fewer`: trials run on fewer nodes, so that it may have more than hosts."""
-    if not isinstance(cluster, ClusterSection):
-        return ClusterSpec()
-    if cluster.groups is not None:
-        return _groups(cluster, cluster.groups, file)
-    if cluster.hostfile is None:
-        return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
-    hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-    usable = without_spares(hosts, cluster.spares, file)
-    nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
-    nodes = max(nodes, cluster.nodes) if fewer else nodes
-    numbers = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
-    for key, number in numbers.items():
-        value = getattr(cluster, key)
-        if key in cluster.model_fields_set and value not in (number, AUTO):
-            problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
-            raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
-    whole = _nodes(cluster.model_copy(update=numbers), ("cluster",), file)
-    return replace(whole, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes)
-
-
-def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
-    """Return the number of hosts without spares. Raises SpecError if there are too many spares."""
-    if spares >= len(hosts):
-        problem, fix = _("must be below the number of hosts"), _("use at most {number}", number=max(0, len(hosts) - 1))
-        raise spec_error("cluster.spares", problem, value=spares, fix=fix, file=file)
-    return len(hosts) - spares
-
-
-def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
-    others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
-    if others:
-        problem, fix = "cannot be combined with cluster.groups", "set it for each group, or leave it out"
-        raise spec_error(("cluster", others[0]), problem, value=getattr(cluster, others[0]), fix=fix, file=file)
-    for place, group in enumerate(groups):
-        if group.chip == AUTO:
-            problem = "must name a chip: devices of other machines cannot be detected"
-            raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
-    specs = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
-    devices = sum(spec.nodes * (spec.devices_per_node or 1) for spec in specs)
-    if devices > MAX_DEVICES:
-        raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
-    return specs[0] if len(specs) == 1 else ClusterSpec(groups=specs)
-
-
-def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
-    devices = group.devices_per_node if isinstance(group.devices_per_node, int) else None
-    check_devices(group.nodes, devices or 1, at, file)
-    return ClusterSpec(
-        chip=group.chip,
-        nodes=group.nodes,
-        devices_per_node=devices,
-        memory_bytes_per_device=_bytes(group.memory_per_device, (*at, "memory_per_device"), file),
-        nic_bytes_per_second=group.nic_bytes_per_second,
-        nic_latency_seconds=group.nic_latency_seconds,
-        price_per_device_hour=group.price_per_device_hour,
-    )
-
-
-def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> None:
-    """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES."""
-    if nodes * per_node > MAX_DEVICES:
-        text = N_("times devices_per_node = {count} must be at most {most} devices")
-        problem = _(text, count=per_node, most=MAX_DEVICES)
-        raise spec_error(
-            (*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node), file=file
-        )
-
-
-def _bytes(amount: int | str | None, key: KeyPath, file: str) -> int | None:
-    if not isinstance(amount, str):
-        return amount
-    size = parse_bytes(amount)
-    if not MIN_MEMORY <= size <= MAX_MEMORY:
-        problem = "must be from 1MiB to 1024TiB"
-        raise spec_error(key, problem, value=amount, fix="write e.g. 4GiB", file=file)
-    return size
-
-
 def _control(control: ControlSection, file: str) -> Control:
     if control.warmup_iters >= control.train_iters:
         key, text = "auto_tuner.control.warmup_iters", N_("must be below {name} = {value}")
@@ -320,55 +235,5 @@ def _control(control: ControlSection, file: str) -> Control:
 
 def budgets(control: BudgetSection, file: str) -> Control:
     """Convert a section to budgets. Raises SpecError."""
-    disk = _bytes(control.disk_limit, (*CONTROL, "disk_limit"), file)
+    disk = size_of(control.disk_limit, (*CONTROL, "disk_limit"), file)
     return Control(**{**control.model_dump(), "disk_limit": disk})
-
-
-def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
-    problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
-    if invalid := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in invalid])
-    return {name: str(value) for name, value in envs.items()}
-
-
-_HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
-
-UNEQUAL = "differs from the first host in slots or type, but all nodes must be equal"
-
-
-def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
-    """Return the hosts and the number of devices of each (None where no line has `slots`).
-
-    All lines or no line must have `slots` and the label `type`, with the same values, because the nodes of a cluster
-    are equal. `file` is the spec that names it. Raises SpecError with the line's number.
-    """
-    hosts: dict[str, dict[str, str]] = {}
-    for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
-        host, *pairs = line.partition("#")[0].split() or [""]
-        if not host:
-            continue
-        options = dict(pair.partition("=")[::2] for pair in pairs)
-        problem = _problem(host, pairs, options, hosts)
-        if problem:
-            fix = "write lines such as `node-1 slots=8`"
-            raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
-        hosts[host] = options
-    if not hosts:
-        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
-    slots = next(iter(hosts.values())).get("slots")
-    return tuple(hosts), int(slots) if slots else None
-
-
-def _problem(host: str, pairs: list[str], options: dict[str, str], hosts: dict[str, dict[str, str]]) -> str:
-    if not _HOST.fullmatch(host):
-        return "does not start with the name of a host"
-    if host in hosts:
-        return "repeats a host"
-    if len(options) < len(pairs) or not set(options) <= {"slots", "type"}:
-        return "has other text than slots=NUMBER and type=LABEL after the host"
-    slots = options.get("slots", "1")
-    if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
-        return f"must give slots from 1 to {MAX_DEVICES}"
-    if hosts and options != next(iter(hosts.values())):
-        return UNEQUAL
-    return ""

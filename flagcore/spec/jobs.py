@@ -14,7 +14,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, Job, Precision, TrainSpec
 from flagcore.errors import SpecError
-from flagcore.spec.convert import check_devices
+from flagcore.spec.clusters import check_devices
 from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
 from flagcore.spec.models import model_from

@@ -102,8 +102,8 @@ class Shape(Section):
     """Number of multi-token prediction layers."""
 
 
-class GroupSection(Section):
-    """Identical nodes of a heterogeneous cluster."""
+class NodesSection(Section):
+    """Identical nodes."""
 
     chip: Word
     """Name or alias of a chip of any plugin."""
@@ -121,19 +121,30 @@ class GroupSection(Section):
     """Price of one device for an hour, in any currency, for the cost of tokens and of `planned_steps`."""
 
 
-class ClusterSection(GroupSection):
+class GroupSection(NodesSection):
+    """Identical nodes of a heterogeneous cluster."""
+
+    host_type: Word | None = None
+    """The `type` of the group's hosts in the host file; null: `chip`."""
+    envs: dict[str, Value | int] = Field(default={})
+    """Environment variables of trials on the group's hosts, in addition to `envs` of the spec, which they override."""
+
+
+class ClusterSection(NodesSection):
     """The hardware to tune for."""
 
     chip: Word = "auto"
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` per line, relative to the spec's folder; a trial uses all hosts, or `nodes`."""
+    """File with one `host slots=8` per line, relative to the spec's folder; a trial uses all hosts, or `nodes`.
+    With different `type=CHIP`, each type is a group."""
     spares: NoDevices = 0
     """Number of spare hosts, which replace hosts that fail."""
     min_nodes: Devices | None = None
     """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are identical."""
+    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`; null: those of
+    the types in `hostfile`, or identical nodes."""
 
 
 class TrainJob(Section):

@@ -6,14 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, Plugins
+from flagcore.contracts import Costs, HostSetup, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, TaskAdvice
+from flagcore.domain.launch import Launch
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
@@ -56,12 +58,24 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
     patterns_of_chips = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
+    setups = [
+        HostSetup(
+            kind=requested.kind,
+            nodes=group.nodes,
+            devices=group.devices_per_node,
+            support=own,
+            environment=_of_shell(variables),
+            envs=requested.envs,
+            prepare_launch=partial(_prepared, plugins, replace(task, cluster=Cluster(groups=(group,)))),
+        )
+        for requested, group, own, variables in zip(spec.cluster.groups, groups, supports, environments, strict=False)
+    ]
     first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
     return Platform(
         task=task,
         costs=costs(task.cluster, plugins, engine),
         support=support,
-        environment={name: os.environ.get(name, value) for name, value in environment.items()},
+        environment=_of_shell(environment),
         pruning_rules=plugins.pruning_rules(task),
         failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
         telemetry=tuple(reader for _, reader in readers),
@@ -70,7 +84,17 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         knobs=tuple(knob for knob in first if all(knob in each for each in others)),
         engine_version=engine_version,
         conflicts=tuple(_conflicts(environment, spec)),
+        setups=tuple(setups),
     )
+
+
+def _of_shell(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables of plugins, with the values of this shell for those that it sets."""
+    return {name: os.environ.get(name, value) for name, value in environment.items()}
+
+
+def _prepared(plugins: Plugins, task: Task, launch: Launch) -> Launch:
+    return plugins.prepare_launch(launch, task)
 
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
@@ -140,6 +164,15 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=section))
     if platform.task.spec.on_each_host and not devices:
         return  # the devices of the hosts are unknown
+    if platform.setups and platform.task.spec.on_each_host:
+        for group, host in zip(cluster.groups, _first_hosts(platform), strict=True):
+            of_host = [device for device in devices if device.host == host]
+            usable = [device for device in of_host if group.chip.has_name(device.chip)]
+            if of_host and len(usable) < group.devices_per_node:
+                names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
+                text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
+                raise NoDevice(_(text, **names))
+        return
     of_first_host = [each for each in devices if each.host == devices[0].host]
     found = ((group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, usable = max(found, key=lambda pair: bool(pair[1]))
@@ -152,6 +185,13 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     if len(usable) < (needed or group.devices_per_node) and not support.shared_devices:
         text = N_("cluster.devices_per_node = {wanted}, but this machine has {count} {chip}")
         raise NoDevice(_(text, wanted=group.devices_per_node, count=len(usable), chip=group.chip.name))
+
+
+def _first_hosts(platform: Platform) -> list[str]:
+    """Return the first host of each node group."""
+    groups = platform.task.cluster.groups
+    starts = accumulate((group.nodes for group in groups[:-1]), initial=0)
+    return [platform.task.spec.cluster.hosts[start] for start in starts]
 
 
 def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
@@ -313,7 +353,8 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
 
 
 def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
-    local_devices = [device for device in devices if chip.has_name(device.chip) and device.host == devices[0].host]
+    found = [device for device in devices if chip.has_name(device.chip)]
+    local_devices = [device for device in found if device.host == found[0].host]
     count = requested.devices_per_node or len(local_devices) or chip.devices_per_node
     reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
     memory = min(reported) if reported else None

@@ -10,7 +10,7 @@ from flagcore.contracts import Launcher, MultiHostLauncher, Platform, RunningLau
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
-from flagcore.domain.spec import HOSTFILE
+from flagcore.domain.spec import HOSTFILE, Task
 from flagcore.domain.trial import TimeLimit
 from flagcore.errors import LaunchError
 
@@ -65,19 +65,31 @@ def planned_launch(
     hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
     return replace(
         planned,
-        argv=_with_hostfile(planned.argv, hosts, task.cluster.groups[0].devices_per_node, folder),
+        argv=_with_hostfile(planned.argv, host_lines(task, planned.hosts or hosts), folder),
         environment={**planned.environment, **environment_of(effects)},
-        hosts=hosts if task.spec.on_each_host and not for_real else (),
+        hosts=(planned.hosts or hosts) if task.spec.on_each_host and not for_real else (),
     )
 
 
-def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], slots: int, folder: str) -> tuple[str, ...]:
-    """Return a command with HOSTFILE replaced by the path of a file in `folder` that lists the hosts."""
+def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
+    """Return the lines of a host file for some of the task's hosts, with the type of each if there are several."""
+    groups, requested = task.cluster.groups, task.spec.cluster
+    kinds = [f" type={each.kind}" for each in requested.groups] or [""]
+    rows = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
+    of_hosts = rows * len(requested.hosts)
+    if len(groups) > 1:
+        of_hosts = [row for row, group in zip(rows, groups, strict=True) for _ in range(group.nodes)]
+    lines = dict(zip(requested.hosts, of_hosts, strict=False))
+    return [f"{host} {lines[host]}" for host in hosts]
+
+
+def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], folder: str) -> tuple[str, ...]:
+    """Return a command with HOSTFILE replaced by the path of a file in `folder` with the lines `hosts`."""
     if not hosts or not any(HOSTFILE in word for word in argv):
         return argv
     file = Path(folder, "hostfile")
     try:
-        file.write_text("".join(f"{host} slots={slots}\n" for host in hosts), encoding="utf-8")
+        file.write_text("".join(f"{line}\n" for line in hosts), encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
     return tuple(word.replace(HOSTFILE, str(file)) for word in argv)

@@ -10,8 +10,9 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from flagcore.contracts import Platform, RunningLaunch, Telemetry, Workload, step_limit
 from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
@@ -20,6 +21,7 @@ from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.search_state import noise
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.domain.warmup import warmup_steps
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
@@ -45,7 +47,8 @@ def measure(
     the processes of the trial are ended.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
-    warmup, wanted = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
+    most_warmup, limit = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
+    warmup, wanted = most_warmup, limit
     scale = trial.shortened.low if trial.shortened else 1.0
     faster: Trial | None = None
     stopped = False
@@ -53,6 +56,9 @@ def measure(
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
             steps = progress() if best or wanted else ()
+            if limit is not None:
+                warmup = warmup_steps(steps, most_warmup)
+                wanted = limit - most_warmup + warmup
             stopped = wanted is not None and len(steps) >= wanted
             if not stopped and best and _is_too_slow(steps, warmup, best, scale):
                 faster = best
@@ -82,12 +88,28 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
     slow_ratio = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
-    per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
-    slow = slow_devices(devices, per_node, slow_ratio, hosts)
+    slow = tuple(
+        line for each in _of_groups(devices, platform) for line in slow_devices(*each[:2], slow_ratio, each[2])
+    )
     used_bytes = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used_bytes = measured.device_used_bytes
     return replace(measured, telemetry=readings.summary(), device_used_bytes=used_bytes, devices=devices, slow=slow)
+
+
+def _of_groups(
+    devices: Sequence[Mapping[str, float]], platform: Platform
+) -> Iterator[tuple[Sequence[Mapping[str, float]], int, Sequence[str]]]:
+    """Yield the devices of each node group, numbered from 0, the number of a node, and the hosts of the group."""
+    groups, hosts = platform.task.cluster.groups, platform.task.spec.cluster.hosts
+    if len(groups) == 1:
+        yield devices, groups[0].devices_per_node, hosts
+        return
+    for group in groups:
+        own = [each for each in devices if each["device"] < group.devices]
+        yield own, group.devices_per_node, hosts[: group.nodes]
+        devices = [{**each, "device": each["device"] - group.devices} for each in devices[len(own) :]]
+        hosts = hosts[group.nodes :]
 
 
 def _end_remark(
@@ -184,12 +206,13 @@ class _Readings:
     """Collects telemetry about once per second, and returns means and peaks of all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        task = platform.task
-        hosts, per_node = task.spec.cluster.hosts, task.cluster.groups[0].devices_per_node
+        groups = platform.task.cluster.groups
+        counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
         self._readers: list[tuple[int, Telemetry]] = [
-            (device.index + (hosts.index(device.host) * per_node if device.host else 0), reader)
+            (device.index + starts.get(device.host, 0), reader)
             for device, reader in zip(platform.read_devices, platform.telemetry, strict=True)
-            if not device.host or device.index < per_node
+            if not device.host or device.index < counts[device.host]
         ]
         if (names := platform.selected_devices) is not None:
             named = [(str(number), reader) for number, reader in self._readers]

@@ -67,12 +67,13 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
                 memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
                 yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
         return
-    readings = [_read(reader) for _, reader in trial_devices]
+    readings, groups = [_read(reader) for _, reader in trial_devices], platform.group_of_hosts
     for (device, reader), figures in zip(trial_devices, readings, strict=True):
         if figures is not None:
             total = float(device.memory_bytes or nan)
-            budget = min(float(platform.task.cluster.groups[0].memory_bytes or total), total)
-            idle = float(platform.costs.memory.device_used_bytes(np.zeros(1))[0])
+            group = groups.get(device.host, 0)
+            budget = min(float(platform.task.cluster.groups[group].memory_bytes or total), total)
+            idle = float(platform.costs.groups[group].memory.device_used_bytes(np.zeros(1))[0])
             reason = busy_reason(device, reader, figures.get(MEMORY_IN_USE, nan), budget, idle)
         else:
             reason = "does not respond" if any(readings) else ""
@@ -82,14 +83,16 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
 
 def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
     """Return the devices of a trial and their telemetry: the first of each host, or those that `envs` select."""
-    spec, group = platform.task.spec, platform.task.cluster.groups[0]
+    spec, groups = platform.task.spec, platform.task.cluster.groups
     pairs = list(zip(platform.read_devices, platform.telemetry, strict=False))
     if (names := platform.selected_devices) is not None:
         return [pair for pair in pairs if str(pair[0].index) in names]
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-    count = min(cards or group.devices_per_node, group.devices_per_node)
-    hosts = dict.fromkeys(device.host for device, _ in pairs)
-    return [pair for host in hosts for pair in [each for each in pairs if each[0].host == host][:count]]
+    found: list[tuple[Device, Telemetry]] = []
+    for host in dict.fromkeys(device.host for device, _ in pairs):
+        count = groups[platform.group_of_hosts.get(host, 0)].devices_per_node
+        found += [pair for pair in pairs if pair[0].host == host][: min(cards or count, count)]
+    return found
 
 
 def _read(reader: Telemetry) -> dict[str, float] | None:

@@ -122,7 +122,7 @@ def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> N
     ("lines", "key", "problem"),
     [
         ("", "cluster.hostfile", "names no host"),
-        ("a slots=8\nb slots=4", "line 2", "differs from the first host"),
+        ("a slots=8\nb slots=4", "line 2", "differs in slots"),
         ("a slots=8\na slots=8", "line 2", "repeats a host"),
         ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
         ("a gpus=8", "line 1", "other text than slots"),
@@ -182,8 +182,8 @@ def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) 
     )
     assert read(f"cluster: {{groups: [{groups}]}}").cluster == ClusterSpec(
         groups=(
-            ClusterSpec(chip="a", nodes=2, devices_per_node=8),
-            ClusterSpec(chip="b", memory_bytes_per_device=1 << 30, nic_bytes_per_second=5e9),
+            ClusterSpec(chip="a", nodes=2, devices_per_node=8, kind="a"),
+            ClusterSpec(chip="b", memory_bytes_per_device=1 << 30, nic_bytes_per_second=5e9, kind="b"),
         )
     )
 

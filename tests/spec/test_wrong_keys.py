@@ -59,7 +59,6 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(
         ("cluster: {groups: [{chip: auto}]}", "cluster.groups[0].chip", "must name a chip", "name the chip"),
         ("cluster: {chip: a, groups: [{chip: b}]}", "cluster.chip", "cluster.groups", "each group"),
         ("cluster: {nodes: 1, groups: [{chip: b}]}", "cluster.nodes", "cluster.groups", "each group"),
-        ("cluster: {hostfile: x, groups: [{chip: b}]}", "cluster.hostfile", "cluster.groups", ""),
         (
             "cluster: {groups: [{chip: a, memory_per_device: 1B}]}",
             "cluster.groups[0].memory_per_device",

@@ -13,10 +13,11 @@ import pytest
 from flagcore.contracts import Platform, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Device, Support
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
 from flagcore.domain.secrets import REDACTED
-from flagcore.domain.spec import Control, Task
+from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import FlagError
@@ -403,6 +404,21 @@ def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -
     assert (done.state, done.reason) == (TrialState.MEASURED, None)
 
 
+def test_a_long_warm_up_ends_once_steps_are_steady(tmp_path: Path) -> None:
+    platform = small.platform(small.task(control=Control(train_iters=14, warmup_iters=10)))
+
+    class Warm(Engine):
+        def step_limit(self, task: Task) -> int:
+            return task.spec.control.train_iters
+
+    run = Ran(ended(), polls=100)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 7), platform)
+    assert run.stopped
+    run = Ran(ended(), polls=3)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 6), platform)
+    assert not run.stopped
+
+
 def test_a_trial_runs_until_it_has_all_its_steps(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
     done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))
@@ -468,3 +484,22 @@ def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> No
     patterns = (peer, *WORKLOAD.failure_patterns())
     assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
     assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED
+
+
+def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
+    groups = tuple(
+        NodeGroup(chip=replace(small.CHIP, name=name), nodes=nodes, devices_per_node=count)
+        for name, nodes, count in (("fast", 1, 2), ("slow", 2, 3))
+    )
+    cluster = ClusterSpec(hosts=("a", "b", "c"), nodes=3)
+    task = replace(TASK, cluster=Cluster(groups=groups), spec=replace(TASK.spec, cluster=cluster, launcher="ssh"))
+    counts = {"a": 2, "b": 3, "c": 3}
+    found = tuple(Device(index=n, chip="x", host=host) for host, count in counts.items() for n in range(count))
+    clocks = [3e9, 3e9, *[1e9] * 5, 0.4e9]
+    platform = small.platform(task, telemetry=tuple(Reads(clock_hertz=each) for each in clocks), read_devices=found)
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform, Engine(), TRIAL, str(tmp_path), None)
+    assert done.measurement is not None
+    assert [each["device"] for each in done.measurement.devices] == list(range(8))
+    (line,) = done.measurement.slow
+    assert line.startswith("device 2 of c runs at 0.4x")

@@ -45,7 +45,8 @@ from flagcore.plugins import (
 from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.spec.convert import check_engines, without_spares
+from flagcore.spec.clusters import without_spares
+from flagcore.spec.convert import check_engines
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import convert_all

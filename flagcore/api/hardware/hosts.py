@@ -23,7 +23,7 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
-from flagcore.spec.convert import read_hosts
+from flagcore.spec.host_file import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
@@ -41,7 +41,8 @@ class HostReport:
 
     `clock_s` is how far its clock is ahead. Without flagcore on the host, `devices` and `versions` are None. `torch`
     has the device type and the backend of torch, None without torch. `files` are digests of files and folders, empty
-    for missing ones. `busy` has a line per device that does not respond, or whose memory others use.
+    for missing ones. `busy` has a line per device that does not respond, or whose memory others use. Hosts of one
+    `kind` must have the same devices and versions.
     """
 
     host: str
@@ -51,6 +52,7 @@ class HostReport:
     torch: Mapping[str, Any] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     busy: tuple[str, ...] = ()
+    kind: str = ""
     python: str = ""
     clock_s: float = 0.0
     free_disk_bytes: int = 0
@@ -61,10 +63,16 @@ class HostReport:
         return Counter(device.chip for device in self.devices or ())
 
 
-def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = ()) -> list[HostReport]:
-    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`."""
+def inspect_hosts(
+    launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = (), kinds: Mapping[str, str] | None = None
+) -> list[HostReport]:
+    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`.
+
+    `kinds` are the kinds of hosts, if there are several.
+    """
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts))
+        reports = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
+        return [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
@@ -99,12 +107,13 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
 
     Raises SpecError for an unreadable file, UsageError for a launcher without hosts.
     """
-    hosts, _slots = read_hosts(hostfile, file=str(hostfile))
+    kinds = {line.host: line.kind for line in read_hosts(hostfile, file=str(hostfile))}
     host_launcher = plugins.launcher(launcher)
     if not isinstance(host_launcher, HostsLauncher):
         text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = _with_ports(host_launcher, inspect_hosts(host_launcher, host_launcher.hold(hosts)), {})
+    reports = inspect_hosts(host_launcher, host_launcher.hold(tuple(kinds)), kinds=kinds)
+    reports = _with_ports(host_launcher, reports, {})
     warn(host_warnings(reports))
     speeds = {each.host: each for each in _speeds(host_launcher, reports)}
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
@@ -120,8 +129,14 @@ def _with_ports(
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks."""
+    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks.
+
+    Hosts of different kinds are not compared.
+    """
     usable_reports = [report for report in reports if not list(host_problems(report, reports))]
+    if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
+        of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)
+        return [speed for of_kind in of_kinds for speed in _speeds(launcher, of_kind)]
     job = usable_reports[0].torch if usable_reports else None
     if job is None or any(report.torch != job for report in usable_reports):
         return []
@@ -164,16 +179,18 @@ def require_hosts(
     files: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
     *,
+    kinds: Mapping[str, str] | None = None,
     compare: bool = False,
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all hosts. If hosts have to connect to the first one, `variables` may set the port. Up
-    to `spares` unusable hosts are skipped with a warning. With `compare`, slow devices and networks cause warnings,
-    too. Raises NoDevice with a line per unusable host if more are unusable.
+    `files` must be the same on all hosts, devices and versions on hosts of one kind (`kinds`). If hosts have to connect
+    to the first one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With
+    `compare`, slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are
+    unusable.
     """
     hosts = launcher.hold(hosts)
-    reports = inspect_hosts(launcher, hosts, files)
+    reports = inspect_hosts(launcher, hosts, files, kinds)
     if variables is not None:
         reports = _with_ports(launcher, reports, variables)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
@@ -195,7 +212,8 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.problem:
         yield report.problem
         return
-    first = next(each for each in reports if not each.problem)
+    usable = [each for each in reports if not each.problem]
+    first = next(each for each in usable if each.kind == report.kind)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
@@ -206,8 +224,8 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)
-        elif first.files.get(path) not in (content, ""):
-            yield _("{path} differs from the one on {host}", path=path, host=first.host)
+        elif usable[0].files.get(path) not in (content, ""):
+            yield _("{path} differs from the one on {host}", path=path, host=usable[0].host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

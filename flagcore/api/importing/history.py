@@ -269,7 +269,7 @@ def read_tree(
 
     `overrides` are a.b=c. `importer` is needed only if several are installed.
     """
-    return plugins.importer(importer).read_tree(directory, name, overrides)
+    return plugins.importer(importer).read_tree(directory, name, overrides, lambda: plugins.load_plugins(()).chips())
 
 
 def check_tree(found: ImportedSpec) -> None:

@@ -27,7 +27,7 @@ from flagcore.domain.secrets import (
     secrets_in_data,
     secrets_in_environment,
 )
-from flagcore.domain.spec import TrainSpec
+from flagcore.domain.spec import KIND, TrainSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
@@ -265,6 +265,7 @@ def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> s
     ]
     checks = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
     checks += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
+    checks += [': "${DEVICE_TYPE:?set it to the type of this host in the host file}"'] if KIND in launch.argv else []
     lines = [
         "#!/bin/sh",
         heading(plan),
@@ -275,7 +276,7 @@ def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> s
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
         *checks,
-        f"exec {' '.join(shell_quoted(word, hidden.variables) for word in launch.argv)}",
+        f"exec {' '.join(shell_quoted(word, {**hidden.variables, KIND: 'DEVICE_TYPE'}) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
 

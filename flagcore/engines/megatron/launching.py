@@ -12,7 +12,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import AUTO, SettingValue, Spec
-from flagcore.engines.megatron import production, trial_program
+from flagcore.engines.megatron import hetero, production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
@@ -32,7 +32,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
     """
     train = spec.train
     listed = spec.space.get(MESHES, AUTO)
-    if not isinstance(listed, str) and any(listed):
+    if not isinstance(listed, str) and any(listed) and not hetero.runs_meshes(spec):
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
     if train.command is not None:
@@ -91,13 +91,15 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     """
     train, values = platform.task.spec.train, with_layout(platform, candidate)
     if train.command is not None:
-        return own_launch(platform, values, folder, for_real=for_real)
+        mixed = hetero.mixed_job(platform, candidate)
+        return own_launch(platform, values, folder, mixed, for_real=for_real)
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
         named = {**production.assumed(platform.task, candidate), **train.settings}
         spec = replace(platform.task.spec, work=replace(train, settings=named))
-        return reference_launch(replace(platform.task, spec=spec), values, folder)
+        meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
+        return reference_launch(replace(platform.task, spec=spec), values, folder, meshes)
     planned = replace(_program(trial_program.job(platform, candidate, folder), folder), warm=True)
     if platform.task.spec.on_each_host and platform.support.distributed_backend == "gloo":
         return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})

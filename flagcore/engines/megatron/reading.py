@@ -16,6 +16,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.domain.warmup import warmup_steps
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT
@@ -98,14 +99,16 @@ def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: boo
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
-    log, warmup = read_logs(log_files(folder)), task.spec.control.warmup_iters
+    log = read_logs(log_files(folder))
     steps = list(log.steps.values())
+    warmup = warmup_steps([step.seconds for step in steps], task.spec.control.warmup_iters)
     counted = [step for step in steps[warmup:] if not step.skipped]
     if len(steps) > warmup and not counted:
         raise NoMetrics(f"all {len(steps) - warmup} steps after the warm-up were skipped: the loss scale overflows")
     return measurement(
         task,
         [step.seconds for step in (*steps[:warmup], *counted)],
+        warmup,
         losses=log.losses,
         peak_allocated_bytes=log.peak_allocated_bytes,
         peak_reserved_bytes=log.peak_reserved_bytes,
@@ -113,12 +116,14 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
     )
 
 
-def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Measurement:
+def measurement(task: Task, step_times_s: Sequence[float], warmup: int | None = None, **figures: Any) -> Measurement:
     """Return the measurement of a run from the times of all its steps. Raises NoMetrics if all are warm-up.
 
-    The step time is the median of the steps after the warm-up, the spread their interquartile range.
+    `warmup` is the number of warm-up steps; None: `warmup_iters`. The step time is the median of the steps after the
+    warm-up, the spread their interquartile range.
     """
-    spec, warmup = task.spec, task.spec.control.warmup_iters
+    spec = task.spec
+    warmup = spec.control.warmup_iters if warmup is None else warmup
     measured_times_s = tuple(step_times_s[warmup:])
     if not measured_times_s:
         raise NoMetrics(f"the log has {len(step_times_s)} step times, and the first {warmup} are warm-up")

@@ -7,11 +7,12 @@ at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flagcore.contracts import ExportJob, History, Importer
+from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale import compose, serving, training
 from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
@@ -30,14 +31,16 @@ class FlagScale:
     targets: Collection[str] = ("flagscale",)
     per_server = True
 
-    def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
+    def read_tree(
+        self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
+    ) -> Imported:
         """Compose the config `name` in `directory` with hydra's `overrides` (`a.b=c`), and translate it.
 
         As in FlagScale, relative paths are relative to the working directory. Raises SpecError.
         """
         file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
         tree, unresolved = compose.compose(directory, name, overrides, file=file)
-        return translate(tree, unresolved, file=file)
+        return translate(tree, unresolved, file=file, chips=chips)
 
     def read_history(self, path: Path) -> History:
         return read_history(path)
@@ -46,8 +49,16 @@ class FlagScale:
         return export(job)
 
 
-def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), *, file: str) -> Imported:
-    """Translate a composed tree without its `unresolved` keys, each with a reason. Raises SpecError."""
+def translate(
+    tree: dict[str, Any],
+    unresolved: Sequence[tuple[str, str]] = (),
+    *,
+    file: str,
+    chips: Callable[[], Sequence[Chip]] = tuple,
+) -> Imported:
+    """Translate a composed tree without its `unresolved` keys, each with a reason; `chips` are those of all plugins.
+    Raises SpecError.
+    """
     source = Source(tree, file=file)
     for key, why in unresolved:
         source.note(key, f"cannot be resolved ({why}){': dropped' if not key.startswith('train.') else ''}")
@@ -62,7 +73,7 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     try:
         check_experiment(source)
         missing = [key for key, _ in unresolved if key.startswith("train.")]
-        data = training.training(source, missing) if kind == "train" else serving.serving(source)
+        data = training.training(source, chips, missing) if kind == "train" else serving.serving(source)
     except SpecError as error:
         source.problems += error.problems
     if source.problems:

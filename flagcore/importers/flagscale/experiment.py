@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
+from flagcore.spec.host_file import UNEQUAL, HostLine, read_hosts
 from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
@@ -39,8 +42,22 @@ def drop_launcher_keys(source: Source) -> None:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
-def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
-    """Return the section `cluster` without memory, the nodes, the devices per node, and the first host.
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The section `cluster` without memory, the nodes, the devices per node, and the first host.
+
+    `lines` are the hosts of the host file, if it is used.
+    """
+
+    section: dict[str, Any]
+    nodes: int
+    devices: int
+    first_host: str
+    lines: Sequence[HostLine] = ()
+
+
+def machines(source: Source) -> Machines:
+    """Return the machines of the runner.
 
     As in FlagScale, the devices are the minimum of the slots in the host file, `nproc_per_node` and the visible
     devices. Raises SpecError.
@@ -56,24 +73,27 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
         source.note(key, text, "cluster")
         devices, has_devices = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
-    section: dict[str, Any] = {"chip": "auto"}
-    hosts = _hosts(source, Path(str(hostfile)), nodes if has_nodes else None) if hostfile else None
-    first_host = "localhost"
-    if hosts:
-        path, names, slots = hosts
-        nodes, first_host = len(names), names[0] if len(names) > 1 else first_host
-    if hosts and slots and has_devices and devices < slots:
+    lines = _hosts(source, Path(str(hostfile)), nodes if has_nodes else None) if hostfile else ()
+    section, first_host = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}, "localhost"
+    if not lines:
+        return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
+    slots, nodes, first_host = lines[0].slots, len(lines), lines[0].host if len(lines) > 1 else first_host
+    if slots and has_devices and devices < slots:
         text = f"dropped: it has {slots} slots per host, but nproc_per_node and the visible devices allow {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
-    elif hosts:
-        keys = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
-        text = (
-            "hosts and slots come from the file, and trials start by ssh; set cluster.chip to the type of its devices"
-        )
-        source.note(keys, text, "cluster")
-        section |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
-        return section, nodes, slots or devices, first_host
-    return {**section, "nodes": nodes, "devices_per_node": devices}, nodes, devices, first_host
+        section = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
+        return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
+    keys, text = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else ""), "hosts and slots come from the file"
+    section, of_nodes = {"hostfile": str(Path(str(hostfile)).resolve())}, {} if slots else {"devices_per_node": devices}
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    if len(kinds) == 1:
+        section = {"chip": "auto", **section, **of_nodes}
+        text += ", and trials start by ssh; set cluster.chip to the type of its devices"
+    else:
+        section["groups"] = [{"chip": kind, **of_nodes} for kind in kinds]
+        text += ", and trials start by ssh; its types are the chips of groups"
+    source.note(keys, text, "cluster")
+    return Machines(section=section, nodes=nodes, devices=slots or devices, first_host=first_host, lines=lines)
 
 
 def _visible_devices(source: Source) -> tuple[str, int]:
@@ -145,31 +165,26 @@ def _first_number(source: Source, key: str, default: int) -> int:
     return int(first)
 
 
-def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[str, ...], int | None] | None:
-    """Return the absolute path of the host file, its hosts and its slots; None if it does not have `nodes` hosts."""
-    from flagcore.spec.convert import UNEQUAL, read_hosts
-
+def _hosts(source: Source, path: Path, nodes: int | None) -> Sequence[HostLine]:
+    """Return the lines of the host file; empty if it does not have `nodes` hosts."""
     key, text = f"{_RUNNER}.hostfile", ""
     try:
-        hosts, slots = read_hosts(path, file=source.file) if path.is_file() else ((), None)
+        lines = read_hosts(path, file=source.file) if path.is_file() else ()
     except SpecError as error:
         if error.problem != UNEQUAL:
             hosts_key = key if error.key.startswith("cluster.") else error.key
             raise spec_error(hosts_key, error.problem, value=error.value, fix=error.fix, file=error.file) from None
-        text = (
-            f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node are used; "
-            "cluster.groups has nodes of several chips"
-        )
-    if not text and not hosts:
+        source.note(key, f"dropped: {error.key} of {path} {UNEQUAL}, so nnodes and nproc_per_node are used", "cluster")
+        return ()
+    if not lines:
         text = (
             f"dropped: {path} is not in {os.getcwd()}, so nnodes and nproc_per_node are used; FlagScale uses one node"
         )
-    elif not text and nodes not in (None, len(hosts)):
-        text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node are used"
+    elif nodes not in (None, len(lines)):
+        text = f"dropped: it names {len(lines)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node are used"
     if text:
         source.note(key, text, "cluster")
-        return None
-    return str(path.resolve()), hosts, slots
+    return () if text else lines
 
 
 def _exports(source: Source) -> dict[str, str]:

@@ -5,13 +5,17 @@ Source of the keys: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import ExportJob
 from flagcore.domain.secrets import is_secret
+from flagcore.domain.spec import KIND
+from flagcore.engines.megatron.hetero import mixed
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.errors import UsageError
 from flagcore.importers.flagscale.engines import ENGINES, flagscale_name
 from flagcore.launchers.script import DEVICES_OF_HOST
@@ -21,6 +25,8 @@ ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")
 SYSTEM = {flag.name.replace("-", "_") for knob in SPACE_KNOBS for flag in knob.flags}
 MODEL_KNOBS = ("micro_batch_size",)
+LISTS = {"hetero_process_meshes", "hetero_pipeline_layer_split", "hetero_device_types"}
+OF_MESHES = ("expert_tensor_parallel_size_per_process_mesh", "use_partial_reduce_for_shared_embedding")
 NOT_EXPORTED = ("host", "port", "model", "model_path", "metrics", "enable_metrics")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
@@ -42,7 +48,9 @@ def export(job: ExportJob) -> Mapping[str, str]:
     if own := [name for name, value in job.launch.environment.items() if _set_by_user(name, value)]:
         comments.append(f"# Set on each host, because they are secret or name its network devices: {', '.join(own)}.")
     if job.nodes > 1:
-        comments.append("# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8` per line.")
+        kind = " type=TYPE" if job.platform.setups else ""
+        text = f"# Set experiment.runner.hostfile to the file with the nodes, one `host slots=8{kind}` per line."
+        comments.append(text)
     return {
         f"{section}.yaml": "\n".join([*comments, dump_yaml(top)]),
         f"{section}/{job.name}.yaml": dump_yaml(content),
@@ -52,16 +60,25 @@ def export(job: ExportJob) -> Mapping[str, str]:
 def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
     runner: dict[str, Any] = {"backend": "torchrun"} if section == "train" else {"deploy": {"use_fs_serve": False}}
     task = {"type": section, **({"backend": "megatron", "entrypoint": ENTRYPOINT} if section == "train" else {})}
-    runner |= {
-        "nnodes": job.nodes,
-        "nproc_per_node": job.platform.task.cluster.groups[0].devices_per_node,
-    }
-    envs = {
+    runner["nnodes"] = job.nodes
+    envs: dict[str, Any] = _exported(job.launch.environment)
+    if job.platform.setups and section == "train":
+        runner["rdzv_backend"] = "static"
+        of_types = {each.kind: _exported({**each.environment, **each.envs}) for each in job.platform.setups}
+        own = {name for variables in of_types.values() for name in variables}
+        envs = {name: value for name, value in envs.items() if name not in own}
+        envs["device_type_specific"] = of_types
+    else:
+        runner["nproc_per_node"] = job.platform.task.cluster.groups[0].devices_per_node
+    return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
+
+
+def _exported(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {
         name: value
-        for name, value in job.launch.environment.items()
+        for name, value in environment.items()
         if not (name.endswith("_VISIBLE_DEVICES") or _set_by_user(name, value))
     }
-    return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
 
 
 def _set_by_user(name: str, value: str) -> bool:
@@ -75,7 +92,20 @@ def _train(job: ExportJob) -> dict[str, Any]:
     if program is None:
         raise UsageError("--to flagscale needs a torchrun command, but train.command is a script")
     sections: dict[str, dict[str, Any]] = {"system": {}, "model": {}, "data": {}}
-    for name, value in _arguments(argv[program + 1 :]).items():
+    arguments = _arguments(argv[program + 1 :])
+    if job.platform.setups and "enable_hetero" not in arguments:
+        of_meshes = mixed(job.platform, job.candidate.as_dict())
+        arguments |= {**_arguments(of_meshes.words), "pipeline_model_parallel_size": of_meshes.stages}
+        arguments.pop(LAYOUT, None)
+    if hetero := {name: arguments.pop(name) for name in list(arguments) if "hetero" in name or name in OF_MESHES}:
+        hetero |= {name: [hetero[name]] for name in LISTS & hetero.keys() if not isinstance(hetero[name], list)}
+        if hetero.get("hetero_current_device_type") == KIND:
+            hetero["hetero_current_device_type"] = job.platform.setups[0].kind
+        sections["system"]["hetero"] = hetero
+    for name in [name for name in arguments if name.endswith("_per_stage_micro_batch")]:
+        rows = arguments[name] if isinstance(arguments[name], list) else [arguments[name]]
+        arguments[name] = [json.loads(str(row)) for row in rows]
+    for name, value in arguments.items():
         is_system = name in SYSTEM and name not in MODEL_KNOBS
         section = "system" if is_system else "data" if DATA_ARGUMENTS.match(name) else "model"
         sections[section][name] = value

@@ -18,7 +18,7 @@ from flagcore.importers.flagscale.engines import (
     TABLES,
     flagscale_name,
 )
-from flagcore.importers.flagscale.experiment import cluster, control
+from flagcore.importers.flagscale.experiment import control, machines
 from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
@@ -49,8 +49,8 @@ def serving(source: Source) -> dict[str, Any]:
     serve["profile"] = _profile(source, item)
     if (resources := item.pop("resources", None)) is not None:
         source.note("serve[0].resources", f"dropped ({resources}): they follow from the knobs", "auto_tuner.space")
-    machines, nodes, _, _ = cluster(source)
-    if engines == ["llamacpp"] and nodes == 1 and machines.pop("devices_per_node", None):
+    found = machines(source)
+    if engines == ["llamacpp"] and found.nodes == 1 and found.section.pop("devices_per_node", None):
         text = "dropped: llama.cpp uses the devices that are found, or the CPU cores"
         source.note("experiment.runner.nproc_per_node", text, "cluster")
     source.drop(f"{_TUNER}.control.train_iters", "nothing is trained", "auto_tuner.control")
@@ -63,7 +63,7 @@ def serving(source: Source) -> dict[str, Any]:
     source.drop("experiment.runner.deploy", "each trial starts the engine's own server", "serve")
     for key, value in leaves(item):
         source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
-    return {"model": model, "cluster": machines, "serve": serve, "auto_tuner": tuner}
+    return {"model": model, "cluster": found.section, "serve": serve, "auto_tuner": tuner}
 
 
 def _check_not_disaggregated(source: Source, item: Mapping[str, Any]) -> None:

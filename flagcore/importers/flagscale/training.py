@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from flagcore.domain.chip import Chip
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.importing.baseline import RECOMPUTE, SIZES, baseline_of, baseline_problem
 from flagcore.engines.megatron.importing.options import options
 from flagcore.engines.megatron.importing.shape import shape
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore.importers.flagscale.experiment import cluster, control
+from flagcore.importers.flagscale.experiment import control, machines
+from flagcore.importers.flagscale.hetero import (
+    chip_names,
+    fixed_settings,
+    hetero_cluster,
+    hetero_of,
+    meshes_of_space,
+    meshes_problem,
+    mixed_baseline,
+)
 from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _MIB = 1 << 20
 
 
-def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
+def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of a spec for training. Raises SpecError for missing keys.
 
     `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
@@ -27,7 +38,10 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     entries = take_entries(source)
     flags = Flags(source, entries, "train.model.{name}")
     _check_supported(source, flags)
-    machines, nodes, devices, host = cluster(source)
+    hetero, found = hetero_of(source, flags), machines(source)
+    section, count = found.section, found.nodes * found.devices
+    if hetero is not None:
+        section = hetero_cluster(source, hetero, found, chips := chip_names(source, hetero.types, all_chips()))
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
@@ -35,8 +49,11 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     model = shape(flags, _vocabulary(flags))
     if "rwkv" in str(source.at(key := "experiment.task.entrypoint")):
         source.note(key, "predictions are those of a plain decoder with attention", "model")
-    baseline = baseline_of(flags, bool(model.get("num_moe_experts")))
-    for name in (*baseline, *RECOMPUTE):
+    baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
+    if hetero is not None:
+        count = sum(hetero.devices)
+        baseline = mixed_baseline(hetero, chips, baseline)
+    for name in (*baseline, *RECOMPUTE) if hetero is None else ():
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
             flags.note(name, text, "auto_tuner.baseline")
@@ -46,22 +63,36 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     for key, value in entries:
         if is_placeholder(value):
             source.note(key, f"{value!r} is a placeholder: give the value, or trials cannot start", "train")
-    command = take_command(source, arguments, nodes, devices, host)
+    command = take_command(source, arguments, found.nodes, found.devices, found.first_host)
     if source.take("experiment.exp_dir") is not None:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
-    tuner = _tuner(source, baseline, baseline_problem(baseline, train, model, nodes * devices))
-    if nodes > 1 and "hostfile" in machines and not source.at("experiment.runner.per_node_task"):
+    meshes = None
+    if hetero is not None:
+        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
+        train["settings"] = {**train.get("settings", {}), **fixed}
+        meshes = meshes_of_space(source, hetero, chips, section, baseline)
+    problem = (
+        meshes_problem(hetero, sizes["global_batch_size"], baseline["micro_batch_size"], section)
+        if hetero is not None and MESHES in baseline
+        else baseline_problem(baseline, train, model, count)
+    )
+    tuner = _tuner(source, baseline, problem, meshes)
+    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
         tuner["launcher"] = "ssh"
-    _set_memory(source, machines)
-    return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
+    _set_memory(source, section)
+    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
 
 
-def _tuner(source: Source, baseline: dict[str, Any], problem: str) -> dict[str, Any]:
-    """Return the section `auto_tuner`; it has no baseline if there is a `problem` with it."""
-    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name != SPLIT])
-    section: dict[str, Any] = {"space": {**space, SPLIT: None}}  # FlagScale splits layers evenly
+def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[str] | str | None) -> dict[str, Any]:
+    """Return the section `auto_tuner`; it has no baseline if there is a `problem` with it.
+
+    `meshes` are those of a job on several of them.
+    """
+    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name not in (SPLIT, MESHES)])
+    even: dict[str, Any] = {SPLIT: None}  # FlagScale splits layers evenly
+    section: dict[str, Any] = {"space": {**space, **(even if meshes is None else ({MESHES: meshes} if meshes else {}))}}
     if problem:
         text = f"cannot run: {problem}; the rule of thumb is the baseline instead"
         source.note("train.system", text, "auto_tuner")
@@ -80,10 +111,6 @@ def _check_supported(source: Source, flags: Flags) -> None:
     if backend not in (None, "megatron"):
         problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
         raise source.error(key, problem, value=backend, fix=fix)
-    if flags.get("enable_hetero"):
-        problem = "gives stages different sizes, which flagcore's candidates do not support"
-        fix = "set it to false to plan and tune equal sizes; see cluster.groups for nodes of several chips"
-        raise source.error(flags.key("enable_hetero"), problem, value=True, fix=fix)
 
 
 def _vocabulary(flags: Flags) -> Any:
@@ -108,7 +135,7 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
         if key in knob_names and value not in (None, []):
             space[key] = value
         elif key.startswith("hetero_"):
-            text = "dropped: it is for stages of different sizes (enable_hetero)"
+            text = "dropped: it is for meshes (enable_hetero), whose layers flagcore derives"
             source.note(tree_key, text, "auto_tuner.space")
         elif "_per_stage" in key:
             source.note(tree_key, "dropped: all stages recompute alike", "auto_tuner.space")
@@ -140,7 +167,7 @@ def _objective(source: Source) -> str:
     return "step_time_s"
 
 
-def _set_memory(source: Source, machines: dict[str, Any]) -> None:
+def _set_memory(source: Source, cluster: dict[str, Any]) -> None:
     section_key = f"{_TUNER}.memory_model"
     section = source.section(section_key)
     size, share = section.pop("gpu_memory", None), section.pop("gpu_utilization", None)
@@ -155,7 +182,8 @@ def _set_memory(source: Source, machines: dict[str, Any]) -> None:
         problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
         source.report(f"{section_key}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
-        machines["memory_per_device"] = int(size * high_share) * _MIB
+        for nodes in cluster.get("groups", [cluster]):
+            nodes["memory_per_device"] = int(size * high_share) * _MIB
         text = (
             f"{size} MB x {high_share}: is the memory limit of a trial; FlagScale's lower bound {low_share} is not used"
         )

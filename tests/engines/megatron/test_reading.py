@@ -143,6 +143,12 @@ def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     assert CommandProgress(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 
+def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
+    task = small.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
+    log(tmp_path, {}, (900, 100, 101, 100, 200, 300))
+    assert WORKLOAD.read(task, ONE, str(tmp_path)).step_times_s == (0.2, 0.3)
+
+
 def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="0 step times"):
         WORKLOAD.read(COMMAND, ONE, str(tmp_path))

@@ -76,7 +76,6 @@ def test_a_missing_top_file_gets_the_existing_ones_as_suggestions(name: str, say
         ("train_dense", "~experiment.task.entrypoint", "task.entrypoint"),
         ("train_dense", "experiment.task.backend=robotics", "task.backend"),
         ("train_dense", "train.data.tokenizer.vocab_size=xxx", "vocab_size = 'xxx' is a placeholder"),
-        ("train_hetero", "train.system.hetero.enable_hetero=true", "enable_hetero"),
         ("serve_pairs", "experiment.runner.deploy.prefill_decode_disaggregation=true", "prefill_decode"),
         ("serve_pairs", "+serve.0.engine_args.disaggregation_mode=prefill", "disaggregation_mode"),
         ("serve_vllm", "experiment.auto_tuner.engines=[tgi]", "tgi"),

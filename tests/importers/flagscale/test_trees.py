@@ -278,11 +278,14 @@ def test_the_computed_width_is_reported() -> None:
     assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
 
 
-def test_a_hostfile_of_several_chips_keeps_the_sizes_and_a_broken_one_is_refused() -> None:
-    Path("hosts.txt").write_text("a slots=8 type=A\nb slots=4 type=B\n")
+def test_a_hostfile_of_several_chips_is_read_and_a_broken_one_is_refused() -> None:
+    Path("hosts.txt").write_text("a slots=8 type=A800\nb slots=8 type=C550\n")
+    spec = parse_spec(tree("train_moe").data, file="x", base=Path(), engines=ENGINES)
+    assert [(group.chip, group.nodes) for group in spec.cluster.groups] == [("A800", 1), ("C550", 1)]
+    Path("hosts.txt").write_text("a slots=8\nb slots=4\n")
     found = tree("train_moe")
     assert found.data["cluster"]["nodes"] == 2
-    assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
+    assert "line 2 of hosts.txt differs in slots" in notes(found)["experiment.runner.hostfile"]
     for text, message in {
         "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' repeats a host",
         "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",

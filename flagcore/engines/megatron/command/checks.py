@@ -23,6 +23,7 @@ from flagcore.engines.megatron.command.user_command import (
     user_command,
 )
 from flagcore.engines.megatron.flags import environment, settings_of_command
+from flagcore.engines.megatron.hetero import mixed_job
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.release_check import release_problems
 from flagcore.errors import SpecError, join_errors
@@ -180,9 +181,10 @@ def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
         return [_("{key} does not start a Megatron-LM program: its arguments cannot be read or changed", key=KEY)]
     if command is None:
         return []
+    mixed = mixed_job(platform, candidate)
     changes = [
         each
-        for each in trial_command(task, command, values, "{run}/trials/{trial}").changes
+        for each in trial_command(task, command, values, "{run}/trials/{trial}", mixed).changes
         if each.why != KNOB_REASON and (each.before or each.flag == "--train-iters")
     ]
     lines = [_("trials change {count} arguments of {key}:", count=len(changes), key=KEY)]

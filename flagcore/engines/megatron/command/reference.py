@@ -12,6 +12,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import flags
+from flagcore.engines.megatron.hetero import NOT_PASSED, PROGRAM, Mixed
+from flagcore.engines.megatron.meshes import SIZES
 
 MISSING_ARGUMENTS = (
     "the data and tokenizer, the learning rate and its schedule, --train-iters or --train-samples, and --save"
@@ -31,17 +33,29 @@ PRECISION_FLAGS = {
 }
 
 
-def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str) -> Launch:
-    """Return how to start `pretrain_gpt.py` by torchrun with the arguments of model, precision and candidate."""
+def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
+    """Return how to start `pretrain_gpt.py` by torchrun with the arguments of model, precision and candidate.
+
+    A mixed job starts FlagScale's program.
+    """
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
     addresses = ["--master-addr={master_addr}", "--master-port={master_port}"]
     rendezvous = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--node-rank={node_rank}", *addresses]
-    argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", "pretrain_gpt.py"]
+    argv = [
+        "torchrun",
+        *rendezvous,
+        f"--nproc-per-node={group.devices_per_node}",
+        "pretrain_gpt.py" if mixed is None else PROGRAM,
+    ]
     argv += model_arguments(spec.model)
     argv += ["--max-position-embeddings", str(train.seq_length), *PRECISION_FLAGS[train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
-    argv += flags(values, spec, None)
+    if mixed is None:
+        argv += flags(values, spec, None)
+    else:
+        values = {name: value for name, value in values.items() if name not in NOT_PASSED}
+        argv += [*flags({**values, SIZES["pp"]: mixed.stages}, spec, None), *mixed.words]
     return Launch(argv=tuple(argv), folder=folder, missing=MISSING_ARGUMENTS, sample=SAMPLE_ARGUMENTS)
 
 

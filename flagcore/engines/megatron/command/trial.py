@@ -114,12 +114,13 @@ class OptionRule:
 
 
 def set_launch_options(
-    command: UserCommand, devices: int, nodes: int, folder: str, *, on_each_host: bool = False
+    command: UserCommand, devices: int | str, nodes: int, folder: str, *, on_each_host: bool = False
 ) -> ChangedCommand:
     """Return `command` with torchrun's options for a trial: number of processes, port, and logs in `folder`.
 
     With `on_each_host` the launcher starts it on every host, and the first host is the master. Otherwise the user's
-    rendezvous options stay for several nodes.
+    rendezvous options stay for several nodes. `devices` is the number of processes, or the placeholder of the number
+    that a host has; without `on_each_host`, the user's own number then stays.
     """
     options, changes = list(command.options), list[Change]()
     for rule in _option_rules(command, devices, nodes, folder, on_each_host) if command.launcher else ():
@@ -135,12 +136,13 @@ def set_launch_options(
 
 
 def _option_rules(
-    command: UserCommand, devices: int, nodes: int, folder: str, on_each_host: bool
+    command: UserCommand, devices: int | str, nodes: int, folder: str, on_each_host: bool
 ) -> Iterator[OptionRule]:
     all_output, one_node = "the output of all ranks is read", "the job has one node"
     free_port = "a free port avoids conflicts with other jobs"
     per_node = f"--nproc-per-node={devices}"
-    yield OptionRule(names=("nproc-per-node",), word=per_node, why="one process per device", adds=True)
+    if on_each_host or isinstance(devices, int):
+        yield OptionRule(names=("nproc-per-node",), word=per_node, why="one process per device", adds=True)
     yield OptionRule(names=("max-restarts",), word="--max-restarts=0", why="a failed trial is not repeated")
     yield OptionRule(names=("local-ranks-filter",), word="", why=all_output)
     if command.option("redirects", "r", "tee", "t", "log-dir"):

@@ -14,8 +14,11 @@ SIZES = (
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
-def baseline_of(flags: Flags, has_experts: bool) -> dict[str, Any]:
-    """Return the knobs in Megatron's arguments as a baseline; missing knobs are off or 1."""
+def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> dict[str, Any]:
+    """Return the knobs in Megatron's arguments as a baseline; missing knobs are off or 1.
+
+    With `on_meshes`, the sizes are not those of the job.
+    """
     baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
     if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
         flags.note(
@@ -24,7 +27,7 @@ def baseline_of(flags: Flags, has_experts: bool) -> dict[str, Any]:
     baseline["micro_batch_size"] = flags.get("micro_batch_size", 1)
     baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
     if sequence := flags.get("sequence_parallel"):
-        if baseline.get("tensor_model_parallel_size", 1) == 1:
+        if baseline.get("tensor_model_parallel_size", 1) == 1 and not on_meshes:
             text = "off in the baseline: it needs tensor parallelism"
             flags.note("sequence_parallel", text, "auto_tuner.baseline")
         else:
