@@ -56,7 +56,7 @@ from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
 from flagcore.engines.serving.trial.failures import PATTERNS
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.trial.job import Instance, Router
 from flagcore.errors import SpecError, UsageError
 
 
@@ -97,6 +97,10 @@ class Engine:
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
     """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
     host."""
+    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
+    """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
+    router: Callable[[Task, Mapping[str, KnobValue]], Router] | None = None
+    """Returns the program in front of such servers."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
