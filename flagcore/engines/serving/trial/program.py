@@ -53,9 +53,12 @@ def run(job: Job, folder: Path) -> None:
     """Run `job` and write its metrics into `folder`. Raises TrialFailure."""
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
-    with _running_servers(job, engine, folder, deadline) as servers, _router(job, servers, folder, deadline) as router:
+    with (
+        running_servers(job, engine, folder, deadline) as servers,
+        running_router(job, servers, folder, deadline) as router,
+    ):
         effective = _read_back(job, engine, servers)
-        points = _LoadRunner(job, engine, servers, router, folder, deadline).points()
+        points = LoadRunner(job, engine, servers, router, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
@@ -71,7 +74,7 @@ def run(job: Job, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+def running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
     """Yield the servers when all are healthy. Stop those that run here."""
     patterns = (*engine.program.failures, *job.patterns)
     if job.hosts:
@@ -93,7 +96,7 @@ def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) ->
 
 
 @contextlib.contextmanager
-def _router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
+def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
     """Yield the router in front of the servers when it is healthy, none if the load goes to the servers."""
     if job.router is None:
         yield ()
@@ -129,7 +132,7 @@ def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str,
     }
 
 
-class _LoadRunner:
+class LoadRunner:
     """Sends all loads to running servers. A round of all load points is one repeat.
 
     Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
