@@ -77,6 +77,7 @@ def tokens_of(url: str, model: str, prompt: list[int]) -> list[int]:
         return list(json.load(answer)["choices"][0]["token_ids"])
 
 
+@pytest.mark.timeout(3 * PATIENCE)
 def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
     """One instance prefills, another one decodes, and the caches move through a folder; each has one core."""
     draw = random.Random(7)
