@@ -33,6 +33,7 @@ from flagcore.contracts import (
     Platform,
     PruningRule,
     Replicas,
+    ServerGroups,
     UntestedEngine,
     Workload,
 )
@@ -267,6 +268,9 @@ class Engine:
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         return launching.compose(self, job)
+
+    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
+        return launching.server_groups(platform, self, candidate, name)
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flagcore.contracts import ExportJob, Platform
+from flagcore.contracts import ExportJob, Platform, ServerGroup, ServerGroups
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
@@ -17,8 +17,10 @@ from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
 from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
+from flagcore.engines.serving.common.knobs import TRANSFER
+from flagcore.engines.serving.common.prefill_decode import KINDS, roles
 from flagcore.engines.serving.load.traffic import in_flight, traffic
-from flagcore.engines.serving.settings import SHARED
+from flagcore.engines.serving.settings import PORT, SHARED
 from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
 from flagcore.errors import LaunchError, SpecError, UsageError
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 NETWORK_DEVICES = ("{interface}", "{adapters}")
 """Values of variables for the devices between hosts, which servers on one host do not use."""
 PROGRAM = "flagcore.engines.serving.trial"
+OWN_ADDRESS = "{own_address}"
+"""Placeholder of `ServerGroup` for the address of a server's host."""
 HOST_PROGRAM = f"{PROGRAM}.host"
 
 
@@ -123,6 +127,34 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
         job.comments,
         router_of(job.platform, engine, job.candidate),
     )
+
+
+def server_groups(platform: Platform, engine: Engine, candidate: Candidate, name: str) -> ServerGroups | None:
+    """Return the kinds of servers of a candidate that prefill or decode, see `Replicas`. Raises UsageError."""
+    router = router_of(platform, engine, candidate)
+    if router is None:
+        return None
+    instances = instances_of(platform, engine, candidate, SHARED)
+    if any(each.further for each in instances) or Hardware.of(platform.task).on_cores:
+        raise UsageError("this target starts servers on devices of one host only")
+    if any(SHARED in word for each in instances for word in each.argv):
+        raise UsageError(f"{TRANSFER} uses a folder, which servers on several hosts do not share; set another one")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    groups, places = list[ServerGroup](), list[tuple[str, str, int]]()
+    for kind, role in zip(KINDS, roles(str(candidate.as_dict()[PREFILL_DECODE])), strict=True):
+        first = (
+            next(each for each in instances if each.kind == kind).at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
+        )
+        own = {key: value for key, value in first.environment.items() if key != platform.support.visible_devices}
+        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.health}",)
+        launch = Launch(argv=first.argv, environment=own, folder="", ready=ready)
+        groups.append(ServerGroup(name=kind, launch=launch, devices=role.devices, replicas=role.count))
+        hosts = [f"{name}-{kind}-{number}.{name}-{kind}" for number in range(role.count)]
+        places += [(kind, host, export.FRONT_PORT) for host in hosts]
+    own_router = Router.own(router.protocol, address=("--host", "0.0.0.0", "--port", PORT))
+    arguments = own_router.instance(places).at_port(export.FRONT_PORT).argv[2:]
+    return ServerGroups(groups=tuple(groups), program=export.router_source(), arguments=arguments)
 
 
 def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:

@@ -279,7 +279,6 @@ TRANSFER_KNOB = knob(
     flags=(),
     label="KV transfer",
     kind="word",
-    part_of=PREFILL_DECODE,
 )
 _SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
 TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=DIVISORS, **_SIZE)
