@@ -14,7 +14,7 @@ from flagcore.contracts.chip import (
     description_of,
     device_use,
 )
-from flagcore.contracts.export import Exporter, ExportJob, Replicas
+from flagcore.contracts.export import Exporter, ExportJob, Replicas, ServerGroup, ServerGroups
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import (
     Costs,
@@ -110,6 +110,8 @@ __all__ = [
     "ScalesDown",
     "SearchContext",
     "SearchSpace",
+    "ServerGroup",
+    "ServerGroups",
     "SlowStart",
     "StepLimit",
     "StepShortener",

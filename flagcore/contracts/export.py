@@ -12,11 +12,36 @@ from flagcore.domain.launch import Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """Equal servers of a candidate that has several kinds of them.
+
+    `launch` starts one of them; its environment may have the placeholder `{own_address}`. It uses `devices`.
+    """
+
+    name: str
+    launch: Launch
+    devices: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroups:
+    """All kinds of servers, and the Python program in front of them: its source and its arguments.
+
+    Server N of a group is at the host JOB-GROUP-N.JOB-GROUP.
+    """
+
+    groups: tuple[ServerGroup, ...]
+    program: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
     """A candidate to export. `launch` starts it, with its whole environment.
 
     `comments` describe the candidate and its knobs, one line each. `launch` uses `devices` of a node; for an exporter
-    with `per_server` it is one of `replicas` equal servers.
+    with `per_server` it is one of `replicas` equal servers, or the first of `servers` of several kinds.
     `options` are those of the user: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
     """
 
@@ -28,6 +53,7 @@ class ExportJob:
     devices: int
     replicas: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
+    servers: ServerGroups | None = None
 
     @property
     def nodes(self) -> int:
@@ -51,6 +77,9 @@ class Exporter(Protocol):
 @runtime_checkable
 class Replicas(Protocol):
     """Optional: an engine whose candidates are several servers."""
+
+    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
+        """Return the kinds of servers of a candidate for the job `name`; None if all are equal. Raises UsageError."""
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         """Return the candidate of one server, and the number of servers. Raises UsageError if they differ."""

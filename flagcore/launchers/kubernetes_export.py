@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.contracts import ExportJob
+from flagcore.contracts import ExportJob, ServerGroups
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import UsageError
 from flagcore.i18n import _
@@ -16,6 +17,7 @@ from flagcore.launchers.kubernetes_job import KINDS, Pods, claim_and_mount, devi
 from flagcore.launchers.script import DEVICES_OF_HOST, MASTER_PORT, comments, shell_quoted
 from flagcore.spec.data_file import dump_yaml
 
+ROUTER_FOLDER, ROUTER_FILE = "/router", "router.py"
 IN_SHELL = {"{node_rank}": "NODE_RANK", **DEVICES_OF_HOST}
 """Variables and commands of a pod's shell for placeholders."""
 
@@ -43,7 +45,10 @@ def export(job: ExportJob) -> Mapping[str, str]:
         claim=claim,
         mount=mount,
     )
-    manifests = _server(pods, job) if job.launch.ready else [KINDS[kind].manifest(pods)]
+    if job.servers is not None:
+        manifests = _groups(job, job.servers, pods)
+    else:
+        manifests = _server(pods, job) if job.launch.ready else [KINDS[kind].manifest(pods)]
     text = "---\n".join(dump_yaml(each, width=1000) for each in manifests)
     head = comments(job)
     if job.launch.sample:
@@ -103,6 +108,32 @@ def _server(pods: Pods, job: ExportJob) -> list[dict[str, Any]]:
     ports = [{"port": health.port, "targetPort": health.port}]
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": pods.name}}
     return [deployment, {**service, "spec": {"selector": dict(labels), "ports": ports}}]
+
+
+def _groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[dict[str, Any]]:
+    """Return a StatefulSet for each kind of servers, which gives each a name, and the router as in `_server`."""
+    manifests: list[dict[str, Any]] = []
+    for group in servers.groups:
+        own = replace(job, launch=group.launch, name=f"{job.name}-{group.name}", replicas=group.replicas)
+        environment, _secrets = _environment(replace(own, name=job.name), ())
+        addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
+        limits = device_limits(job.platform, group.devices)
+        command = _command(own, (), {})
+        pods = replace(common, name=own.name, first=command, environment=addressed, limits=limits)
+        deployment, service = _server(pods, own)
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        container["env"].insert(0, {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+        spec = {**deployment["spec"], "serviceName": own.name, "podManagementPolicy": "Parallel"}
+        service["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+        manifests += [service, {**deployment, "kind": "StatefulSet", "spec": spec}]
+    words = " ".join(map(shlex.quote, (f"{ROUTER_FOLDER}/{ROUTER_FILE}", *servers.arguments)))
+    pods = replace(common, first=f"exec python3 {words}", environment={}, limits={}, secrets={}, claim="", mount="")
+    deployment, service = _server(pods, replace(job, replicas=1))
+    template = deployment["spec"]["template"]["spec"]
+    template["volumes"].append({"name": "router", "configMap": {"name": f"{job.name}-router"}})
+    template["containers"][0]["volumeMounts"].append({"name": "router", "mountPath": ROUTER_FOLDER})
+    program = {"metadata": {"name": f"{job.name}-router"}, "data": {ROUTER_FILE: servers.program}}
+    return [*manifests, {"apiVersion": "v1", "kind": "ConfigMap", **program}, deployment, service]
 
 
 def _fill(text: str, placeholders: Mapping[str, str]) -> str:

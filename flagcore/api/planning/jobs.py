@@ -143,7 +143,7 @@ class _Jobs:
             settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
             warnings = tuple(workload.job_warnings(task, values, settings, noted))
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
-        key = cluster, job.model, repr(task.spec.work)
+        key = cluster, job.model, repr((task.spec.work, task.spec.space))
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
     def _load_platform(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:

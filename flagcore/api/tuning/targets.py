@@ -134,13 +134,25 @@ def _job(
     options: Mapping[str, str],
 ) -> ExportJob:
     """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
-    one, replicas = candidate, 1
+    one, replicas, platform = candidate, 1, snapshot.problem.platform
     if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
+        if servers := snapshot.workload.groups(platform, candidate, name):
+            groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
+            return ExportJob(
+                name=name,
+                comments=_comments(snapshot, candidate),
+                platform=platform,
+                candidate=candidate,
+                launch=groups[0].launch,
+                devices=groups[0].devices,
+                options=options,
+                servers=replace(servers, groups=groups),
+            )
         one, replicas = snapshot.workload.replica(candidate)
     return ExportJob(
         name=name,
         comments=_comments(snapshot, candidate),
-        platform=snapshot.problem.platform,
+        platform=platform,
         candidate=candidate,
         launch=_launch(snapshot, one, folder),
         devices=_devices_per_node(snapshot, one),

@@ -33,6 +33,7 @@ from flagcore.contracts import (
     Platform,
     PruningRule,
     Replicas,
+    ServerGroups,
     UntestedEngine,
     Workload,
 )
@@ -44,10 +45,19 @@ from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving import importing, launching, layout, reading
-from flagcore.engines.serving.common import heterogeneous, metrics
+from flagcore.engines.serving.common import heterogeneous, metrics, prefill_decode
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, SIZES, TP, Hardware, count
+from flagcore.engines.serving.common.hardware import (
+    DP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    SIZES,
+    TP,
+    Hardware,
+    count,
+)
 from flagcore.engines.serving.common.knobs import SPECULATION
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
@@ -56,7 +66,7 @@ from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
 from flagcore.engines.serving.trial.failures import PATTERNS
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.trial.job import Instance, Router
 from flagcore.errors import SpecError, UsageError
 
 
@@ -97,6 +107,10 @@ class Engine:
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
     """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
     host."""
+    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
+    """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
+    router: Callable[[Task, Mapping[str, KnobValue]], Router] | None = None
+    """Returns the program in front of such servers."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
@@ -255,10 +269,14 @@ class Engine:
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         return launching.compose(self, job)
 
+    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
+        return launching.server_groups(platform, self, candidate, name)
+
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
-        if values.get(SIZES) is not None:
-            raise UsageError(f"{SIZES} = {values[SIZES]}: this target starts equal servers only")
+        for knob in (SIZES, PREFILL_DECODE):
+            if values.get(knob) is not None:
+                raise UsageError(f"{knob} = {values[knob]}: this target starts equal servers only")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
@@ -307,11 +325,16 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
     if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
-    return replace(task, spec=replace(task.spec, work=serve)), values
+    kinds = values.get(PREFILL_DECODE)  # `auto` may not have these layouts
+    space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
+    return replace(task, spec=replace(task.spec, work=serve, space=space)), values
 
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
-    devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
+    if pair := values.get(PREFILL_DECODE):
+        devices = min(each.devices for each in prefill_decode.roles(str(pair)))
+    else:
+        devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
 
 

@@ -1,4 +1,4 @@
-"""Exports the best configuration: one server, or several behind a least-connections balancer."""
+"""Exports the best configuration: one server, or several behind a least-connections balancer or a router."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import yaml
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.trial.job import SHARED_FOLDER, Instance, Router
 
 FRONT_PORT = 8000
 """The port of a single server, or of the balancer; the servers behind it have the following ports."""
 MEETING_PORT = 8500
 """The rendezvous port of the hosts of the first instance; the other instances have the following ports."""
 BALANCER = "flagcore.engines.serving.balancer"
-START, NGINX, COMPOSE = "start.sh", "nginx.conf", "compose.yaml"
+START, NGINX, COMPOSE, ROUTER = "start.sh", "nginx.conf", "compose.yaml", "router.py"
+SHARED_MOUNT = "/shared"
+"""Where containers mount the folder that they share."""
+KIND_STEP = 16
+"""Distance of the ports of servers that only prefill or decode: each rank may use a port for caches."""
 
 
 def launch(
@@ -29,26 +33,28 @@ def launch(
     directory: str,
     health: str,
     hosts: Sequence[str] = (),
+    router: Router | None = None,
 ) -> Launch:
     """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
 
-    The path `health` returns 200 when a
-    server is ready. On several `hosts`, the user starts the script on each.
+    The path `health` returns 200 when a server is ready. On several `hosts`, the user starts the script on each.
+    `router` is in front of servers that only prefill or decode.
     """
     if len(instances) == 1 and not instances[0].further:
         instance = instances[0].at_port(FRONT_PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
         argv, environment = instance.argv, instance.environment
         return Launch(argv=argv, environment=environment, folder=folder, directory=directory, ready=ready)
-    ports = _ports(instances)
-    placed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    ports, placed = _ports(instances), list(instances)
     if hosts:
         heads = enumerate(each.host for each in instances)
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
         placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
-    Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
+    placed = [each.at_port(port) for each, port in zip(placed, ports, strict=True)]
+    if router is None:
+        Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
     start = Path(folder, START)
-    texts = [(start, start_script(placed, folder, hosts), 0o700)]
+    texts = [(start, start_script(placed, folder, hosts, router), 0o700)]
     has_secret = any(secrets_in_arguments(each.argv) for each in placed)
     for file, text, mode in texts:
         file.touch(mode=0o600)
@@ -65,9 +71,11 @@ def launch(
     )
 
 
-def start_script(instances: Sequence[Instance], folder: str, hosts: Sequence[str] = ()) -> str:
-    """Return a shell script that runs the instances of a host, on the first one also the balancer, and ends them
-    together.
+def start_script(
+    instances: Sequence[Instance], folder: str, hosts: Sequence[str] = (), router: Router | None = None
+) -> str:
+    """Return a shell script that runs the instances of a host, on the first one also the balancer or the router, and
+    ends them together.
     """
     commands: list[list[str]] = [[] for _ in hosts or ("",)]
     for each in instances:
@@ -78,9 +86,16 @@ def start_script(instances: Sequence[Instance], folder: str, hosts: Sequence[str
         "start.sh.j2",
         commands=commands,
         count=len(instances),
+        router=shlex.join(_router(router, instances, places).argv) if router else "",
         conf=shlex.quote(str(Path(folder, NGINX))),
         balancer=shlex.join((sys.executable, "-m", BALANCER, str(FRONT_PORT), *places)),
     )
+
+
+def _router(router: Router, instances: Sequence[Instance], places: Sequence[str]) -> Instance:
+    """Return the router in front of instances at `places` (HOST:PORT)."""
+    addresses = [(each.kind, *place.split(":")) for each, place in zip(instances, places, strict=True)]
+    return router.instance([(kind, host, int(port)) for kind, host, port in addresses]).at_port(FRONT_PORT)
 
 
 def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[str]:
@@ -90,7 +105,8 @@ def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[str]
 
 
 def _ports(instances: Sequence[Instance]) -> list[int]:
-    return [FRONT_PORT + number for number in range(1, len(instances) + 1)]
+    step = KIND_STEP if any(each.kind for each in instances) else 1
+    return [FRONT_PORT + 1 + number * step for number in range(len(instances))]
 
 
 def _render(template: str, **values: object) -> str:
@@ -102,7 +118,11 @@ def _render(template: str, **values: object) -> str:
 
 
 def compose_files(
-    instances: Sequence[Instance], directory: str | None, common: Mapping[str, str], comments: Sequence[str]
+    instances: Sequence[Instance],
+    directory: str | None,
+    common: Mapping[str, str],
+    comments: Sequence[str],
+    router: Router | None = None,
 ) -> dict[str, str]:
     """Return a docker compose file for all instances, with the host's network and files mounted at the same paths, and
     the configuration of nginx if there are several.
@@ -113,6 +133,7 @@ def compose_files(
     several = len(instances) > 1
     ports = _ports(instances) if several else [FRONT_PORT]
     instances = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    shares = any(SHARED_MOUNT in word for each in instances for word in each.argv)
     words = [word for instance in instances for word in instance.argv[1:]]
     paths = sorted({*([directory] if directory else []), *(path for word in words for path in _mounted_paths(word))})
     services: dict[str, object] = {
@@ -127,12 +148,25 @@ def compose_files(
                 for name, value in {**common, **instance.environment}.items()
             },
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
+            "volumes": [
+                *(f"{_escape(path)}:{_escape(path)}:ro" for path in paths),
+                *([f"./{SHARED_FOLDER}:{SHARED_MOUNT}"] if shares else []),
+            ],
             "restart": "unless-stopped",
         }
         for number, instance in enumerate(instances)
     }
-    if several:
+    if router:
+        own = _router(Router.own(router.protocol), instances, _places_of(instances, ()))
+        services["router"] = {
+            "image": "${IMAGE}",
+            "network_mode": "host",
+            "entrypoint": ["python3", f"/{ROUTER}", *own.argv[2:]],
+            "volumes": [f"./{ROUTER}:/{ROUTER}:ro"],
+            "depends_on": list(services),
+            "restart": "unless-stopped",
+        }
+    elif several:
         services["balancer"] = {
             "image": "nginx:stable",
             "network_mode": "host",
@@ -146,7 +180,14 @@ def compose_files(
         "# Put the device settings of the vendor's container runtime into compose.override.yaml.",
     ]
     text = "\n".join([*head, str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))])
+    if router:
+        return {COMPOSE: text, ROUTER: router_source()}
     return {COMPOSE: text, **({NGINX: _nginx(instances, ())} if several else {})}
+
+
+def router_source() -> str:
+    """Return flagcore's router, which needs only Python."""
+    return files(__package__).joinpath(ROUTER).read_text("utf-8")
 
 
 def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:

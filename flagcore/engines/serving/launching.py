@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flagcore.contracts import ExportJob, Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.contracts import ExportJob, Platform, ServerGroup, ServerGroups
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
-from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
+from flagcore.engines.serving.common.knobs import TRANSFER
+from flagcore.engines.serving.common.prefill_decode import KINDS, roles
 from flagcore.engines.serving.load.traffic import in_flight, traffic
-from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
+from flagcore.engines.serving.settings import PORT, SHARED
+from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
 from flagcore.errors import LaunchError, SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 NETWORK_DEVICES = ("{interface}", "{adapters}")
 """Values of variables for the devices between hosts, which servers on one host do not use."""
 PROGRAM = "flagcore.engines.serving.trial"
+OWN_ADDRESS = "{own_address}"
+"""Placeholder of `ServerGroup` for the address of a server's host."""
 HOST_PROGRAM = f"{PROGRAM}.host"
 
 
@@ -55,12 +60,13 @@ def ready(spec: Spec, engine: Engine) -> None:
 def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
     """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
-    instances = instances_of(platform, engine, candidate)
+    instances = instances_of(platform, engine, candidate, str(Path(folder, SHARED_FOLDER)))
+    router = router_of(platform, engine, candidate)
     directory = serve.directory or folder
     try:
         if for_real:
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
-            return export.launch(instances, folder, directory, engine.health, hosts)
+            return export.launch(instances, folder, directory, engine.health, hosts, router)
         job = Job(
             engine=engine.where,
             instances=instances,
@@ -77,6 +83,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
             hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
+            router=router,
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
@@ -91,21 +98,63 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
     return Launch(argv=on_host, client=program, folder=folder)
 
 
-def instances_of(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
-    """Return the servers of a candidate."""
-    return tuple(_instance(platform, engine, each) for each in placements(platform.task, candidate.as_dict()))
+def instances_of(platform: Platform, engine: Engine, candidate: Candidate, shared: str = "") -> tuple[Instance, ...]:
+    """Return the servers of a candidate. Those that exchange caches in files use the folder `shared`."""
+    values = candidate.as_dict()
+    instances = (_instance(platform, engine, values, each) for each in placements(platform.task, values))
+    return tuple(each.filled({SHARED: shared}) for each in instances)
+
+
+def router_of(platform: Platform, engine: Engine, candidate: Candidate) -> Router | None:
+    """Return the program in front of the servers if each only prefills or only decodes."""
+    values = candidate.as_dict()
+    return engine.router(platform.task, values) if engine.router and values.get(PREFILL_DECODE) else None
 
 
 def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
     """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
-    instances = instances_of(job.platform, engine, job.candidate)
+    instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT)
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers of one host; use --to kubernetes or slurm")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
     variables = {**job.platform.environment, **job.platform.task.spec.envs}
     common = {name: value for name, value in variables.items() if value not in NETWORK_DEVICES}
-    return export.compose_files(instances, job.platform.task.spec.serve.directory, common, job.comments)
+    return export.compose_files(
+        instances,
+        job.platform.task.spec.serve.directory,
+        common,
+        job.comments,
+        router_of(job.platform, engine, job.candidate),
+    )
+
+
+def server_groups(platform: Platform, engine: Engine, candidate: Candidate, name: str) -> ServerGroups | None:
+    """Return the kinds of servers of a candidate that prefill or decode, see `Replicas`. Raises UsageError."""
+    router = router_of(platform, engine, candidate)
+    if router is None:
+        return None
+    instances = instances_of(platform, engine, candidate, SHARED)
+    if any(each.further for each in instances) or Hardware.of(platform.task).on_cores:
+        raise UsageError("this target starts servers on devices of one host only")
+    if any(SHARED in word for each in instances for word in each.argv):
+        raise UsageError(f"{TRANSFER} uses a folder, which servers on several hosts do not share; set another one")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    groups, places = list[ServerGroup](), list[tuple[str, str, int]]()
+    for kind, role in zip(KINDS, roles(str(candidate.as_dict()[PREFILL_DECODE])), strict=True):
+        first = (
+            next(each for each in instances if each.kind == kind).at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
+        )
+        own = {key: value for key, value in first.environment.items() if key != platform.support.visible_devices}
+        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.health}",)
+        launch = Launch(argv=first.argv, environment=own, folder="", ready=ready)
+        groups.append(ServerGroup(name=kind, launch=launch, devices=role.devices, replicas=role.count))
+        hosts = [f"{name}-{kind}-{number}.{name}-{kind}" for number in range(role.count)]
+        places += [(kind, host, export.FRONT_PORT) for host in hosts]
+    own_router = Router.own(router.protocol, address=("--host", "0.0.0.0", "--port", PORT))
+    arguments = own_router.instance(places).at_port(export.FRONT_PORT).argv[2:]
+    return ServerGroups(groups=tuple(groups), program=export.router_source(), arguments=arguments)
 
 
 def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:
@@ -120,11 +169,14 @@ def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> flo
     return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
 
 
-def _instance(platform: Platform, engine: Engine, placement: Placement) -> Instance:
-    """Return one server with its devices. The user's variables override the engine's."""
+def _instance(platform: Platform, engine: Engine, values: Mapping[str, KnobValue], placement: Placement) -> Instance:
+    """Return one server of a candidate with its devices. The user's variables override the engine's."""
     task, variable = platform.task, platform.support.visible_devices
     cores = Hardware.of(task).cores(placement.first, placement.width)
     instance = engine.server(task, placement.values, cores)
+    if placement.kind:
+        assert engine.of_kind, "the candidate is legal"
+        instance = engine.of_kind(task, values, placement.kind, instance)
     environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
     if variable is not None:
         environment[variable] = ",".join(
@@ -144,6 +196,7 @@ def _instance(platform: Platform, engine: Engine, placement: Placement) -> Insta
         requested=set_values,
         host=placement.hosts[0],
         further=tuple(other_argvs),
+        kind=placement.kind,
     )
 
 

@@ -13,8 +13,9 @@ from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform_kinds
-from flagcore.engines.serving.common.weights import parameters
+from flagcore.engines.serving.common.weights import cache_bytes_per_token, parameters
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
@@ -78,13 +79,37 @@ def predict(
         memory=memory,
         times=times,
         overheads=overheads,
+        transfer=transfer_seconds(task, kinds, split, costs),
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
-    figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
+    decodes = 1.0 if kinds.role is None else kinds.role != 1
+    figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
     return _predictions(context, figures, costs, width_factor)
+
+
+def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
+    """Return the seconds for the cache of one prompt token from an instance that prefills to one that decodes.
+
+    Each pair of ranks sends its part at the same time: a link has the bytes of the cache divided by the ranks of the
+    smaller side that hold different parts. The link is that between hosts unless both kinds fit on one host. Zero for
+    other instances.
+    """
+    if kinds.role is None:
+        return np.zeros(kinds.owner.size)
+    model, hardware = task.spec.model, Hardware.of(task)
+    groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
+    parts = np.minimum(split.tensor, groups) * split.pipeline
+    smaller = np.full(kinds.size, np.inf)
+    np.minimum.at(smaller, kinds.owner, parts)
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
+    payload = prompt * cache_bytes_per_token(model, 1.0) * split.cache_bytes / smaller[kinds.owner]
+    devices = kinds.total(split.tensor * split.pipeline * split.data)[kinds.owner]
+    stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
+    seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
+    return np.where(kinds.role > 0, seconds / prompt, 0.0)
 
 
 def _memory_and_times(

@@ -19,6 +19,9 @@ PORT = "{port}"
 """Placeholder for the port in a command line; the port is chosen when the server starts."""
 HEAD, HEAD_PORT = "{head}", "{head_port}"
 """Placeholders in a command line of an instance on several hosts: its first host, and a free port there."""
+TRANSFER_PORT, SHARED, URL = "{transfer_port}", "{shared}", "{url}"
+"""Placeholders for instances that only prefill or decode: the port for caches, a folder that all of them share, and
+the URL of an instance for the router."""
 
 
 def address(task: Task) -> str:

@@ -14,6 +14,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
+from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
@@ -45,7 +46,10 @@ Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates and their kinds of instances, with settings, split, memory and costs of iterations."""
+    """Candidates and their kinds of instances, with settings, split, memory and costs of iterations.
+
+    `transfer` are the seconds for the cache of a prompt token if the instances of a kind only prefill or decode.
+    """
 
     kinds: InstanceKinds
     serve: ServeSpec
@@ -55,6 +59,7 @@ class Candidates:
     memory: ServingMemory
     times: IterationCosts
     overheads: Overheads
+    transfer: FloatArray
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
@@ -66,6 +71,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    if context.kinds.role is not None:
+        has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
     if context.settings.on_device is not None:
         has_costs &= context.settings.on_device >= 1.0
     candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
@@ -103,7 +110,12 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the figures of a load on kinds of instances: their rows and counts."""
     prices = [(Price(context.times, row, _lane(context, load, row), context.overheads), count) for row, count in kinds]
-    return load.figures(prices, context.serve.slo)
+    role = context.kinds.role
+    if role is None or not role[kinds[0][0]]:
+        return load.figures(prices, context.serve.slo)
+    (first, prefills), (decode, decodes) = prices
+    prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
+    return load.figures([(decode, decodes)], context.serve.slo, prefill)
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
@@ -129,6 +141,8 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
     other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
+    if context.kinds.role is not None:
+        other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
 
 
@@ -139,7 +153,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     """
     settings, stages = context.settings, float(context.split.pipeline[row])
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
-    flight, longest = load.flight(int(context.split.instances[row])), load.longest
+    flight, longest = load.flight(int(context.kinds.lanes[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
@@ -172,15 +186,24 @@ def _select(points: Sequence[Mapping[str, float]], slo: Mapping[str, float], obj
 def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Return the mean seconds of a request by part, weighted by the counts of the kinds of instances.
 
-    `figures` are the metrics of the candidates.
+    A request visits one instance that prefills and one that decodes, if a candidate has such. `figures` are the metrics
+    of the candidates. The parts add up to the mean seconds of a request; the rest is the queue.
     """
     load, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
-    lanes = np.minimum(context.split.instances, load.flight(1))
+    lanes = np.minimum(kinds.lanes, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
-    seconds_by_part = parts(context.times, context.overheads, loop, e2e, running)
-    count = kinds.total(np.ones(kinds.owner.size))
-    return {name: kinds.total(seconds) / count for name, seconds in seconds_by_part.items()}
+    visits = np.ones(kinds.owner.size) if kinds.role is None else np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
+    count = kinds.total(np.where(visits < 1.0, 0.0, 1.0)) if kinds.role is not None else kinds.total(visits)
+    raw = parts(context.times, context.overheads, loop, running)
+    found = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
+    if kinds.role is not None:
+        caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
+        found["transfer_s"] = kinds.total(visits * caches)
+    total = sum(found.values(), np.zeros(kinds.size))
+    whole = figures["e2e_s.mean"]
+    share = np.minimum(1.0, whole / total)
+    return {"queue_s": np.maximum(whole - total, 0.0)} | {name: each * share for name, each in found.items()}
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
@@ -188,7 +211,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     return ClosedLoop(
-        flight=np.maximum(float(load.flight(1)) / split.instances, 1.0),
+        flight=np.maximum(float(load.flight(1)) / context.kinds.lanes, 1.0),
         prompt=prompt,
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
@@ -196,14 +219,15 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
         ranks=split.data,
         stages=split.pipeline,
+        role=context.kinds.role,
     )
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
     """Return the metrics of the steady state, with means in place of percentiles."""
-    loop = _closed_loop(context, load)
-    state, lanes = steady_state(context.times, context.overheads, loop), context.split.instances
-    kinds, share = context.kinds, np.minimum(lanes, load.flight(1)) / lanes
+    loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.lanes
+    state = steady_state(context.times, context.overheads, loop)
+    share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)
 
     def mean(values: FloatArray) -> FloatArray:
@@ -211,6 +235,15 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
         return kinds.total(state.rate * share * values) / rate
 
     ttft, tpot = mean(state.ttft), mean(state.tpot)
+    if kinds.role is not None:
+        of_kind = [kinds.total(np.where(kinds.role == number, state.rate * share, 0.0)) for number in (1, 2)]
+        once = np.where(kinds.role > 0, 1.0 / kinds.count, 0.0)
+        is_divided = of_kind[0] > 0.0
+        caches = kinds.total(np.where(kinds.role == 2, once * context.transfer, 0.0)) * load.means[0]
+        rate = np.where(is_divided, np.minimum(*of_kind), rate)
+        tpot = np.where(is_divided, kinds.total(once * state.tpot), tpot)
+        wait = load.flight(1) * load.means[1] / rate - load.means[1] * tpot  # Little's law
+        ttft = np.where(is_divided, np.maximum(wait, kinds.total(once * state.ttft) + caches), ttft)
     latencies = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
     return {name: latencies.get(name.partition(".")[0], rate) for name in FIGURE_NAMES}
 

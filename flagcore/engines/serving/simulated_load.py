@@ -12,6 +12,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.traffic import in_flight, traffic
+from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.simulation import Outcome, simulate
 
@@ -76,8 +77,13 @@ class SimulatedLoad:
     def _in_flight(self) -> int:
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
-    def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of the load on kinds of lanes with their counts; rates are totals over all lanes."""
+    def figures(
+        self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float], prefill: Prefill | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of the load on kinds of lanes with their counts; rates are totals over all lanes.
+
+        With `prefill`, the lanes only decode.
+        """
         lanes = sum(count for _, count in kinds)
         flight, lane_flight = self._in_flight, self.flight(lanes)
         if len(kinds) > 1:
@@ -86,7 +92,7 @@ class SimulatedLoad:
                 return figures_of(times.steady_state(flight, flight), 1.0, slo)
             times = times.steady_state(lane_flight * lanes, lane_flight * lanes) if self._is_steady else times
             return figures_of(times, flight / lane_flight / lanes, slo)
-        times = self._one_lane(kinds[0][0], min(lanes, flight), lane_flight)
+        times = self._one_lane(kinds[0][0], min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request runs on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         return figures_of(times, flight / lane_flight, slo)  # the number of full lanes
@@ -96,7 +102,7 @@ class SimulatedLoad:
         """Whether the load is the steady state of a closed loop."""
         return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
 
-    def _one_lane(self, price: Price, lanes: int, flight: int) -> RequestTimes:
+    def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
 
         Requests that arrive while all slots are busy only wait, so a closed loop and a burst are simulated with fewer
@@ -114,7 +120,11 @@ class SimulatedLoad:
             count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
-        times = RequestTimes.from_outcome(simulate(price, lengths, arrival_times, simulated))
+        if prefill is None:
+            outcome = simulate(price, lengths, arrival_times, simulated)
+        else:
+            outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated)
+        times = RequestTimes.from_outcome(outcome)
         if self._is_steady:
             return times.steady_state(simulated, flight, is_crowded=price.lane.running < flight)
         if count < inputs.size:

@@ -33,6 +33,8 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?", re.IGNORECASE)
 
 def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a tree and its section. Raises UsageError for a job that FlagScale cannot start."""
+    if job.servers is not None:
+        raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
     section = "serve" if job.launch.ready else "train"
     content: Any = _serve(job) if job.launch.ready else _train(job)
     top = {

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.megatron.importing.arguments import flag_name
 from flagcore.errors import SpecError, join_errors
-from flagcore.importers.flagscale import arguments, layouts
+from flagcore.importers.flagscale import arguments, disaggregation, layouts
 from flagcore.importers.flagscale.engines import (
     DEFAULT_ENGINES,
     DEFAULT_SPACE,
@@ -25,8 +24,6 @@ _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performan
 _OBJECTIVES: dict[str, str] = TABLES["objectives"]
 _PROFILE: dict[str, Any] = TABLES["own_profile"]
 _UNSUPPORTED_BLOCK = 8
-_DISAGGREGATION = ("kv_transfer_config", "disaggregation_mode")
-"""Arguments of servers that only do prefill or only decode."""
 
 
 def serving(source: Source) -> dict[str, Any]:
@@ -34,12 +31,13 @@ def serving(source: Source) -> dict[str, Any]:
     source.drop("experiment.task.entrypoint", "each trial starts the engine's own server", "serve")
     source.drop("experiment.task.backend", "the engine is that of the model, or auto_tuner.engines", "serve.engine")
     item = _item(source)
-    _check_not_disaggregated(source, item)
+    disaggregation.check_arguments(source, item)
     engines = _engines(source, item)
     layouts.normalize_specific_arguments(source, item, [flagscale_name(each) for each in engines])
     model = _model(source, item, engines)
     arguments_by_engine = arguments.engine_arguments(source, item, engines)
     spaces = _spaces(source, engines)
+    disaggregation.convert(source, engines, arguments_by_engine, spaces)
     serve: dict[str, Any] = {"engine": engines[0] if len(engines) == 1 else engines}
     if len(engines) == 1:
         if arguments_by_engine[engines[0]]:
@@ -64,17 +62,6 @@ def serving(source: Source) -> dict[str, Any]:
     for key, value in leaves(item):
         source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
     return {"model": model, "cluster": found.section, "serve": serve, "auto_tuner": tuner}
-
-
-def _check_not_disaggregated(source: Source, item: Mapping[str, Any]) -> None:
-    """Raise SpecError for prefill and decoding on different servers, which flagcore does not support."""
-    key = "experiment.runner.deploy.prefill_decode_disaggregation"
-    conflict = {key: True} if source.at(key) is True else {}
-    arguments = [(path, value) for path, value in leaves(item) if flag_name(path) in _DISAGGREGATION]
-    conflict |= {f"serve[0]{path}": value for path, value in arguments if value not in (False, "null")}
-    for at, value in conflict.items():
-        problem, fix = "puts prefill and decoding on different servers, which trials do not start", "remove it"
-        raise source.error(at, problem, value=value, fix=f"{fix} to plan and tune servers that do both")
 
 
 def _item(source: Source) -> dict[str, Any]:

@@ -10,22 +10,26 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.contracts import Platform
+from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.cluster import Cluster
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, KubernetesResource
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
 from flagcore.engines.serving import export
 from flagcore.engines.serving.launching import instances_of
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.job import Instance, Job, as_text, read_job
-from flagcore.errors import SpecError
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
+from flagcore.errors import SpecError, UsageError
+from flagcore.launchers.kubernetes_export import export as kubernetes
 from tests.engines.serving.engines.tasks import serving
+from tests.small import SOURCE
 from tests.small import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"
+NO_LAUNCH = Launch(argv=("true",), folder="")
 
 
 def on_cards(folder: Path, devices: int = 8, **arguments: Any) -> Platform:
@@ -252,3 +256,96 @@ def test_an_instance_on_two_hosts_meets_at_the_first(tmp_path: Path) -> None:
     script = (tmp_path / export.START).read_text()
     assert best.argv == ("/bin/sh", str(tmp_path / export.START))
     assert script.index("1)\n    serve b:8500 8001") < script.index("2)\n    follow b:8500")
+
+
+def on_two_kinds(folder: Path) -> Platform:
+    """vLLM on four cards, with weights that need not exist."""
+    task = serving("vllm", devices=4, weights=str(folder), command=("/bin/echo", "serve"), engine_version="0.32.0")
+    support = EngineSupport(
+        support=Support.YES,
+        device_type="x",
+        distributed_backend="y",
+        visible_devices=VISIBLE,
+        kubernetes=KubernetesResource(name="some/device", source=SOURCE),
+    )
+    return dataclasses.replace(small_platform(task), support=support)
+
+
+def test_a_trial_of_two_kinds_has_a_router_and_each_instance_its_devices(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
+    VLLM.launch(where, candidate, str(tmp_path))
+    job = read_job(tmp_path)
+    assert [each.kind for each in job.instances] == ["prefill", "prefill", "decode"]
+    assert [each.environment[VISIBLE] for each in job.instances] == ["2", "3", "0,1"]
+    assert job.router is not None
+    assert job.router.protocol == "nixl"
+    assert not any("{shared}" in word for each in job.instances for word in each.argv)
+
+
+def test_winners_of_two_kinds_are_started_behind_a_router(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "1xtp1+1xtp1"})
+    found = VLLM.launch(where, candidate, str(tmp_path), for_real=True)
+    script = (tmp_path / export.START).read_text()
+    assert subprocess.run(["sh", "-n", found.argv[1]], check=True).returncode == 0
+    assert "--prefill http://127.0.0.1:8001" in script
+    assert "--decode http://127.0.0.1:8017" in script
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=18017" in script
+    assert "nginx" not in script
+    assert not (tmp_path / export.NGINX).exists()
+
+
+def test_compose_starts_two_kinds_behind_a_router_that_needs_only_python(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "1xtp1+1xtp1"})
+    files = VLLM.export(
+        ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=2), "compose"
+    )
+    services = yaml.safe_load(files[export.COMPOSE])["services"]
+    assert list(services) == ["instance-0", "instance-1", "router"]
+    assert "http://127.0.0.1:8017,18017" in services["router"]["entrypoint"]
+    (tmp_path / export.ROUTER).write_text(files[export.ROUTER])
+    words = [services["router"]["entrypoint"][0], str(tmp_path / export.ROUTER), "--help"]
+    assert "--prefill" in subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
+    servers = VLLM.groups(where, candidate, "x")
+    assert servers is not None
+    job = ExportJob(
+        name="x",
+        comments=(),
+        platform=where,
+        candidate=candidate,
+        launch=servers.groups[0].launch,
+        devices=1,
+        servers=servers,
+        options={"image": "i"},
+    )
+    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(kubernetes(job)["x.yaml"])}
+    sets = [found["StatefulSet", f"x-{kind}"]["spec"] for kind in ("prefill", "decode")]
+    assert [each["replicas"] for each in sets] == [2, 1]
+    containers = [each["template"]["spec"]["containers"][0] for each in sets]
+    assert [each["resources"]["limits"] for each in containers] == [{"some/device": 1}, {"some/device": 2}]
+    variables = {each["name"]: each.get("value") for each in containers[0]["env"]}
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+    assert VISIBLE not in variables
+    assert found["Service", "x-prefill"]["spec"]["clusterIP"] == "None"
+    front = found["Deployment", "x"]["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert "--prefill http://x-prefill-1.x-prefill:8000,18000 --decode http://x-decode-0.x-decode:8000,18000" in front
+    assert "def main" in found["ConfigMap", "x-router"]["data"]["router.py"]
+
+
+def test_files_are_not_shared_between_pods(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    values = {"prefill_decode": "1xtp1+1xtp1", "kv_transfer": "ExampleConnector"}
+    with pytest.raises(UsageError, match="kv_transfer"):
+        VLLM.groups(where, Candidate.of({**VLLM.defaults(where.task), **values}), "x")
+
+
+def test_equal_servers_only_are_refused_for_two_kinds(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="prefill_decode"):
+        VLLM.replica(Candidate.of({"prefill_decode": "1xtp1+1xtp1"}))

@@ -271,6 +271,19 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
     assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
 
 
+def test_instances_that_only_prefill_or_decode_become_one_candidate() -> None:
+    deploy = "experiment.runner.deploy.prefill_decode_disaggregation=true"
+    vllm = ("experiment.auto_tuner.engines=[vllm]", "+serve.0.engine_args.tensor_parallel_size=2")
+    found = tree("serve_pairs", deploy, *vllm)
+    space = found.data["auto_tuner"]["space"]
+    assert space["prefill_decode"] == ["2xtp2+1xtp2"]
+    assert space["kv_transfer"] == ["P2pNcclConnector"]
+    assert not {"instances", "tensor_model_parallel_size", "pipeline_model_parallel_size"} & space.keys()
+    assert not {"tensor_parallel_size", "tensor_model_parallel_size"} & found.data["serve"]["engine_args"].keys()
+    assert "experiment.runner.deploy.decode_gpu_memory_utilization" in notes(found)
+    assert parse_spec(found.data, file="x", base=Path(), engines=ENGINES).space["prefill_decode"] == ("2xtp2+1xtp2",)
+
+
 def test_the_computed_width_is_reported() -> None:
     extra = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
     found = tree("train_dense", *extra)

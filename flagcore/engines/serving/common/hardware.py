@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,22 @@ class Hardware:
         return np.where(columns[CORES] > 0, columns[CORES], even_share) if CORES in columns else even_share
 
 
+def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
+    """Return the hosts of each instance and its first device there, None if they do not fit. The largest come first."""
+    if hardware.hosts == 1:
+        return [(range(1), sum(widths[:place])) for place in range(len(widths))]
+    used, found = [0] * hardware.hosts, list[tuple[range, int]]()
+    for width in widths:
+        span, each = max(1, width // hardware.per_host), min(width, hardware.per_host)
+        starts = range(hardware.hosts - span + 1)
+        at = next((at for at in starts if max(used[at : at + span]) + each <= hardware.per_host), None)
+        if at is None or each * span != width:
+            return None
+        found.append((range(at, at + span), used[at]))
+        used[at : at + span] = [used[at] + each] * span
+    return found
+
+
 def longest_request(loads: tuple[Load, ...]) -> int:
     """Return the tokens of the longest request, prompt and answer, without requests of traces."""
     lengths = [1]
@@ -94,6 +110,8 @@ def max_in_flight(loads: tuple[Load, ...]) -> int:
 INSTANCES = "instances"
 SIZES = "instance_sizes"
 """Devices of each instance if instances differ, such as 4+2+2. It replaces INSTANCES and TP."""
+PREFILL_DECODE = "prefill_decode"
+"""Instances that only prefill and instances that only decode, such as 2xtp2+1xtp4. It replaces all knobs of layouts."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

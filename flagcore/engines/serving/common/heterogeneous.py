@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +15,19 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware, count
+from flagcore.engines.serving.common import prefill_decode
+from flagcore.engines.serving.common.hardware import (
+    CORES,
+    DP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    SIZES,
+    TP,
+    Hardware,
+    count,
+    on_hosts,
+)
 from flagcore.errors import SpecError
 
 BrokenRows: TypeAlias = "Callable[[Columns], BoolArray]"
@@ -155,13 +167,14 @@ def merges(*threads: str) -> tuple[Merge, ...]:
 class Placement:
     """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
 
-    An instance on several `hosts` has all their devices.
+    An instance on several `hosts` has all their devices. `kind` is PREFILL or DECODE if it does only one of both.
     """
 
     values: Mapping[str, KnobValue]
     first: int
     width: int
     hosts: range = range(1)
+    kind: str = ""
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
@@ -169,7 +182,9 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
 
     An instance is on the first host with room for it, or, if it is larger, on whole hosts.
     """
-    hardware, word = Hardware.of(task), values.get(SIZES)
+    hardware, word, pair = Hardware.of(task), values.get(SIZES), values.get(PREFILL_DECODE)
+    if isinstance(pair, str):
+        return _placements_of_kinds(prefill_decode.roles(pair), values, hardware)
     if isinstance(word, str):
         widths = sizes(word)
         instance_values = [
@@ -189,32 +204,33 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
     )
 
 
-def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
-    """Return the hosts of each instance and its first device there, None if they do not fit. The largest come first."""
-    if hardware.hosts == 1:
-        return [(range(1), sum(widths[:place])) for place in range(len(widths))]
-    used, found = [0] * hardware.hosts, list[tuple[range, int]]()
-    for width in widths:
-        span, each = max(1, width // hardware.per_host), min(width, hardware.per_host)
-        starts = range(hardware.hosts - span + 1)
-        at = next((at for at in starts if max(used[at : at + span]) + each <= hardware.per_host), None)
-        if at is None or each * span != width:
-            return None
-        found.append((range(at, at + span), used[at]))
-        used[at : at + span] = [used[at] + each] * span
-    return found
+def _placements_of_kinds(
+    pair: prefill_decode.Pair, values: Mapping[str, KnobValue], hardware: Hardware
+) -> tuple[Placement, ...]:
+    """Return the instances that prefill, then those that decode."""
+    own = {kind: prefill_decode.of_kind(values, kind) for kind in prefill_decode.KINDS}
+    kinds = [kind for kind, role in zip(prefill_decode.KINDS, pair, strict=True) for _ in range(role.count)]
+    widths = prefill_decode.widths(pair, hardware)
+    places = prefill_decode.places(widths, hardware)
+    assert places is not None, "the candidate is legal"
+    return tuple(
+        Placement(own[kind], first, width, hosts, kind)
+        for kind, width, (hosts, first) in zip(kinds, widths, places, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceKinds:
     """Kinds of equal instances, one row of `columns` each.
 
-    A kind has `count` instances of candidate `owner`. Rows are sorted by candidate, the largest kind first.
+    A kind has `count` instances of candidate `owner`. Rows are sorted by candidate, the largest kind first. `role` is 1
+    for instances that only prefill, 2 for those that only decode, and 0 for others; None: 0 for all.
     """
 
     owner: IntArray
     count: IntArray
     columns: Columns
+    role: IntArray | None = None
 
     @property
     def size(self) -> int:
@@ -224,6 +240,12 @@ class InstanceKinds:
     def first_rows(self) -> IntArray:
         """The row of each candidate's first and largest kind."""
         return np.searchsorted(self.owner, np.arange(self.size))
+
+    @property
+    def lanes(self) -> FloatArray:
+        """The instances among which the requests of each kind are divided: all, or those of its role."""
+        totals = self.total(np.ones(self.owner.size))[self.owner]
+        return totals if self.role is None else np.where(self.role > 0, self.count, totals)
 
     @property
     def members(self) -> list[range]:
@@ -246,21 +268,32 @@ def uniform_kinds(instances: IntArray) -> InstanceKinds:
 
 def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
     """Return the kinds of instances of each row: one for each size in SIZES, else one. INSTANCES is their total."""
-    codes = columns.get(SIZES)
-    rows = np.arange(next(iter(columns.values())).size, dtype=np.int64)
-    if codes is None or not codes.any():
+    rows, zeros = np.arange(next(iter(columns.values())).size, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    size_codes, pair_codes = columns.get(SIZES, zeros), columns.get(PREFILL_DECODE, zeros)
+    if not size_codes.any() and not pair_codes.any():
         return InstanceKinds(rows, np.maximum(columns.get(INSTANCES, np.ones_like(rows)), 1), columns)
     sizes_by_code, on_cores = [(), *(sizes(word) for word in known_sizes(task))], Hardware.of(task).on_cores
-    kinds = [
-        (row, size, sizes_by_code[code].count(size))
-        for row, code in enumerate(codes.tolist())
-        for size in dict.fromkeys(sizes_by_code[code]) or (0,)
-    ]
-    owner, size, count = np.array(kinds, dtype=np.int64).T
+    pairs_by_code = [None, *(prefill_decode.roles(word) for word in prefill_decode.known_roles(task))]
+    kinds = list[tuple[int, int, int, int]]()
+    for row, code, pair_code in zip(rows.tolist(), *np.broadcast_arrays(size_codes, pair_codes), strict=True):
+        parts = sizes_by_code[code]
+        if pair := pairs_by_code[pair_code]:
+            kinds += [(row, 0, each.count, number) for number, each in enumerate(pair, 1)]
+        else:
+            kinds += [(row, size, parts.count(size), 0) for size in dict.fromkeys(parts) or (0,)]
+    owner, size, count, role = np.array(kinds, dtype=np.int64).T
     kind_columns, has_sizes = {knob: column[owner] for knob, column in columns.items()}, size > 0
-    count = np.where(has_sizes, count, np.maximum(kind_columns[INSTANCES], 1))
+    count = np.where(has_sizes | (role > 0), count, np.maximum(kind_columns[INSTANCES], 1))
     totals = np.bincount(owner, weights=count).astype(np.int64)[owner]
     kind_columns[INSTANCES] = np.where(has_sizes, totals, kind_columns[INSTANCES])
-    kind_columns[CORES if on_cores else TP] = np.where(has_sizes, size, 0 if on_cores else kind_columns[TP])
-    kind_columns[SIZES] = np.zeros_like(owner)
-    return InstanceKinds(owner, count, kind_columns)
+    if has_sizes.any():
+        kind_columns[CORES if on_cores else TP] = np.where(has_sizes, size, 0 if on_cores else kind_columns[TP])
+        kind_columns[SIZES] = np.zeros_like(owner)
+    for number, kind in enumerate(prefill_decode.KINDS, 1):
+        if (of_role := np.flatnonzero(role == number)).size:
+            pairs = [pairs_by_code[code] for code in pair_codes[owner[of_role]].tolist()]
+            own = {knob: column[of_role] for knob, column in kind_columns.items()}
+            for knob, column in prefill_decode.columns_of_kind(own, kind, pairs).items():
+                kind_columns[knob] = kind_columns[knob].copy()
+                kind_columns[knob][of_role] = column
+    return InstanceKinds(owner, count, kind_columns, role if role.any() else None)

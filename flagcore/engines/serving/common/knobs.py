@@ -14,8 +14,18 @@ from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
-from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, max_in_flight
+from flagcore.engines.serving.common import heterogeneous, prefill_decode
+from flagcore.engines.serving.common.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    SIZES,
+    TP,
+    Hardware,
+    max_in_flight,
+)
 from flagcore.errors import SpecError
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
@@ -23,7 +33,7 @@ DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
-    **dict.fromkeys((SIZES, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
+    **dict.fromkeys((SIZES, PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
     "enforce_eager": (None, False),
 }
 """Knobs that every job record may have, and their values that an engine without the knob accepts."""
@@ -44,6 +54,8 @@ def axes(
     for knob in knobs:
         if knob.name == SIZES:
             knob = replace(knob, words=heterogeneous.known_sizes(task))
+        if knob.name == PREFILL_DECODE:
+            knob = replace(knob, words=prefill_decode.known_roles(task))
         value = fixed.get(knob.name, knob.neutral)
         extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
         if baseline_value is not None:
@@ -213,6 +225,13 @@ class SizesKnob(Knob):
         return None if value is None else heterogeneous.parse_sizes(value, key)
 
 
+class RolesKnob(Knob):
+    """The instances that prefill and those that decode, as a text. The possible values depend on the task."""
+
+    def parse(self, value: object, key: str) -> KnobValue:
+        return None if value is None else prefill_decode.parse_roles(value, key)
+
+
 def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
     """Return a knob with the values on and off, which have a flag each; not set: the engine decides."""
     flags = (Flag(name=on, word="on"), Flag(name=off, word="off"))
@@ -222,6 +241,7 @@ def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
 
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
 MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+TRANSFER = "kv_transfer"
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 """Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
 
@@ -242,6 +262,23 @@ SIZES_KNOB = SizesKnob(
     kind="word",
     auto=heterogeneous.auto_sizes,
     auto_help="not set; for a rate also splits of all devices into unequal powers of two",
+)
+ROLES_KNOB = RolesKnob(
+    name=PREFILL_DECODE,
+    help="Instances that only prefill and instances that only decode, with their layouts, such as 2xtp2+1xtp4; "
+    "replaces all other knobs of layouts.",
+    label="P+D",
+    layout=True,
+    kind="word",
+    auto=prefill_decode.auto_roles,
+    auto_help="not set; for a rate also divisions of all devices between two layouts",
+)
+TRANSFER_KNOB = knob(
+    TRANSFER,
+    f"What moves caches from instances that prefill to instances that decode; used with {PREFILL_DECODE}.",
+    flags=(),
+    label="KV transfer",
+    kind="word",
 )
 _SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
 TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=DIVISORS, **_SIZE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.work import Overheads
 
@@ -27,7 +27,7 @@ class ClosedLoop:
     """One lane of each candidate and its load: `flight` requests of `prompt` and `output` tokens.
 
     `budget` (tokens of an iteration), `running` (sequences) and `cache_tokens` are totals over all `ranks` and
-    `stages`.
+    `stages`. A lane whose `role` is 1 only computes prompts, with role 2 it only decodes.
     """
 
     flight: FloatArray
@@ -38,6 +38,7 @@ class ClosedLoop:
     cache_tokens: FloatArray
     ranks: FloatArray
     stages: FloatArray
+    role: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,11 @@ class SteadyState:
 
 
 def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) -> SteadyState:
-    """Return the mean latencies and the rate of a closed loop."""
+    """Return the mean latencies and the rate of a closed loop.
+
+    Lanes that only compute prompts have the rate of output tokens that their prompts lead to, and no TPOT.
+    """
+    decodes_only = np.zeros(loop.flight.shape, dtype=np.bool_) if loop.role is None else loop.role == 2
     context = loop.prompt + 0.5 * loop.output
     room = np.maximum(loop.cache_tokens / context, 1.0)
     limit = np.minimum(np.minimum(loop.flight, loop.running), room)
@@ -61,15 +66,30 @@ def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) 
         prompt_share = (
             decoding * loop.prompt / (loop.output * prompt_tokens)
         )  # iterations with prompts for each that decodes
+        prompt_share = np.where(decodes_only, 0.0, prompt_share)
         tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = overheads.request + overheads.entry + wait + pieces * mixed
+        ttft = overheads.request + overheads.entry + np.where(decodes_only, tpot, wait + pieces * mixed)
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
-    return SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
+    return state if loop.role is None else _with_prompts_only(costs, overheads, loop, state, context)
+
+
+def _with_prompts_only(
+    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, state: SteadyState, context: FloatArray
+) -> SteadyState:
+    """Return the state with that of lanes that only compute prompts, one after the other."""
+    _, mixed, tokens = _iterations(costs, overheads, loop, np.full_like(loop.flight, 1e-9), context)
+    seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, loop.role == 1
+    return SteadyState(
+        np.where(prefills, overheads.request + overheads.entry + seconds, state.ttft),
+        np.where(prefills, 0.0, state.tpot),
+        np.where(prefills, loop.output / seconds, state.rate),
+    )
 
 
 def _iterations(
@@ -103,18 +123,16 @@ PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
 """Parts of a request's time in the order of reports."""
 
 
-def parts(
-    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, e2e: FloatArray, decoding: FloatArray
-) -> dict[str, FloatArray]:
-    """Return the seconds of a request by part, for each candidate. They add up to `e2e`, the mean seconds of a request.
+def parts(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
+    """Return the seconds that a request spends in each part on its lane, without waits for a slot and other prompts.
 
     `decoding` is the mean number of decoding sequences of a lane. The time of a prompt assumes that it runs alone, the
-    time of an answer that it runs only with decoding sequences. The rest of `e2e` is the queue: waits for a slot and
-    for other prompts.
+    time of an answer that it runs only with decoding sequences.
     """
+    role = np.zeros(loop.flight.shape, dtype=np.int64) if loop.role is None else loop.role
     ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
     per_rank, context = decoding / ranks, loop.prompt + 0.5 * loop.output
-    decode_steps = np.maximum(loop.output - 1.0, 0.0)
+    decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     reads = costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
     device = (
         interpolate(costs.local, per_rank)
@@ -125,15 +143,15 @@ def parts(
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
     launch_wait = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
-    pieces = loop.prompt / piece
+    pieces = np.where(role == 2, 0.0, loop.prompt / piece)
     prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece)) + interpolate(
         costs.sampled, np.ones_like(piece)
     )
-    prompt = prompt + costs.pair * 0.5 * loop.prompt**2
+    prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2)
     is_eager = (piece > costs.captured) | (not overheads.mixes)
     prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
-    seconds_by_part = {
+    return {
         "prefill_s": prompt - prefill_comm,
         "decode_s": decode_steps * (device - decode_comm),
         "collectives_s": prefill_comm + decode_steps * decode_comm,
@@ -143,6 +161,3 @@ def parts(
         + pieces * costs.fixed
         + decode_steps * (costs.fixed + costs.sequence * decoding + launch_wait),
     }
-    total = sum(seconds_by_part.values(), np.zeros_like(e2e))
-    share = np.minimum(1.0, e2e / total)
-    return {"queue_s": np.maximum(e2e - total, 0.0)} | {name: each * share for name, each in seconds_by_part.items()}

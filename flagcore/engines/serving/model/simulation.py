@@ -56,10 +56,10 @@ def simulate(
     Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
     request whenever another one ends.
     """
-    return _Simulation(price, lengths, arrivals, concurrency).run()
+    return Simulation(price, lengths, arrivals, concurrency).run()
 
 
-class _Simulation:
+class Simulation:
     """The state of a simulation.
 
     `used` is the number of cached tokens, `offset` + running x `step` the context of all running sequences, `finish` -
@@ -210,6 +210,10 @@ class _Simulation:
             self.used -= self._cached_tokens(request)
             self._end(request)
             return
+        self._join(request)
+
+    def _join(self, request: Request) -> None:
+        """Add a request to the decoding sequences."""
         self.tickets += 1
         self.running += 1
         request.context, request.since, request.ticket = request.prompt + request.made, self.step, self.tickets

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -78,6 +79,8 @@ KNOBS = (
         help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
     ),
     knobs.SIZES_KNOB,
+    replace(knobs.ROLES_KNOB, versions=">=0.4.6"),
+    variant(knobs.TRANSFER_KNOB, words=("mooncake", "nixl"), versions=">=0.4.6"),
     variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.7"),
     variant(
         knobs.DP_KNOB,

@@ -15,13 +15,14 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_as_unset, speculation_rules, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
+from flagcore.engines.serving.sglang import disaggregation
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
 from flagcore.engines.serving.trial.job import Instance
@@ -152,7 +153,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
     needed = longest_request(task.spec.serve.loads)
-    return (
+    layouts = (
         *split_rules(task, data=True, span=True),
         Rule(
             name="expert_parallel",
@@ -160,6 +161,11 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
         ),
+    )
+    return (
+        *layouts,
+        *prefill_decode.rules(task, layouts),
+        *disaggregation.rules(task),
         Rule(
             name="chunk_of_pages",
             knobs=(TP, DP, PAGE, CHUNK),
@@ -218,6 +224,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     return (
         *heterogeneous.merges(),
+        *prefill_decode.merges(knobs.TRANSFER),
         *same_as_unset(own.KNOBS, defaults),
         no_drafts(),
         *((no_graphs,) if Hardware.of(task).on_cores else ()),
@@ -234,6 +241,8 @@ WORKLOAD: ServingWorkload = Engine(
     settings=own.settings,
     server=_server,
     on_host=_on_host,
+    of_kind=disaggregation.of_kind,
+    router=disaggregation.router,
     effective=effective,
     memory=memory,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT
+from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL
 
 SERVE = "serve.json"
+SHARED_FOLDER = "shared"
+"""The folder that instances of a trial share; it is removed after the trial."""
+LOCAL_ADDRESS = ("--host", "127.0.0.1", "--port", PORT)
+"""Where routers listen."""
 
 
 def log_name(number: int, part: int = 0) -> str:
@@ -29,7 +34,8 @@ class Instance:
     """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
     `requested` are the knob values that the server must report; None: the engine chooses. The server runs on host
-    number `host`. The commands `further` run on the next hosts, which serve no requests.
+    number `host`. The commands `further` run on the next hosts, which serve no requests. `kind` is prefill or decode if
+    it does only one of both.
     """
 
     argv: tuple[str, ...]
@@ -38,10 +44,11 @@ class Instance:
     requested: Mapping[str, KnobValue] = field(default_factory=dict)
     host: int = 0
     further: tuple[tuple[str, ...], ...] = ()
+    kind: str = ""
 
     def at_port(self, port: int) -> Instance:
-        """Return the instance with `port` in place of PORT."""
-        return self.filled({PORT: str(port)})
+        """Return the instance with `port` in place of PORT, on this host unless it has another one."""
+        return self.filled({PORT: str(port), TRANSFER_PORT: str(transfer_port(port)), HEAD: "127.0.0.1"})
 
     def at_head(self, host: str, port: str) -> Instance:
         """Return the instance with its first host and the rendezvous port of its hosts."""
@@ -59,13 +66,45 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """The program in front of instances that only prefill or only decode: `argv` with PORT, and for each instance the
+    words of its kind with URL and TRANSFER_PORT. flagcore's router would use `protocol`.
+    """
+
+    argv: tuple[str, ...]
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    protocol: str
+
+    @classmethod
+    def own(cls, protocol: str, python: str = sys.executable, *, address: Sequence[str] = LOCAL_ADDRESS) -> Router:
+        """Return flagcore's router, run by `python`."""
+        argv = (python, str(Path(__file__).parent.with_name("router.py")), "--protocol", protocol, *address)
+        place = f"{URL},{TRANSFER_PORT}"
+        return cls(argv=argv, prefill=("--prefill", place), decode=("--decode", place), protocol=protocol)
+
+    def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
+        """Return how to start it in front of instances, by kind, host and port."""
+        words = list(self.argv)
+        for kind, host, port in places:
+            values = {URL: f"http://{host}:{port}", TRANSFER_PORT: str(transfer_port(port))}
+            words += [_replaced(word, values) for word in (self.prefill if kind == "prefill" else self.decode)]
+        return Instance(argv=tuple(words))
+
+
+def transfer_port(port: int) -> int:
+    """Return the port for caches of the instance at `port`."""
+    return port + 10_000 if port < 50_000 else port - 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """The serving and the load of one candidate.
 
     `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
     are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
     command of another load client, which writes `report`. `hosts` are the names of the hosts of instances; none for
-    this machine.
+    this machine. The load goes to `router`, if there is one, and else to all instances.
     """
 
     engine: str
@@ -83,6 +122,7 @@ class Job:
     highest: str | None = None
     start: float = 1.0
     hosts: tuple[str, ...] = ()
+    router: Router | None = None
 
 
 def _replaced(text: str, values: Mapping[str, str]) -> str:

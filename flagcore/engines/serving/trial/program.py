@@ -6,12 +6,14 @@ import contextlib
 import json
 import math
 import re
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+from urllib.parse import urlsplit
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
@@ -25,10 +27,12 @@ from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
-from flagcore.engines.serving.trial.job import Job, log_name, plain_load
+from flagcore.engines.serving.trial.job import SHARED_FOLDER, Job, log_name, plain_load
 from flagcore.engines.serving.trial.remote import connect
 from flagcore.engines.serving.trial.servers import Served, Server, check_all_alive, log, start_all, stop_all
 
+ROUTER_HEALTH = "/health"
+"""Path that returns 200 when a router is ready; all routers have it."""
 MARGIN_SECONDS = 5.0
 """Part of a trial's time that is reserved to stop its servers and to report."""
 STATES_BY_PROBLEM = {
@@ -49,9 +53,12 @@ def run(job: Job, folder: Path) -> None:
     """Run `job` and write its metrics into `folder`. Raises TrialFailure."""
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
-    with _running_servers(job, engine, folder, deadline) as servers:
+    with (
+        running_servers(job, engine, folder, deadline) as servers,
+        running_router(job, servers, folder, deadline) as router,
+    ):
         effective = _read_back(job, engine, servers)
-        points = _LoadRunner(job, engine, servers, folder, deadline).points()
+        points = LoadRunner(job, engine, servers, router, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
@@ -67,7 +74,7 @@ def run(job: Job, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+def running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
     """Yield the servers when all are healthy. Stop those that run here."""
     patterns = (*engine.program.failures, *job.patterns)
     if job.hosts:
@@ -85,6 +92,24 @@ def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) ->
         raise
     finally:
         stop_all(servers)
+        shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
+    """Yield the router in front of the servers when it is healthy, none if the load goes to the servers."""
+    if job.router is None:
+        yield ()
+        return
+    addresses = [urlsplit(server.url) for server in servers]
+    kinds = [each.kind for each in job.instances]
+    places = [(kind, each.hostname or "", each.port or 0) for kind, each in zip(kinds, addresses, strict=True)]
+    router = Server("router", job.router.instance(places), folder / "router.log", job.patterns)
+    try:
+        start_all([router], job.directory, ROUTER_HEALTH, deadline)
+        yield (router,)
+    finally:
+        stop_all([router])
 
 
 def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
@@ -107,16 +132,26 @@ def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str,
     }
 
 
-class _LoadRunner:
+class LoadRunner:
     """Sends all loads to running servers. A round of all load points is one repeat.
 
     Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
     """
 
-    def __init__(self, job: Job, engine: Engine, servers: Sequence[Served], folder: Path, deadline: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        servers: Sequence[Served],
+        router: Sequence[Server],
+        folder: Path,
+        deadline: float,
+    ) -> None:
         self.job, self.engine, self.servers, self.folder, self.deadline = job, engine, servers, folder, deadline
         self.model = _model(servers[0])
-        self.targets = [Target(url=server.url, path=engine.api) for server in servers]
+        self.fronts = router or servers
+        self.all: Sequence[Served] = (*servers, *router)
+        self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
 
     def points(self) -> list[dict[str, Any]]:
         """Return the metrics of each load point in each repeat. Raises TrialFailure."""
@@ -184,16 +219,16 @@ class _LoadRunner:
     def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         client_folder = self.folder / folder
         figures, duration_s = run_client(
-            command, self.job.report, self.servers, self.model, client_folder, self.deadline, name
+            command, self.job.report, self.fronts, self.model, client_folder, self.deadline, name
         )
-        check_all_alive(self.servers, f"during {name}")
+        check_all_alive(self.all, f"during {name}")
         return {"figures": figures, "duration_s": duration_s}
 
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
         """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
-        local = [server for server in self.servers if isinstance(server, Server)]
+        local = [server for server in self.all if isinstance(server, Server)]
         start = _counters(self.engine, self.servers)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits)
@@ -229,8 +264,8 @@ class _LoadRunner:
             limits=limits,
         )
         if result.problems or result.failed:
-            raise _load_failure(result, name, self.servers)
-        check_all_alive(self.servers, f"during {name}")
+            raise _load_failure(result, name, self.all)
+        check_all_alive(self.all, f"during {name}")
         return result
 
 

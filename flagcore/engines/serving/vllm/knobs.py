@@ -8,6 +8,7 @@ The releases that have a flag follow from `engine/arg_utils.py` and `config/` of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,6 +81,8 @@ KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
     knobs.SIZES_KNOB,
+    replace(knobs.ROLES_KNOB, versions=">=0.8.5"),
+    variant(knobs.TRANSFER_KNOB, words=("NixlConnector", "P2pNcclConnector", "ExampleConnector"), versions=">=0.8.5"),
     variant(knobs.PP_KNOB, "pipeline-parallel-size", "pp", auto=by_hardware(fixed_values(1), knobs.DIVISORS)),
     variant(knobs.DP_KNOB, "data-parallel-size", "dp"),
     variant(knobs.EP_KNOB, help="Devices that share the experts: 1, or all of an instance."),

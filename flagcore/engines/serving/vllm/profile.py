@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode, program
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
@@ -21,6 +21,7 @@ from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.vllm import disaggregation
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import (
     ASYNC,
@@ -117,7 +118,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of vLLM for legal candidates."""
     hardware = Hardware.of(task)
-    return (
+    layouts = (
         *split_rules(task, data=True, span=True),
         Rule(
             name="expert_parallel",
@@ -125,6 +126,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
+        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
+    )
+    return (
+        *layouts,
+        *prefill_decode.rules(task, layouts),
+        *disaggregation.rules(task),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
@@ -146,7 +153,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
         *_model_rules(task),
         context_rule(task, CONTEXT),
         _block_rule(task),
-        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
     )
 
 
@@ -233,6 +239,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     own_block = on_cores and not task.spec.model.multi_latent_attention
     return (
         *heterogeneous.merges(*((THREADS,) if on_cores else ())),
+        *prefill_decode.merges(knobs.TRANSFER),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
         *same_as_unset(own.KNOBS, {own.KV: "auto", own.POLICY: "fcfs", ASYNC: "on" if own.is_async(task) else "off"}),
         no_drafts(),
@@ -255,6 +262,8 @@ WORKLOAD: ServingWorkload = Engine(
     settings=own.settings,
     server=_server,
     on_host=_on_host,
+    of_kind=disaggregation.of_kind,
+    router=disaggregation.router,
     effective=effective,
     memory=lambda log: metrics.largest_matches(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings

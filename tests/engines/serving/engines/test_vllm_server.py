@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load.result import Target
 from flagcore.engines.serving.load.sending import measure
-from flagcore.engines.serving.trial.program import shares
+from flagcore.engines.serving.trial.failures import log_text
+from flagcore.engines.serving.trial.job import read_job
+from flagcore.engines.serving.trial.program import LoadRunner, running_router, running_servers, shares
+from flagcore.engines.serving.trial.servers import listeners
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
 from tests.engines.serving.engines.tasks import serving
+from tests.small import platform as small_platform
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def task(model: str) -> Any:
     command = (str(PROGRAM), "serve")
-    return serving("vllm", on_cores=True, devices=2, weights=model, command=command, engine_args=ARGS)
+    load = Load(input_len=256, output_len=16, num_prompts=32, concurrency=8)
+    return serving("vllm", on_cores=True, devices=2, weights=model, command=command, engine_args=ARGS, loads=(load,))
 
 
 def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
@@ -56,6 +66,42 @@ def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
         assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
         assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
+
+
+def tokens_of(url: str, model: str, prompt: list[int]) -> list[int]:
+    """The tokens of the most likely answer to a prompt."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
+    """One instance prefills, another one decodes, and the caches move through a folder; each has one core."""
+    draw = random.Random(7)
+    prompts = [[draw.randrange(8000) for _ in range(length)] for length in (5, 140, 300, 400)]
+    with started(ENGINE, task(model), {}, tmp_path, PATIENCE) as server:
+        assert server.wait() is None, server.log
+        expected = [tokens_of(server.url, model, prompt) for prompt in prompts]
+    spec = dataclasses.replace(task(model).spec, space={"prefill_decode": ("1xtp1+1xtp1",)})
+    pair = dataclasses.replace(small_platform(task(model)), task=dataclasses.replace(task(model), spec=spec))
+    candidate = Candidate.of({**ENGINE.defaults(pair.task), "prefill_decode": "1xtp1+1xtp1"})
+    ENGINE.launch(pair, candidate, str(tmp_path))
+    job, deadline = read_job(tmp_path), time.monotonic() + PATIENCE
+    with (
+        running_servers(job, ENGINE, tmp_path, deadline) as servers,
+        running_router(job, servers, tmp_path, deadline) as router,
+    ):
+        assert [tokens_of(router[0].url, model, prompt) for prompt in prompts] == expected
+        assert "Inject KV cache of 384 tokens" in log_text(servers[1].log), "of the last prompt, three blocks"
+        (point,) = LoadRunner(job, ENGINE, servers, router, tmp_path, deadline).points()
+        ports = [int(str(each.url).rpartition(":")[2]) for each in (*servers, *router)]
+    assert point["repeats"][0]["completed"] == 32
+    assert point["repeats"][0]["figures"]["output_tokens_per_s"] > 0
+    assert all(listeners(port) == [] for port in ports)
+    assert not (tmp_path / "shared").exists()
 
 
 def test_an_illegal_block_size_fails_with_its_reason(model: str, tmp_path: Path) -> None:

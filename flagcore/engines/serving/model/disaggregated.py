@@ -1,0 +1,157 @@
+"""Simulates an instance that only decodes, behind the instances that prefill and the transfer of their caches.
+
+A request waits for an instance that prefills, which computes the waiting prompts together up to its limit of tokens.
+Their caches then go over the link of this instance, one after the other. The instance that decodes gives the request a
+slot when its cache has room; the first token comes from its next iteration, which computes the last token of the prompt
+(vllm 0.32 `kv_connector/v1/nixl`; the proxy drops the token of the instance that prefills).
+
+Source of the stages: DistServe (Zhong et al. 2024, arXiv 2401.09670, section 3); of the match of rates:
+ai-dynamo/aiconfigurator @095f58a5 `README.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.simulation import Outcome, Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """The instances that prefill, as one instance that decodes has them: `per_decode` of them.
+
+    `price` has their times; the cache of a prompt token takes `transfer` seconds on the link of one of them.
+    """
+
+    price: Price
+    per_decode: float
+    transfer: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Prompts that an instance computes together; `done` is when their caches are at the instance that decodes."""
+
+    start: float
+    link_free: float
+    members: list[int] = field(default_factory=list)
+    tokens: float = 0.0
+    pairs: float = 0.0
+    longest: float = 0.0
+    end: float = 0.0
+    done: float = 0.0
+
+
+@dataclass(slots=True)
+class _Server:
+    """One instance that prefills: when it and its link are free, and its last batch."""
+
+    free: float = 0.0
+    link_free: float = 0.0
+    last: _Batch | None = None
+
+
+def simulate_disaggregated(
+    price: Price,
+    prefill: Prefill,
+    lengths: Sequence[tuple[int, int]],
+    arrivals: Sequence[float] | None,
+    concurrency: int,
+) -> Outcome:
+    """Simulate requests as `simulation.simulate` does, for an instance that decodes with the times `price`."""
+    return _Disaggregated(price, prefill, lengths, arrivals, concurrency).run()
+
+
+class _Disaggregated(Simulation):
+    """The state of a simulation.
+
+    The lane has a share of the instances that prefill: `per_decode`, rounded to at least one. The rest of the time of
+    an instance belongs to other lanes, so that a batch of t seconds occupies it for t x rounded / `per_decode`.
+    """
+
+    def __init__(
+        self,
+        price: Price,
+        prefill: Prefill,
+        lengths: Sequence[tuple[int, int]],
+        arrivals: Sequence[float] | None,
+        concurrency: int,
+    ) -> None:
+        self.prefill = prefill
+        self.servers = [_Server() for _ in range(max(1, round(prefill.per_decode)))]
+        self.occupied = len(self.servers) / prefill.per_decode
+        self.ready: list[tuple[float, int, _Batch]] = []
+        self.batches = 0
+        super().__init__(price, lengths, arrivals, concurrency)
+
+    def _enter(self, index: int) -> None:
+        """Add a request to the next batch of the instance that is free first."""
+        request = self.requests[index]
+        overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
+        arrival = request.arrival + overheads.request + overheads.entry
+        done = min(lane.shared_prefix, request.prompt - 1.0)
+        piece = request.prompt - done
+        server = min(self.servers, key=lambda each: each.free)
+        batch = server.last
+        if batch is None or arrival > batch.start or batch.tokens + piece > lane.budget:
+            batch = server.last = _Batch(max(arrival, server.free), server.link_free)
+        batch.members.append(index)
+        batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
+        batch.pairs += piece * (done + 0.5 * piece)
+        seconds = self._prompt_seconds(batch)
+        batch.end = batch.start + seconds
+        caches = self.prefill.transfer * sum(self.requests[each].prompt for each in batch.members)
+        batch.done = max(batch.end, batch.link_free) + caches
+        server.free = batch.start + seconds * self.occupied
+        server.link_free = max(batch.end, batch.link_free) + caches * self.occupied
+        self.batches += 1
+        heappush(self.ready, (batch.done, self.batches, batch))
+
+    def _prompt_seconds(self, batch: _Batch) -> float:
+        """Return the seconds of a batch; a prompt beyond the limit of tokens takes several iterations."""
+        price, budget = self.prefill.price, self.prefill.price.lane.budget
+        if batch.tokens <= budget:
+            return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))
+        count = int(batch.tokens // budget)
+        rest, first = batch.tokens - count * budget, batch.pairs - 0.5 * batch.tokens**2
+        seconds = price.pieces(0, budget, 0.5 * budget**2 + first * budget / batch.tokens, count)
+        if rest < 1.0:
+            return seconds
+        pairs = rest * (count * budget + 0.5 * rest) + first * rest / batch.tokens
+        return seconds + price.mixed(0, rest, rest, pairs, 1)
+
+    def _next_done(self) -> float:
+        """Return when the next caches arrive."""
+        while self.ready and (self.ready[0][0] != self.ready[0][2].done or not self.ready[0][2].members):
+            heappop(self.ready)  # a later prompt of the batch has delayed it
+        return self.ready[0][0] if self.ready else inf
+
+    def _ready_time(self) -> float:
+        return self._next_done() + self.overheads.request
+
+    def _receive(self) -> None:
+        while self._ready_time() <= self.now:
+            batch = heappop(self.ready)[2]
+            self.queue.extend(self.requests[index] for index in batch.members)
+            self.next += len(batch.members)
+            batch.members = []
+
+    def _prompts(self) -> bool:
+        """Give slots to requests whose caches have arrived; return whether a prompt was computed again."""
+        while self._admit(0):
+            request = self.partial.popleft()
+            if request.made:  # it lost its cache, and this instance computes it again
+                tokens = float(request.prompt + request.made)
+                time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
+                self.now += time
+                self.stalled += time if self.running else 0.0
+            self.promised -= request.output - request.made
+            self._join(request)
+            if request.first < 0:
+                read = self.price.cached(self.running) * (self.offset + self.running * self.step)
+                request.first = self.now + self.price.decode(self.running) + read
+        return False

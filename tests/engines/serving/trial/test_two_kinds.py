@@ -1,0 +1,66 @@
+"""A trial of an instance that prefills, one that decodes, and a router: real processes of a server that tests play."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.domain.trial import TrialState
+from flagcore.engines.results import METRICS
+from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.trial.job import Instance, Job, Router
+from flagcore.engines.serving.trial.program import run
+from flagcore.engines.serving.trial.servers import listeners
+from tests.engines.serving.trial.trials import SERVER, requests_sent
+
+pytestmark = pytest.mark.slow
+
+LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
+ENGINE = "flagcore.engines.serving.llamacpp.profile:WORKLOAD"
+
+
+def job(folder: Path, behaviour: str, router: Router | None = None) -> Job:
+    """A job with one instance of each kind; the one that decodes has `behaviour`."""
+    instances = [
+        Instance(argv=(sys.executable, str(SERVER), each, "--port", "{port}", "--parallel", "4"), kind=kind)
+        for kind, each in (("prefill", "good"), ("decode", behaviour))
+    ]
+    return Job(
+        engine=ENGINE,
+        instances=tuple(instances),
+        loads=(LOAD,),
+        vocab_size=100,
+        timeout_s=60.0,
+        directory=str(folder),
+        router=router or Router.own("folder"),
+    )
+
+
+def test_each_request_passes_both_instances_and_all_processes_end(tmp_path: Path) -> None:
+    run(job(tmp_path, "good"), tmp_path)
+    (point,) = json.loads((tmp_path / METRICS).read_text())["points"]
+    assert point["repeats"][0]["completed"] == LOAD.num_prompts
+    ports = Counter(each["port"] for each in requests_sent(tmp_path))
+    assert len(ports) == 2
+    assert len(set(ports.values())) == 1
+    assert all(listeners(port) == [] for port in ports)
+    assert (tmp_path / "router.log").exists()
+
+
+def test_a_dead_instance_behind_the_router_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrialFailure) as caught:
+        run(job(tmp_path, "dies"), tmp_path)
+    assert caught.value.state is TrialState.FAILED
+    assert "instance 1" in str(caught.value)
+
+
+def test_a_router_that_cannot_start_is_named(tmp_path: Path) -> None:
+    broken = Router(argv=(sys.executable, "-c", "raise SystemExit(3)"), prefill=(), decode=(), protocol="folder")
+    with pytest.raises(TrialFailure) as caught:
+        run(job(tmp_path, "good", broken), tmp_path)
+    assert "router" in str(caught.value)
