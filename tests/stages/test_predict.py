@@ -68,6 +68,16 @@ def test_predictions_do_not_depend_on_the_block_size(chunk: int, monkeypatch: py
     assert all(np.array_equal(seconds, in_pieces.time_s[name]) for name, seconds in at_once.time_s.items())
 
 
+def test_arrays_of_different_lengths_are_an_error() -> None:
+    task = small.task()
+    columns = WORKLOAD.columns(task, {})
+    found = WORKLOAD.predict(task, columns, small.costs(task))
+    with pytest.raises(ValueError, match="reserved_bytes"):
+        dataclasses.replace(found, reserved_bytes=np.array(1.0))
+    with pytest.raises(ValueError, match="compute_s"):
+        dataclasses.replace(found, time_s={"compute_s": np.ones(2)})
+
+
 def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
     slow = dataclasses.replace(small.CHIP, dense_flops_per_second={"bf16": Fact(value=300e12, source=small.SOURCE)})
     bare = dataclasses.replace(small.CHIP, dense_flops_per_second={})
