@@ -10,7 +10,7 @@ from typing import Any
 from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_to_predicted
-from flagcore.domain.serving import nest_statistics
+from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.i18n import Message
 from flagcore.report.text import notes as notes_of
@@ -64,18 +64,21 @@ def _side_by_side(found: Interference) -> dict[str, Any]:
 
 
 def _front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
+    """Return the Pareto-optimal load points of output tokens per second of a device and of a user, fastest first.
+
+    A user's rate is the inverse of the median time per token.
+    """
     points = [
-        {"trial": trial.number, **point}
+        {"trial": trial.number, **point, PER_USER: 1.0 / point["tpot_s.p50"]}
         for trial in plan.trials
         if trial.measurement
         for point in trial.measurement.points
-        if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
+        if point.get(PER_DEVICE) and point.get("tpot_s.p50")
     ]
-    points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
+    points.sort(key=lambda point: (-point[PER_DEVICE], -point[PER_USER]))
     best: list[Mapping[str, Any]] = []
     for point in points:
-        if not best or point["tpot_s.p50"] < best[-1]["tpot_s.p50"]:
+        if not best or point[PER_USER] > best[-1][PER_USER]:
             best.append(point)
     return best
 

@@ -45,6 +45,7 @@ class Overheads:
     attention: float
     ffn: float
     entry: float = 0.0
+    prompt_token: float = 0.0
     receive: int = 1
     latent: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)
