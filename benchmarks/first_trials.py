@@ -42,7 +42,9 @@ def main() -> None:
     for count in COUNTS:
         before, after, better = list[float](), list[float](), list[bool]()
         for ratios, rows in spaces:
-            errors = np.array([_errors(ratios, rows, rng.permutation(ratios.size), count) for _ in range(options.draws)])
+            errors = np.array(
+                [_errors(ratios, rows, rng.permutation(ratios.size), count) for _ in range(options.draws)]
+            )
             before += errors[:, 0].ravel().tolist()
             after += errors[:, 1].ravel().tolist()
             better.append(bool(np.median(errors[:, 1]) <= np.median(errors[:, 0])))
