@@ -1,11 +1,12 @@
 """Measures how much the first trials of a serving space improve the predictions of the rest.
 
-    python benchmarks/first_trials.py RECORDS.jsonl [MORE.jsonl ...] [--draws 20]
+    python benchmarks/first_trials.py RECORDS.jsonl [MORE.jsonl ...] [--draws 20] [--across-loads]
 
 RECORDS are job records with a `measured` part. Records of the same chip, engine, release, model and load are one space,
-if there are at least four. Some of them, drawn at random, are the first trials; the correction that `flag tune` learns
-from them predicts the others. The output has the median of |predicted / measured - 1| of the output tokens per second,
-before and after, and the share of spaces in which it is lower after.
+if there are at least four; with `--across-loads` the loads are one space. Some of them, drawn at random, are the first
+trials; the correction that `flag tune` learns from them predicts the others. The output has the median of
+|predicted / measured - 1| of the output tokens per second, before and after, and the share of spaces in which it is
+lower after.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+")
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--across-loads", action="store_true")
     options = parser.parse_args()
-    spaces = [space for points in serving_fit.read(options.records) for space in spaces_of(points)]
+    spaces = [
+        space for points in serving_fit.read(options.records) for space in spaces_of(points, options.across_loads)
+    ]
     records = sum(ratios.size for ratios, _ in spaces)
     print(f"{len(spaces)} spaces with {records} records")
     rng = np.random.default_rng(0)
@@ -52,31 +56,28 @@ def main() -> None:
         print(f"{line}, lower in {np.mean(better):.0%} of the spaces", flush=True)
 
 
-def spaces_of(points: serving_fit.Points) -> list[tuple[np.ndarray, Features]]:
+def spaces_of(points: serving_fit.Points, across_loads: bool) -> list[tuple[np.ndarray, Features]]:
     """Return the log-ratios of measured to predicted times, and the features, of each space."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, task in enumerate(points.tasks):
         groups[task.spec.serve.loads[0]].append(row)
-    engine, found = plugins.workload(points.engine), []
-    for rows in groups.values():
-        if len(rows) < MIN_RECORDS:
-            continue
-        task = points.tasks[rows[0]]
-        task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
-        columns = {knob: column[rows] for knob, column in points.columns.items()}
-        settings = engine.settings(task, columns)
-        graphs = engine.graph_tokens(task)
-        predictions = predict(task, settings, points.costs, points.known, graph_tokens=graphs)
-        load = task.spec.serve.loads[0]
-        rates = [_rate(points.lines[row]["measured"], load.concurrency or 1, load.output_len) for row in rows]
-        axes = [axis for axis in engine.axes(task) if axis.knob in columns]
-        found.append(
-            (
-                -np.log(np.array(rates) * predictions.step_time_s),
-                features(axes, columns, predictions, engine.sizes(task, columns)),
-            )
-        )
-    return found
+    spaces = [_space(points, rows) for rows in groups.values()]
+    if across_loads:
+        spaces = [(np.concatenate([ratios for ratios, _ in spaces]), Features.join([rows for _, rows in spaces]))]
+    return [space for space in spaces if space[0].size >= MIN_RECORDS]
+
+
+def _space(points: serving_fit.Points, rows: Sequence[int]) -> tuple[np.ndarray, Features]:
+    task, engine = points.tasks[rows[0]], plugins.workload(points.engine)
+    task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
+    columns = {knob: column[rows] for knob, column in points.columns.items()}
+    settings, graphs = engine.settings(task, columns), engine.graph_tokens(task)
+    predictions = predict(task, settings, points.costs, points.known, graph_tokens=graphs)
+    load = task.spec.serve.loads[0]
+    rates = [_rate(points.lines[row]["measured"], load.concurrency or 1, load.output_len) for row in rows]
+    axes = [axis for axis in engine.axes(task) if axis.knob in columns]
+    found = features(axes, columns, predictions, engine.sizes(task, columns))
+    return -np.log(np.array(rates) * predictions.step_time_s), found
 
 
 def _rate(measured: Mapping[str, float], flight: int, output: int) -> float:

@@ -112,16 +112,20 @@ class _Simulation:
         self.parse_ends[-1] += self.overheads.entry
         self.parse_groups[index] = len(self.parse_ends) - 1
 
-    def _ready_time(self) -> float:
+    def _tokenized_time(self) -> float:
+        """Return when one thread has tokenized the next request after the previous ones."""
         parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
-        return parsed + self.overheads.prompt_token * self.requests[self.next].prompt + self.overheads.request
+        return parsed + self.overheads.prompt_token * self.requests[self.next].prompt
+
+    def _ready_time(self) -> float:
+        return self._tokenized_time() + self.overheads.request
 
     def _receive(self) -> None:
         """Receive new requests; a busy engine polls every `receive` iterations."""
         if self.running and self.step % self.overheads.receive:
             return
-        while self.next < self.sent and (ready := self._ready_time()) <= self.now:
-            self.tokenized = ready - self.overheads.request
+        while self.next < self.sent and self._ready_time() <= self.now:
+            self.tokenized = self._tokenized_time()
             self.queue.append(self.requests[self.next])
             self.next += 1
 
