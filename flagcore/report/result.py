@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from flagcore.domain.front import pareto
 from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_to_predicted
@@ -75,12 +78,8 @@ def _front(plan: Plan) -> list[Mapping[str, Any]]:
         for point in trial.measurement.points
         if point.get(PER_DEVICE) and point.get("tpot_s.p50")
     ]
-    points.sort(key=lambda point: (-point[PER_DEVICE], -point[PER_USER]))
-    best: list[Mapping[str, Any]] = []
-    for point in points:
-        if not best or point[PER_USER] > best[-1][PER_USER]:
-            best.append(point)
-    return best
+    by_device, by_user = (np.array([point[name] for point in points]) for name in (PER_DEVICE, PER_USER))
+    return [points[index] for index in pareto(by_device, by_user)]
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:
