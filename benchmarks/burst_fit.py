@@ -1,11 +1,12 @@
 """Fits the kernels of a chip family and the front ends of two engines to published bursts of requests.
 
-    python benchmarks/burst_fit.py RECORDS.jsonl [--family ampere] [--evaluations 120]
+    python benchmarks/burst_fit.py RECORDS.jsonl [--family ampere] [--evaluations 120] [--hosts 1 2 4 8 16]
 
 RECORDS are job records with a `measured` part and `request_rate: inf`. Nelder-Mead fits six parameters to the
 logarithms of output throughput and, with half the weight, mean TTFT and TPOT, with a soft L1 loss. The output has the
 parameters and, for each model, the errors of a fit without this model. Records of other families take the front ends
-only.
+only. With `--hosts` nothing is fitted: the output has the errors of closed loops if the host is slower by each factor,
+which multiplies the times of front end, tokenizer, iteration and sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import serving_fit
 from scipy.optimize import minimize
 
 from flagcore import plugins
+from flagcore.contracts import Costs
+from flagcore.engines.serving.model.work import TOKENIZER, Overheads
 from flagcore.engines.serving.predict import predict
 from flagcore.physics.kernels.roofline import Curve, Roofline
 
@@ -57,8 +60,7 @@ class Run:
 
 def predicted(run: Run, values: dict[str, float], family: str) -> dict[str, float]:
     """Return the predicted figures of a run."""
-    points, engine = run.points, plugins.workload(run.points.engine)
-    costs = points.costs
+    points, costs = run.points, run.points.costs
     if points.family == family:
         curve = Curve(
             units=serving_fit.UNITS[family],
@@ -69,12 +71,36 @@ def predicted(run: Run, values: dict[str, float], family: str) -> dict[str, floa
         )
         costs = replace(costs, kernels=Roofline(chip=points.task.cluster.groups[0].chip, curve=curve))
     front_end = {name: values[f"{points.engine}.{name}"] for name in ("entry", "sequence")}
+    figures = _figures(run, costs, replace(points.known, **front_end))
+    return {name: figures[name] for name in FIGURES}
+
+
+HOST = ("request", "entry", "iteration", "sequence")
+"""The times of the host, in addition to the tokenizer."""
+
+
+def slow_hosts(runs: Sequence[Run], factors: Sequence[float]) -> None:
+    """Print the mean errors of output throughput, and of the medians of TTFT and TPOT, by the factor of the host."""
+    names = {"output_tokens_per_s": "output_tokens_per_s", "ttft_s.p50": "ttft_p50_s", "tpot_s.p50": "tpot_p50_s"}
+    for factor in factors:
+        ratios = []
+        for run in runs:
+            slower = {name: factor * getattr(run.points.known, name) for name in HOST}
+            overheads = replace(run.points.known, **slower, prompt_token=factor * TOKENIZER)
+            figures = _figures(run, run.points.costs, overheads)
+            ratios.append([figures[name] / run.measured[key] for name, key in names.items()])
+        errors = np.abs(np.array(ratios) - 1).mean(axis=0)
+        print(f"host {factor:g} times slower: " + ", ".join(f"{n} {e:.3f}" for n, e in zip(names, errors, strict=True)))
+
+
+def _figures(run: Run, costs: Costs, overheads: Overheads) -> dict[str, float]:
+    """Return the predicted figures of a run whose prompts are text."""
+    points, engine = run.points, plugins.workload(run.points.engine)
     task = points.tasks[run.row]
     task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
     columns = {knob: column[run.row : run.row + 1] for knob, column in points.columns.items()}
-    settings, overheads = engine.settings(task, columns), replace(points.known, **front_end)
-    found = predict(task, settings, costs, overheads, graph_tokens=engine.graph_tokens(task))
-    return {name: float(found.figures[name][0]) for name in FIGURES}
+    found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
+    return {name: float(figure[0]) for name, figure in found.figures.items()}
 
 
 def loss(vector: np.ndarray, runs: Sequence[Run], family: str) -> float:
@@ -104,13 +130,17 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--family", default="ampere")
     parser.add_argument("--evaluations", type=int, default=120)
+    parser.add_argument("--hosts", type=float, nargs="+")
     options = parser.parse_args()
-    runs = [
+    every = [
         Run(points, row, line["measured"])
         for points in serving_fit.read([str(options.records)])
         for row, line in enumerate(points.lines)
-        if points.tasks[row].spec.serve.loads[0].request_rate is not None
     ]
+    runs = [run for run in every if run.points.tasks[run.row].spec.serve.loads[0].request_rate is not None]
+    if options.hosts:
+        slow_hosts([run for run in every if run not in runs], options.hosts)
+        return
     fitted = [run for run in runs if run.points.family == options.family]
     values = values_of(fit(fitted, options.family, options.evaluations))
     print({name: float(f"{value:.3g}") for name, value in values.items()})

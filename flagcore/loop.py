@@ -35,7 +35,7 @@ from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError
 from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, Message, _
-from flagcore.problem import Problem, build_problem, require_launchable
+from flagcore.problem import Problem, build_problem, require_launchable, with_learned
 from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.divide import divide
 from flagcore.stages.launch import nodes_left
@@ -365,15 +365,9 @@ class _Search:
     def _learn(self) -> None:
         trials = self.store.trials()
         self.state, self.interference = learn(trials, self.fidelity), interference(trials)
-        self.pruned = prune(
-            self.problem.space,
-            self.problem.predictions,
-            self.workload,
-            self.problem.rules,
-            self.state.trials,
-            self.pruned,
-            self.state.probes,
-        )
+        self.problem = problem = with_learned(self.problem, self.workload, self.state.trials)
+        tried = self.state.trials, self.pruned, self.state.probes
+        self.pruned = prune(problem.space, problem.predictions, self.workload, problem.rules, *tried)
 
     def _emit(self, kind: str, trial: Trial) -> None:
         candidates = len(self.problem.space)

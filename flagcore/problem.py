@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from flagcore.contracts import (
     DerivedValues,
     InstalledDefaults,
+    LearnsFromTrials,
     NamedDistribution,
     Platform,
     Plugins,
@@ -29,7 +30,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import Spec, Task, TrainSpec
-from flagcore.domain.trial import ESTIMATE
+from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import FlagError, NothingFits, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.scale_down import pruning_of_trials, rules_of_trials
@@ -107,6 +108,17 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
         rules=rules,
         knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
     )
+
+
+def with_learned(problem: Problem, workload: Workload, trials: Sequence[Trial]) -> Problem:
+    """Return `problem` with the properties of the task that `workload` learns from trials, and new predictions."""
+    if not isinstance(workload, LearnsFromTrials):
+        return problem
+    task = workload.learned(problem.platform.task, trials)
+    if task == problem.platform.task:
+        return problem
+    predictions = predict(task, workload, problem.space, problem.platform.costs)
+    return replace(problem, platform=replace(problem.platform, task=task), predictions=predictions)
 
 
 def _runs_here(platform: Platform, plugins: Plugins, workload: Workload) -> bool:

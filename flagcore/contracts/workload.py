@@ -16,7 +16,7 @@ from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Pr
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
-from flagcore.domain.trial import Measurement
+from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError
 
 
@@ -258,6 +258,14 @@ class DerivedValues(Protocol):
 
     def with_derived_values(self, platform: Platform) -> Platform:
         """Return the platform with the derived values in the space of its task. Values in the spec take precedence."""
+
+
+@runtime_checkable
+class LearnsFromTrials(Protocol):
+    """Optional: an engine that learns properties of the task from trials, which change predictions."""
+
+    def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
+        """Return the task with the learned properties."""
 
 
 @runtime_checkable

@@ -11,13 +11,8 @@ EngineArg: TypeAlias = bool | int | float | str | None
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 """Seconds to the first token, per further token, between two chunks of a response, and of the whole request."""
-RATES = (
-    "output_tokens_per_s",
-    "total_tokens_per_s",
-    "requests_per_s",
-    "goodput_requests_per_s",
-    "output_tokens_per_s_per_device",
-)
+PER_DEVICE, PER_USER = "output_tokens_per_s_per_device", "output_tokens_per_s_per_user"
+RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", PER_DEVICE)
 """Rates of the whole cluster; the last is per device. Goodput counts the requests that meet the SLO."""
 
 DEFAULT_CONCURRENCY = 64

@@ -57,7 +57,8 @@ class Measurement:
 
     `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. For a server,
     a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
-    reports show, `points` those of all load points, and `broken` describes the limits that were exceeded.
+    reports show, `points` those of all load points, and `broken` describes the limits that were exceeded. `windows` are
+    the times (of `time.monotonic`) of that load point's runs, which are not stored.
 
     `effective` are the knob values that the engine reported. `partial` marks a trial that was stopped early. `devices`
     are the telemetry and the speed test of each device, with its number over all nodes as `device`; `slow` describes
@@ -86,6 +87,7 @@ class Measurement:
     figures: Mapping[str, float] = field(default_factory=dict)
     points: tuple[Mapping[str, float], ...] = ()
     broken: tuple[str, ...] = ()
+    windows: tuple[tuple[float, float], ...] = ()
     devices: tuple[Mapping[str, float], ...] = ()
     slow: tuple[str, ...] = ()
     scaled_from: float | None = None

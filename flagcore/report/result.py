@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from flagcore.domain.front import pareto
 from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_to_predicted
-from flagcore.domain.serving import nest_statistics
+from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.i18n import Message
 from flagcore.report.text import notes as notes_of
@@ -64,20 +67,19 @@ def _side_by_side(found: Interference) -> dict[str, Any]:
 
 
 def _front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
+    """Return the Pareto-optimal load points of output tokens per second of a device and of a user, fastest first.
+
+    A user's rate is the inverse of the median time per token.
+    """
     points = [
-        {"trial": trial.number, **point}
+        {"trial": trial.number, **point, PER_USER: 1.0 / point["tpot_s.p50"]}
         for trial in plan.trials
         if trial.measurement
         for point in trial.measurement.points
-        if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
+        if point.get(PER_DEVICE) and point.get("tpot_s.p50")
     ]
-    points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
-    best: list[Mapping[str, Any]] = []
-    for point in points:
-        if not best or point["tpot_s.p50"] < best[-1]["tpot_s.p50"]:
-            best.append(point)
-    return best
+    by_device, by_user = (np.array([point[name] for point in points]) for name in (PER_DEVICE, PER_USER))
+    return [points[index] for index in pareto(by_device, by_user)]
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:

@@ -74,7 +74,7 @@ class ProfileSection(Section):
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
     """File with texts or lengths, and optional arrival times: JSONL with prompts, ShareGPT-like JSONL, Mooncake JSONL,
-    or BurstGPT CSV."""
+    or CSV of BurstGPT or Azure."""
     acceptance: Fraction | None = None
     """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
     warmup: NoRequests = _LOAD.warmup

@@ -19,6 +19,7 @@ from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, 
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.search_state import noise
+from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.domain.warmup import warmup_steps
@@ -32,6 +33,7 @@ faster one."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
+POWER, JOULES = "power_watts", "joules_per_output_token"
 POWER_LIMIT = "power_limit_watts"
 """The name of the power limit in telemetry. It is a setting, for which no peak is reported."""
 MAX_SHARE_BEFORE = 0.1
@@ -94,7 +96,25 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     used_bytes = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used_bytes = measured.device_used_bytes
-    return replace(measured, telemetry=readings.summary(), device_used_bytes=used_bytes, devices=devices, slow=slow)
+    return replace(
+        measured,
+        telemetry=readings.summary(),
+        device_used_bytes=used_bytes,
+        devices=devices,
+        slow=slow,
+        figures={**measured.figures, **_energy(measured, readings)},
+        windows=(),
+    )
+
+
+def _energy(measured: Measurement, readings: _Readings) -> dict[str, float]:
+    """Return the joules per output token of a load; nothing if the power of one of its devices is unknown."""
+    rate, per_device = measured.figures.get("output_tokens_per_s"), measured.figures.get(PER_DEVICE)
+    if not rate or not per_device:
+        return {}
+    watts = [readings.watts(device, measured.windows) for device in range(round(rate / per_device))]
+    known = [each for each in watts if each is not None]
+    return {JOULES: sum(known) / rate} if len(known) == len(watts) else {}
 
 
 def _of_groups(
@@ -218,6 +238,8 @@ class _Readings:
             named = [(str(number), reader) for number, reader in self._readers]
             self._readers = [(names.index(name), reader) for name, reader in named if name in names]
         self._samples: dict[int, dict[str, list[float]]] = {}
+        self._power: dict[int, list[tuple[float, float]]] = {}
+        """Times and readings of the power of each device."""
         self._next_time = 0.0
         self._used_before = math.inf
         """The maximum memory in use of a device at the first reading."""
@@ -232,6 +254,8 @@ class _Readings:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
                         self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
+                        if name == POWER:
+                            self._power.setdefault(number, []).append((self._next_time - 1.0, float(value)))
             except Exception as error:
                 LOG.warning("telemetry of device %s is disabled: %s", number, error)
                 self._readers.remove((number, reader))
@@ -244,6 +268,12 @@ class _Readings:
         if not readings or self._used_before > MAX_SHARE_BEFORE * max(readings):
             return None
         return int(max(readings))
+
+    def watts(self, device: int, windows: Sequence[tuple[float, float]]) -> float | None:
+        """Return the mean power of a device in `windows`, None without readings."""
+        readings = self._power.get(device, ())
+        inside = [watts for at, watts in readings if any(start <= at <= end for start, end in windows)]
+        return statistics.fmean(inside) if inside else None
 
     def _memory(self) -> list[float]:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]

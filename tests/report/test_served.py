@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from flagcore.domain.plan import Counts, Plan, gains
+from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.trial import Role, Trial
 from flagcore.report.page.markdown import result_text
 from flagcore.report.page.run import RunData
@@ -128,12 +129,11 @@ def test_the_front_holds_the_pareto_optimal_points() -> None:
     served_plan = plan(trial(0, 100.0), trial(1, 300.0))
     slower = trial(2, 200.0)
     assert slower.measurement is not None
-    quick = dataclasses.replace(
-        slower.measurement, points=({"concurrency": 1, "output_tokens_per_s": 50.0, "tpot_s.p50": 0.001},)
-    )
+    quick = dataclasses.replace(slower.measurement, points=({"concurrency": 1, PER_DEVICE: 20.0, "tpot_s.p50": 0.001},))
     served_plan = dataclasses.replace(
         served_plan, trials=(*served_plan.trials, dataclasses.replace(slower, measurement=quick))
     )
     shown = result(served_plan, "x")["front"]
     assert [point["trial"] for point in shown] == [1, 2]
     assert shown[1]["tpot_s"] == {"p50": 0.001}
+    assert [point["output_tokens_per_s_per_user"] for point in shown] == [300.0, 1000.0]

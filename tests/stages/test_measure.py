@@ -268,6 +268,29 @@ def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: p
     assert len(reader.samples) == 2
 
 
+def test_the_energy_of_a_token_is_that_of_the_devices_in_use_during_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(float(each // 2) * 2 for each in range(1000))  # two calls per reading: at 0, 2, 4, 6 s
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: next(clock))
+    readers = [
+        Reader(*({"power_watts": watts} for watts in (50.0, *loaded, 70.0))) for loaded in ((300, 500), (200, 200))
+    ]
+    readers.append(Reader(*({"power_watts": 40.0} for _ in range(4))))
+    figures = {"output_tokens_per_s": 1000.0, "output_tokens_per_s_per_device": 500.0}
+    served = replace(MEASURED, figures=figures, windows=((1.0, 3.0), (3.5, 5.0)))
+
+    def energy(served: Measurement, count: int) -> float | None:
+        platform = small.platform(TASK, telemetry=tuple(readers[:count]), read_devices=devices(*range(count)))
+        done = measured(Ran(ended(), polls=4), tmp_path, Engine(result=served), platform).measurement
+        assert done is not None
+        assert done.windows == ()
+        return done.figures.get("joules_per_output_token")
+
+    assert energy(served, 3) == pytest.approx((400.0 + 200.0) / 1000.0)
+    assert energy(served, 0) is None
+
+
 def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))

@@ -15,11 +15,12 @@ from flagcore.api.planning.cheapest_change import cheapest_change
 from flagcore.api.planning.mixing import mixing_of
 from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
+from flagcore.domain.front import pareto
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchState, SearchTime
-from flagcore.domain.serving import ServeSpec
+from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import NothingFits
@@ -131,7 +132,10 @@ def estimate(
 def _candidates(
     problem: Problem, workload: Workload, order: IntArray, top: int, *, distinct: bool
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return the records of the first `top` rows of `order`, or of the first rows with different layouts."""
+    """Return the records of the first `top` rows of `order`, or of the first rows with different layouts.
+
+    For servers, `pareto` tells whether no candidate is predicted to have higher rates both per device and per user.
+    """
     if not distinct:
         places, variants = np.arange(min(top, order.size)), None
     else:
@@ -140,7 +144,13 @@ def _candidates(
         fastest = np.argsort(first)[:top]
         places, variants = first[fastest], counts[fastest] - 1
     records = _records(problem, workload, order[places])
-    more = [{}] * len(records) if variants is None else [{"variants": int(count)} for count in variants]
+    more: list[dict[str, Any]] = [{} for _record in records]
+    if variants is not None:
+        more = [{"variants": int(count)} for count in variants]
+    figures = problem.predictions.figures
+    if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
+        front = set(pareto(figures[PER_DEVICE][order], 1.0 / latency[order]).tolist())
+        more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
     numbered = zip(places, records, more, strict=True)
     return tuple({"number": int(place) + 1, **record, **counted} for place, record, counted in numbered)
 

@@ -43,8 +43,9 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
-from flagcore.domain.trial import Measurement
+from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving import importing, launching, layout, reading
+from flagcore.engines.serving.acceptance import with_measured_acceptance
 from flagcore.engines.serving.common import heterogeneous, metrics, prefill_decode
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
@@ -284,7 +285,7 @@ class Engine:
         speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
         if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
             return ()
-        return ("speculation is predicted without a gain: serve.profile.acceptance is not set",)
+        return ("speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set",)
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -301,6 +302,9 @@ class Engine:
         kinds = heterogeneous.instance_kinds(task, self.columns(task, values))
         instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, instance_devices.tolist())
+
+    def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
+        return with_measured_acceptance(task, trials)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return the patterns of the trial program, which reads the engine's log itself."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
+from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
@@ -17,7 +18,6 @@ from flagcore.engines.serving.common.hardware import Hardware
 INVALID_METRICS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that reading invalid metrics may raise."""
 GOODPUT = "goodput_requests_per_s"
-PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 """Keys that identify a load point in `Measurement.points`."""
 
@@ -50,6 +50,7 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
             figures=point.figures | startup_figures | memory,
             points=tuple(point.as_record() for point in points),
             broken=point.broken,
+            windows=point.windows,
         )
     except INVALID_METRICS as error:
         raise NoMetrics(f"{METRICS} is incomplete ({type(error).__name__}: {error})") from None
@@ -63,6 +64,8 @@ class _Point:
         repeats = [{name: float(value) for name, value in repeat["figures"].items()} for repeat in data["repeats"]]
         for figures in repeats:
             figures[PER_DEVICE] = figures["output_tokens_per_s"] / devices
+        windows = [repeat["window"] for repeat in data["repeats"] if "window" in repeat]
+        self.windows = tuple((float(start), float(end)) for start, end in windows)
         counts = [repeat.get("completed") for repeat in data["repeats"]]
         self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None
         self.figures = {

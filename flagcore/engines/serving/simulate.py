@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
-from flagcore.engines.serving.model.work import Overheads, Split
+from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
 from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
 
@@ -109,7 +109,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the figures of a load on kinds of instances: their rows and counts."""
-    prices = [(Price(context.times, row, _lane(context, load, row), context.overheads), count) for row, count in kinds]
+    overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
+    prices = [(Price(context.times, row, _lane(context, load, row), overheads), count) for row, count in kinds]
     role = context.kinds.role
     if role is None or not role[kinds[0][0]]:
         return load.figures(prices, context.serve.slo)

@@ -41,6 +41,7 @@ class SimulatedLoad:
     input_len: IntArray
     output_len: IntArray
     arrivals: FloatArray | None
+    is_text: bool = False
 
     @classmethod
     def draw(cls, load: Load) -> SimulatedLoad:
@@ -52,7 +53,7 @@ class SimulatedLoad:
             ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
             drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
         requests = traffic(drawn_load)
-        return cls(load, requests.input_len, requests.output_len, requests.arrive_s)
+        return cls(load, requests.input_len, requests.output_len, requests.arrive_s, bool(requests.texts))
 
     def at(self, value: float) -> SimulatedLoad:
         """Return the load with other clients, or at another rate if it has one."""
@@ -128,7 +129,8 @@ class SimulatedLoad:
         if self._is_steady:
             return times.steady_state(simulated, flight, is_crowded=price.lane.running < flight)
         if count < inputs.size:
-            delay = (flight - simulated) * price.overheads.entry  # the front end parses the first wave together
+            accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
+            delay = (flight - simulated) * accepted_s  # the front end parses the first wave together
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.serving import STATISTICS
+from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS
 from flagcore.i18n import _
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
@@ -19,8 +19,13 @@ from flagcore.report.page.run import Record, RunData, configuration, number, poi
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
 
 LATENCIES = ("ttft_s", "tpot_s")
-RATE = "output_tokens_per_s"
-FRONT = {"output tok/s": RATE, "TPOT p50 s": "tpot_s.p50", "TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99"}
+RATE = PER_DEVICE
+FRONT = {
+    "output tok/s/dev": RATE,
+    "output tok/s/user": PER_USER,
+    "TTFT p50 s": "ttft_s.p50",
+    "TTFT p99 s": "ttft_s.p99",
+}
 
 
 def serving(run: RunData) -> Section | None:
@@ -51,7 +56,7 @@ _Point = tuple[Record, Record, float, float]
 
 
 def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
-    """Yield traces of output tokens per second against a latency, with one marker per load point."""
+    """Yield traces of output tokens per second and device against a latency, with one marker per load point."""
     measured: list[_Point] = [
         (trial, point, x, y)
         for trial in run.trials

@@ -139,7 +139,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
 
 
 def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
-    """Yield the time and the cost of the planned job, and the cost of tokens, as far as they are known."""
+    """Yield the time and the cost of the planned job, and the cost and energy of tokens, as far as they are known."""
     cost = best.get("cost") or {}
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
@@ -148,6 +148,8 @@ def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
         yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
     if (price := cost.get("cost_per_million_tokens")) is not None:
         yield _("Cost per million tokens"), Cell(f"{mark}{shown(price)}", price)
+    if (joules := lookup(best, "measured.figures.joules_per_output_token")) is not None:
+        yield _("Joules per output token"), Cell(shown(joules), joules)
 
 
 def _step(best: Record, mark: str) -> Cell:

@@ -160,7 +160,7 @@ def test_memory_of_the_worst_stage_matches_the_prediction(runs: Runs, kind: str)
 
 def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     report = runs("serving")
-    rows = report.page.rows("serving", "Load points by output tok/s and p50 TPOT")
+    rows = report.page.rows("serving", "Load points by output tok/s/dev and p50 TPOT")
     front_trials = {int(row["trial"].value or 0) for row in rows if row["Pareto-optimal"].text == "yes"}
     assert front_trials == {point["trial"] for point in report.result["front"]}
     (limited,) = [chart for chart in report.page.charts if _x(chart) == "p99 TTFT, s"]

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from flagcore.engines.serving.load.result import Answer
 
 RESOLUTION = 1.05
 """The search ends once a load above the limits is at most this factor higher than a load within them."""
-GROWTH = 1.25
-"""The first factor between two loads. Its exponent doubles until one load is within the limits and one is not."""
-MAX_GROWTH = 4.0
+GROWTH = RESOLUTION**4
+"""The first factor between two loads, which two bisections reduce to RESOLUTION. Its exponent doubles until one load is
+within the limits and one is not."""
+MAX_GROWTH = RESOLUTION**32
 MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
 
 def highest_load(
-    meets_limits: Callable[[float], bool], start: float, *, minimum: float, maximum: float, is_integer: bool = False
+    meets_limits: Callable[[float], bool],
+    start: float,
+    *,
+    minimum: float,
+    maximum: float,
+    is_integer: bool = False,
+    capacity: Callable[[], float] = lambda: math.inf,
+    confirm: bool = False,
 ) -> float | None:
     """Return the highest load from `minimum` to `maximum` within the limits, up to RESOLUTION; None if there is none.
 
     `meets_limits` is called for one load after the other, first for `start`. With `is_integer`, loads are integers.
+    `capacity` returns an upper bound of the highest load after a load above the limits. With `confirm`, the lowest load
+    above the limits is tried again before the search ends; if it is within them then, a disturbance caused the first
+    result, and the search goes on from there.
     """
     passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
     while True:
@@ -31,14 +42,29 @@ def highest_load(
             passed = load
         else:
             failed = load
+        if passed == maximum or failed == minimum or is_bracketed(passed, failed, is_integer):
+            if failed == math.inf or not confirm or not meets_limits(failed):
+                return passed or None
+            passed, failed, factor = failed, math.inf, GROWTH
         if passed and failed < math.inf:
             load = math.sqrt(passed * failed)
-            ended = failed <= max(passed * RESOLUTION, passed + is_integer)
         else:
-            load = min(passed * factor, maximum) if passed else max(failed / factor, minimum)
-            factor, ended = min(factor * factor, MAX_GROWTH), passed == maximum or failed == minimum
-        if ended:
-            return passed or None
+            load = min(passed * factor, maximum) if passed else max(min(failed / factor, capacity()), minimum)
+            factor = min(factor * factor, MAX_GROWTH)
+
+
+def is_bracketed(passed: float, failed: float, is_integer: bool) -> bool:
+    """Return whether no load between both needs to be tried."""
+    return passed > 0.0 and failed <= max(passed * RESOLUTION * (1 + 1e-9), passed + is_integer)
+
+
+def completions_per_s(answers: Sequence[Answer]) -> float:
+    """Return the rate between the first and the last of the answers' ends, infinity if they do not determine it.
+
+    Of an overloaded server it is the highest rate that the server sustains.
+    """
+    ends = sorted(answer.end_s for answer in answers)
+    return (len(ends) - 1) / (ends[-1] - ends[0]) if ends and ends[-1] > ends[0] else math.inf
 
 
 class LimitCheck:

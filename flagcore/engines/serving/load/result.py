@@ -74,7 +74,7 @@ class LoadResult:
 
     The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
     last finish. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
-    that was `stopped` because it was certain to exceed a limit has no figures.
+    that was `stopped` because it was certain to exceed a limit has no figures, and the `requests` so far.
     """
 
     figures: Mapping[str, float]

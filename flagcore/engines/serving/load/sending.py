@@ -188,7 +188,7 @@ class _LoadSender:
             problems=tuple(
                 f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
             ),
-            requests=answers if figures else (),
+            requests=answers if figures or self._stopped else (),
             notes=notes,
             stopped=self._stopped,
         )

@@ -2,7 +2,8 @@
 
 Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines), Mooncake (JSON lines: timestamp in
 milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
-Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT).
+Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
+GeneratedTokens; Azure/AzurePublicDataset).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +78,7 @@ def read_trace(path: str) -> Traffic:
     file = Path(path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _burstgpt(text) if file.suffix.lower() == ".csv" else _json(text)
+        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_InvalidRow, csv.Error) as error:
@@ -172,23 +175,41 @@ def _prompt_and_answer(row: Mapping[str, Any], number: int) -> tuple[str, str]:
     return "\n".join(texts[:first]), texts[first] if len(texts) > first else ""
 
 
-def _burstgpt(text: str) -> Traffic:
-    """Read BurstGPT without its failed requests, which have 0 response tokens."""
+_CSV = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+"""The columns of BurstGPT and Azure."""
+
+
+def _csv(text: str) -> Traffic:
+    """Read BurstGPT or Azure without failed requests, which have no response tokens."""
     table = csv.DictReader(io.StringIO(text, newline=""))
-    columns = ("Timestamp", "Request tokens", "Response tokens")
-    missing = [name for name in columns if name not in (table.fieldnames or ())]
+    names = set(table.fieldnames or ())
+    columns = max(_CSV, key=lambda each: len(names.intersection(each)))
+    missing = [name for name in columns if name not in names]
     if missing and text.strip():
         raise _InvalidRow(f"it lacks the column {missing[0]!r}")
     rows = list(table)
     for number, row in enumerate(rows, 2):
         if missing_values := [name for name in columns if row[name] is None]:
             raise _InvalidRow(f"row {number} lacks {missing_values[0]}")
-    numbered_rows = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], columns[2], n) > 0]
+    numbered_rows = [(n, row) for n, row in enumerate(rows, 2) if _number(row[columns[2]], columns[2], n) > 0]
+    seconds = _number if columns is _CSV[0] else _date_seconds
     return _trace(
         [_count(row, columns[1:2], number) for number, row in numbered_rows],
         [_count(row, columns[2:], number) for number, row in numbered_rows],
-        [_number(row["Timestamp"], columns[0], number) for number, row in numbered_rows],
+        [seconds(row[columns[0]], columns[0], number) for number, row in numbered_rows],
     )
+
+
+def _date_seconds(value: str, name: str, number: int) -> float:
+    """Return the seconds of a date such as `2023-11-16 18:17:03.9799600`, which may have a time zone."""
+    parts = re.fullmatch(r"(.*:\d\d)(\.\d+)?([+-]\d\d:\d\d|Z)?", value.strip())
+    try:
+        date = datetime.fromisoformat(parts[1]) if parts else None
+    except ValueError:
+        date = None
+    if parts is None or date is None:
+        raise _InvalidRow(f"row {number}: {name} is {value!r}, not a date")
+    return date.replace(tzinfo=timezone.utc).timestamp() + float(parts[2] or 0.0)
 
 
 def _trace(

@@ -81,7 +81,7 @@ class Simulation:
         self.partial: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
-        self.now = self.stalled = self.used = 0.0
+        self.now = self.stalled = self.used = self.tokenized = 0.0
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
@@ -112,14 +112,20 @@ class Simulation:
         self.parse_ends[-1] += self.overheads.entry
         self.parse_groups[index] = len(self.parse_ends) - 1
 
+    def _tokenized_time(self) -> float:
+        """Return when one thread has tokenized the next request after the previous ones."""
+        parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
+        return parsed + self.overheads.prompt_token * self.requests[self.next].prompt
+
     def _ready_time(self) -> float:
-        return self.parse_ends[self.parse_groups[self.next]] + self.overheads.request
+        return self._tokenized_time() + self.overheads.request
 
     def _receive(self) -> None:
         """Receive new requests; a busy engine polls every `receive` iterations."""
         if self.running and self.step % self.overheads.receive:
             return
         while self.next < self.sent and self._ready_time() <= self.now:
+            self.tokenized = self._tokenized_time()
             self.queue.append(self.requests[self.next])
             self.next += 1
 

@@ -16,13 +16,18 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.common.program import release
 
+TOKENIZER = 1.25e-6
+"""Seconds per token of a tokenizer: 50 ms for 40,000 tokens (NVIDIA/TensorRT-LLM pull request 13377). Engines serialize
+it, because tokenizers are not safe for threads (vllm-project/vllm pull request 34789)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """Overheads of an engine in addition to kernels and messages, in seconds.
 
     Each iteration adds `iteration` for the host, and `sequence` for each running sequence (sampling, streaming,
-    bookkeeping). A request takes `request` to reach the scheduler; the front end accepts one request per `entry`.
+    bookkeeping). A request takes `request` to reach the scheduler; the front end accepts one request per `entry`, and
+    then one thread needs `prompt_token` for each token of a prompt.
     `receive` is the number of iterations between two polls for new requests.
 
     `attention`, `latent` (latent attention, in addition), `ffn` and `experts` (by precision of the weights) are the
@@ -45,6 +50,7 @@ class Overheads:
     attention: float
     ffn: float
     entry: float = 0.0
+    prompt_token: float = 0.0
     receive: int = 1
     latent: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
-from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
+from flagcore.engines.serving.load.highest import MIN_RATE, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
@@ -149,6 +149,7 @@ class LoadRunner:
     ) -> None:
         self.job, self.engine, self.servers, self.folder, self.deadline = job, engine, servers, folder, deadline
         self.model = _model(servers[0])
+        self.completions_per_s = math.inf  # of the last load
         self.fronts = router or servers
         self.all: Sequence[Served] = (*servers, *router)
         self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
@@ -194,7 +195,7 @@ class LoadRunner:
             seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
             measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
             if measured is None:
-                self._warm_up()  # returns when the server has dropped the requests of the stopped load
+                self._warm_up(1)  # returns when the servers have dropped the requests of the stopped load
                 tried[value] = False
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
@@ -203,7 +204,13 @@ class LoadRunner:
             return tried[value]
 
         highest_load(
-            run, self.job.start, minimum=1.0 if is_concurrency else MIN_RATE, maximum=maximum, is_integer=is_concurrency
+            run,
+            self.job.start,
+            minimum=1.0 if is_concurrency else MIN_RATE,
+            maximum=maximum,
+            is_integer=is_concurrency,
+            capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
+            confirm=True,
         )
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
@@ -213,8 +220,8 @@ class LoadRunner:
             run(min(tried), stop=False)
         return [points[value] for value in sorted(points)]
 
-    def _warm_up(self) -> None:
-        self._send(_warm_up(self.job.loads[0], len(self.servers)), "warm-up", seed=0)
+    def _warm_up(self, most: int = MAX_WARM_UP) -> None:
+        self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
 
     def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         client_folder = self.folder / folder
@@ -232,6 +239,8 @@ class LoadRunner:
         start = _counters(self.engine, self.servers)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits)
+        ended_s = time.monotonic()
+        self.completions_per_s = completions_per_s(result.requests)
         if result.stopped:
             return None
         figures = {**result.figures, **shares(self.engine, start, _counters(self.engine, self.servers))}
@@ -245,6 +254,7 @@ class LoadRunner:
             "figures": figures,
             "quantiles": quantiles_of(result.requests),
             "duration_s": result.duration_s,
+            "window": [ended_s - result.duration_s, ended_s],
             "completed": result.completed,
             "notes": list(result.notes),
         }
@@ -286,9 +296,11 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
     )
 
 
-def _warm_up(load: Load, servers: int) -> Load:
-    """Return one wave of short answers, at least two per server, so that engines finish their lazy initialization."""
-    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
+def _warm_up(load: Load, servers: int, most: int) -> Load:
+    """Return one wave of at most `most` short answers, but two per server, so that engines finish their lazy
+    initialization.
+    """
+    wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from flagcore.engines.serving.load.figures import statistics_of
-from flagcore.engines.serving.load.highest import RESOLUTION, LimitCheck, highest_load
+from flagcore.engines.serving.load.highest import RESOLUTION, LimitCheck, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import Answer
 
 
@@ -78,3 +79,35 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     check = LimitCheck({"tpot_s.mean": 0.001}, 2)
     assert not check.exceeded(answer(1.0, tpot_s=None))
     assert check.exceeded(answer(1.0, tpot_s=0.1))
+
+
+def test_a_disturbed_load_is_tried_again() -> None:
+    tried: list[float] = []
+
+    def meets_limit(load: float) -> bool:
+        tried.append(load)
+        return load <= 50.0 and len(tried) != 2  # a disturbance fails the second load
+
+    found = highest_load(meets_limit, 30.0, minimum=1, maximum=1000, confirm=True)
+    assert found is not None
+    assert 50.0 / RESOLUTION <= found <= 50.0
+
+
+def test_the_rate_of_an_overloaded_server_is_tried_next() -> None:
+    tried: list[float] = []
+
+    def meets_limit(load: float) -> bool:
+        tried.append(load)
+        return load <= 50.0
+
+    found = highest_load(meets_limit, 900.0, minimum=1, maximum=1000, capacity=lambda: 55.0)
+    assert found is not None
+    assert 50.0 / RESOLUTION <= found <= 50.0
+    assert tried[1] == 55.0
+    assert len(tried) <= 6
+
+
+def test_the_rate_of_completions_is_that_between_the_first_and_the_last_end() -> None:
+    answers = [dataclasses.replace(answer(1.0), start_s=start) for start in (0.0, 4.0, 2.0)]
+    assert completions_per_s(answers) == pytest.approx(0.5)
+    assert completions_per_s(answers[:1]) == completions_per_s([]) == math.inf

@@ -34,6 +34,11 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 118,GPT-4,417,0,417,Conversation log
 119.5,GPT-4,1360,301,1661,API log
 """
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,110,27
+2024-05-10 00:00:00+00:00,3180,8
+"""
 
 
 def written(folder: Path, rows: Iterable[Any] | str, name: str = "trace.jsonl") -> str:
@@ -63,6 +68,15 @@ def test_requests_are_sorted_by_time_with_all_their_fields(tmp_path: Path) -> No
 def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, BURSTGPT, "BurstGPT_1.csv"))
     assert columns(trace) == ([472, 1087, 1360], [18, 230, 301], [0.0, 40.0, 114.5])
+
+
+def test_azure_gives_lengths_and_seconds_of_dates(tmp_path: Path) -> None:
+    inputs, outputs, times = columns(read_trace(written(tmp_path, AZURE, "AzureLLMInferenceTrace_code.csv")))
+    assert (inputs, outputs) == ([4808, 110, 3180], [10, 27, 8])
+    assert times == pytest.approx([0.0, 0.052, 15_140_576.02004])
+    with pytest.raises(SpecError) as error:
+        read_trace(written(tmp_path, AZURE.replace("2024-05-10", "soon"), "bad.csv"))
+    assert "row 4" in str(error.value)
 
 
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:

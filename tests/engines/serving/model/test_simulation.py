@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -193,3 +194,10 @@ def test_gaps_are_all_tokens_after_the_first() -> None:
 def test_equal_requests_give_equal_times() -> None:
     lengths = [(300, 50)] * 20
     assert ends(simulate(price_of(), lengths, None, 4)) == ends(simulate(price_of(), lengths, None, 4))
+
+
+def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:
+    lengths = [(1000, 1), (500, 1), (1000, 1)]
+    first = [each.first for each in simulate(price_of(prompt_token=1e-2), lengths, [0.0] * 3, 3).requests]
+    assert [later - earlier for earlier, later in pairwise(first)] == pytest.approx([5.0, 10.0], rel=0.02)
+    assert first[0] == pytest.approx(10.0, rel=0.02)

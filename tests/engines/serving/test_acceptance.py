@@ -1,0 +1,60 @@
+"""The acceptance of drafted tokens that trials measure, in the predictions of other candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.trial import Trial
+from flagcore.engines.serving.acceptance import acceptance, with_measured_acceptance
+from flagcore.engines.serving.vllm.profile import WORKLOAD
+from flagcore.problem import Problem, with_learned
+from flagcore.stages.legality import legality
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import prune
+from tests import small
+from tests.engines.serving.engines.tasks import serving, space_of
+from tests.serving import trial
+
+VALUES = {"speculation": "ngram", "speculative_tokens": 3}
+
+
+def measured(share: float | None, **values: object) -> Trial:
+    found = trial(1, 100.0)
+    assert found.measurement is not None
+    figures = {**found.measurement.figures, **({} if share is None else {"acceptance_rate": share})}
+    candidate = type(found.candidate).of({**VALUES, **values})
+    return replace(found, candidate=candidate, measurement=replace(found.measurement, figures=figures))
+
+
+@pytest.mark.parametrize(("probability", "drafted"), [(0.0, 3), (0.7, 1), (0.7, 4), (1.0, 5)])
+def test_the_acceptance_follows_from_the_accepted_share(probability: float, drafted: int) -> None:
+    share = sum(probability**each for each in range(1, drafted + 1)) / drafted
+    assert acceptance(share, drafted) == pytest.approx(probability, abs=1e-6)
+
+
+def test_the_median_of_trials_replaces_the_value_of_the_spec() -> None:
+    task = serving("vllm")
+    assert with_measured_acceptance(task, [measured(None), measured(0.5, speculative_tokens=None)]) == task
+    learned = with_measured_acceptance(task, [measured(0.2), measured(0.8, speculative_tokens=1), measured(1.0)])
+    assert [load.acceptance for load in learned.spec.serve.loads] == [pytest.approx(0.8)]
+
+
+def test_predictions_of_other_candidates_with_speculation_change() -> None:
+    space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
+    task = serving("vllm", devices=1, space=space)
+    platform, found = small.platform(task), space_of(WORKLOAD, task)
+    legal = legality(task, WORKLOAD, platform.support)
+    predictions = predict(task, WORKLOAD, found, platform.costs)
+    pruned, first = prune(found, predictions, WORKLOAD, (), ()), found.candidate(0)
+    problem = Problem(
+        platform=platform, legality=legal, space=found, predictions=predictions, pruned=pruned, baseline=first
+    )
+    learned = with_learned(problem, WORKLOAD, [measured(0.9)])
+    drafts = problem.space.columns(np.arange(len(found)))["speculation"] > 0
+    before, after = problem.predictions.step_time_s, learned.predictions.step_time_s
+    assert (after[drafts] < 0.8 * before[drafts]).all()
+    assert (after[~drafts] == before[~drafts]).all()
+    assert with_learned(learned, WORKLOAD, [measured(0.9)]) is learned
