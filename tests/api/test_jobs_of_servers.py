@@ -161,3 +161,15 @@ def test_an_open_loop_over_many_instances_never_answers_more_than_the_arrivals()
     serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
     (reported,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
     assert reported["requests_per_s"] <= 64 / 63
+
+
+def test_records_of_instances_that_only_prefill_or_decode_are_predicted_with_their_own_layouts() -> None:
+    """Both layouts are not among those of `auto`, and differ in TPOT."""
+    serve = {**SERVE, "engine": "vllm", "engine_version": "0.19.0", "concurrency": 8, "request_rate": None}
+    cluster = {**RECORD["cluster"], "devices": 8}
+    pairs = ["1xtp1+1xtp1", "1xtp1+1xtp4"]
+    records = [{**RECORD, "cluster": cluster, "serve": serve, "candidate": {"prefill_decode": each}} for each in pairs]
+    together = [each["tpot_s"]["mean"] for each in estimate_jobs(records)]
+    alone = [next(iter(estimate_jobs([each])))["tpot_s"]["mean"] for each in records]
+    assert together == alone
+    assert together[0] != together[1]

@@ -22,7 +22,7 @@ import psutil
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text, server_failure
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.trial.job import Instance, transfer_port
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
@@ -87,6 +87,8 @@ class Server(Served):
     def start(self, directory: str | None) -> None:
         """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
+        while self.instance.kind and listeners(transfer_port(self.port)):
+            self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)
         own_cores = os.sched_getaffinity(0)
