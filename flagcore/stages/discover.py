@@ -287,6 +287,7 @@ def _join_supports(supports: Sequence[EngineSupport]) -> EngineSupport:
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
         forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
+        shared_devices=all(support.shared_devices for support in supports),
     )
 
 
