@@ -226,7 +226,7 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
     """Return the name of the chip of each device type. A type of several chips is one with known figures."""
     names: dict[str, str] = {}
     for kind in dict.fromkeys(types):
-        meant = [chip for chip in chips if chip.has_name(kind)]
+        meant = [chip for chip in chips if chip.matches_name(kind)]
         like = [chip for chip in chips if normalize_name(chip.name).startswith(normalize_name(kind))]
         like.sort(key=lambda chip: (not chip.memory_bytes, not chip.dense_flops_per_second, len(chip.name)))
         names[kind] = next((chip.name for chip in (*meant, *like)), kind)
