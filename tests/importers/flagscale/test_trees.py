@@ -273,7 +273,7 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
 
 def test_instances_that_only_prefill_or_decode_become_one_candidate() -> None:
     deploy = "experiment.runner.deploy.prefill_decode_disaggregation=true"
-    vllm = ("experiment.auto_tuner.engines=[vllm]", "+serve.0.engine_args.tensor_parallel_size=2")
+    vllm = ("experiment.auto_tuner.engines=[vllm]", "serve.0.engine_args_specific.vllm.tensor_parallel_size=2")
     found = tree("serve_pairs", deploy, *vllm)
     space = found.data["auto_tuner"]["space"]
     assert space["prefill_decode"] == ["2xtp2+1xtp2"]
