@@ -16,6 +16,7 @@ from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.meshes import MESHES, SIZES, mesh_text
 from flagcore.importers.flagscale.experiment import Machines
 from flagcore.importers.flagscale.source import Source
+from flagcore.spec.host_file import HostLine
 
 LAYOUT, LAYERS = "pipeline_model_parallel_layout", "hetero_pipeline_layer_split"
 MESHES_KEY, TYPES = "hetero_process_meshes", "hetero_device_types"
@@ -180,7 +181,9 @@ def mixed_baseline(hetero: Hetero, names: Mapping[str, str], baseline: Mapping[s
     return {MESHES: text, **{name: each for name, each in baseline.items() if name not in own_knobs}}
 
 
-def meshes_problem(hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[str, Any]) -> str:
+def meshes_problem(
+    hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[str, Any], lines: Sequence[HostLine]
+) -> str:
     """Return why the meshes do not fit the global batch, the samples of a micro-batch or the cluster; empty if so."""
     first, *others = (sizes[3] for sizes in hetero.sizes)
     if not (type(batch) is int and type(samples) is int and samples > 0):
@@ -190,7 +193,8 @@ def meshes_problem(hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[st
     if batch % (samples * first):
         return f"{samples * first} samples at once do not divide a global batch of {batch}"
     for group, (kind, devices) in zip(cluster["groups"], hetero.groups, strict=True):
-        found = group.get("nodes", 0) * group.get("devices_per_node", 0)
+        of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
+        found = group.get("nodes", 0) * group.get("devices_per_node", 0) or of_hosts
         if found and found != devices:
             return f"its meshes use {devices} of {found} devices of {kind}"
     return ""

@@ -67,17 +67,18 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if source.take("experiment.exp_dir") is not None:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
-    train = {"engine": "megatron", **sizes, **options(flags), **command}
+    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
     meshes = None
     if hetero is not None:
         fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
         train["settings"] = {**train.get("settings", {}), **fixed}
         meshes = meshes_of_space(source, hetero, chips, section, baseline)
-    problem = (
-        meshes_problem(hetero, sizes["global_batch_size"], baseline["micro_batch_size"], section)
-        if hetero is not None and MESHES in baseline
-        else baseline_problem(baseline, train, model, count)
-    )
+    problem = ""
+    if hetero is not None and "groups" in section:
+        batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]
+        problem = meshes_problem(hetero, batch, samples, section, found.lines)
+    if not problem and MESHES not in baseline:
+        problem = baseline_problem(baseline, train, model, count)
     tuner = _tuner(source, baseline, problem, meshes)
     if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
         tuner["launcher"] = "ssh"

@@ -250,3 +250,15 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
         [{**setup.environment, **setup.envs} for setup in each.setups] for each in (platform_again, platform)
     )
     assert found == given
+
+
+def test_meshes_that_do_not_use_all_devices_of_a_type_are_no_baseline(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    (tmp_path / "of_test.txt").write_text("n1 slots=8 type=A800\nn2 slots=8 type=BI-V150\n")
+    found = api.read_tree(Path(asked["directory"]), "tune", asked["overrides"])
+    assert "baseline" not in found.data["auto_tuner"]
+    without_file = [each for each in asked["overrides"] if "hostfile" not in each and each != "~experiment.auto_tuner"]
+    extra = ("experiment.runner.hostfile=null", "++experiment.runner.nnodes=4", "++experiment.runner.nproc_per_node=16")
+    found = api.read_tree(Path(asked["directory"]), "tune", [*without_file, *extra])
+    assert "baseline" not in found.data["auto_tuner"]
+    assert [group["nodes"] * group["devices_per_node"] for group in found.data["cluster"]["groups"]] == [32, 32]

@@ -17,8 +17,8 @@ NOT_PREDICTED = {
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
-def options(flags: Flags) -> dict[str, Any]:
-    """Return the keys of `train` that a spec needs in addition to the command."""
+def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
+    """Return the keys of `train` that a spec needs in addition to the command. Meshes have the recompute of stages."""
     result: dict[str, Any] = {"precision": _precision(flags)}
     has_flash, backend = flags.get("use_flash_attn", flags.get("use_flash_attention")), flags.get("attention_backend")
     if backend in ("unfused", "local") or (has_flash is False and flags.get("transformer_impl") == "local"):
@@ -29,7 +29,8 @@ def options(flags: Flags) -> dict[str, Any]:
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     for name in flags.names():
-        if why := next((why for part, why in NOT_PREDICTED.items() if part in name), ""):
+        of_mesh = on_meshes and name.endswith("_per_stage_micro_batch")
+        if why := next((why for part, why in NOT_PREDICTED.items() if part in name and not of_mesh), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
     settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # Megatron's default
     if flags.get("peft_type") is not None:
