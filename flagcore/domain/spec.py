@@ -31,7 +31,8 @@ SettingValue: TypeAlias = KnobValue | float
 class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
-    `groups` are node groups of different chips in the order of their ranks; they replace all other fields. The last
+    `groups` are node groups of different chips in the order of their ranks; they replace all other fields, except that
+    `hosts` are those of all groups. `name` and `speed`, relative to the chip, are those of a node group. The last
     `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes` nodes; None:
     on all.
     """
@@ -47,6 +48,8 @@ class ClusterSpec:
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
+    name: str = ""
+    speed: float = 1.0
 
     @property
     def survives_loss(self) -> bool:

@@ -26,6 +26,7 @@ from flagcore.spec.schema import (
     ControlSection,
     Document,
     GroupSection,
+    NodesSection,
     TrainSection,
     document_of,
 )
@@ -229,7 +230,7 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, f
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     if cluster.groups is not None:
-        return _groups(cluster, cluster.groups, file)
+        return _groups(cluster, cluster.groups, file, base)
     if cluster.hostfile is None:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
@@ -254,7 +255,7 @@ def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
     return len(hosts) - spares
 
 
-def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
+def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str, base: Path) -> ClusterSpec:
     others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
     if others:
         problem, fix = "cannot be combined with cluster.groups", "set it for each group, or leave it out"
@@ -263,14 +264,32 @@ def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) 
         if group.chip == AUTO:
             problem = "must name a chip: devices of other machines cannot be detected"
             raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
-    specs = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
+    specs = tuple(_group(group, ("cluster", "groups", place), file, base) for place, group in enumerate(groups))
     devices = sum(spec.nodes * (spec.devices_per_node or 1) for spec in specs)
     if devices > MAX_DEVICES:
         raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
-    return specs[0] if len(specs) == 1 else ClusterSpec(groups=specs)
+    if len(specs) == 1:
+        return specs[0]
+    hosts = tuple(host for spec in specs for host in spec.hosts)
+    if hosts and (len(set(hosts)) < len(hosts) or not all(spec.hosts for spec in specs)):
+        problem, fix = "must name the hosts of every group, each host once", "give each group a hostfile of its own"
+        raise spec_error("cluster.groups", problem, value=[*hosts], fix=fix, file=file)
+    return ClusterSpec(groups=specs, hosts=hosts, nodes=len(hosts) or 1)
 
 
-def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
+def _group(group: GroupSection, at: KeyPath, file: str, base: Path) -> ClusterSpec:
+    found = replace(_nodes(group, at, file), name=group.name or "", speed=group.speed)
+    if group.hostfile is None:
+        return found
+    hosts, slots = read_hosts(base / group.hostfile, file=file)
+    nodes = group.nodes if "nodes" in group.model_fields_set else len(hosts)
+    if nodes > len(hosts):
+        problem = _("must be at most {number}, as in {file}", number=len(hosts), file=group.hostfile)
+        raise spec_error((*at, "nodes"), problem, value=nodes, fix=_("leave it out"), file=file)
+    return replace(found, nodes=nodes, hosts=hosts[:nodes], devices_per_node=found.devices_per_node or slots)
+
+
+def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
     devices = group.devices_per_node if isinstance(group.devices_per_node, int) else None
     check_devices(group.nodes, devices or 1, at, file)
     return ClusterSpec(

@@ -20,7 +20,7 @@ from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
-from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
+from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
@@ -86,9 +86,10 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = plugins.engine_support(group.chip, engine).shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
+    used, times = kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)), 1.0 / group.speed
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)),
+        kernels=used if group.speed == 1.0 else with_slowdown(used, times, launches=times if synchronous else 1.0),
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=kernels is None,
@@ -235,8 +236,10 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
 
 
 def _join_supports(supports: Sequence[EngineSupport]) -> EngineSupport:
-    """Return the support for an engine on several chips. It has no device type, so trials need the user's command."""
-    if len(supports) == 1:
+    """Return the support for an engine on all node groups. On several chips, it has no device type, so that trials need
+    the user's command.
+    """
+    if all(support == supports[0] for support in supports):
         return supports[0]
     implementations = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
@@ -324,4 +327,6 @@ def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], supp
         nodes=requested.nodes,
         devices_per_node=count,
         memory_bytes=requested.memory_bytes_per_device or memory,
+        name=requested.name,
+        speed=requested.speed,
     )

@@ -67,7 +67,7 @@ def planned_launch(
         planned,
         argv=_with_hostfile(planned.argv, hosts, task.cluster.groups[0].devices_per_node, folder),
         environment={**planned.environment, **environment_of(effects)},
-        hosts=hosts if task.spec.on_each_host and not for_real else (),
+        hosts=(planned.hosts or hosts) if task.spec.on_each_host and not for_real else (),
     )
 
 

@@ -83,7 +83,8 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     devices = tuple(by_device[number] for number in sorted(by_device))
     slow_ratio = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
     per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
-    slow = slow_devices(devices, per_node, slow_ratio, hosts)
+    is_mixed = len(platform.task.cluster.groups) > 1  # devices of other groups have other speeds
+    slow = () if is_mixed else slow_devices(devices, per_node, slow_ratio, hosts)
     used_bytes = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used_bytes = measured.device_used_bytes

@@ -165,9 +165,11 @@ def require_hosts(
     variables: Mapping[str, str] | None = None,
     *,
     compare: bool = False,
+    groups: Sequence[Sequence[str]] = (),
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
+    Hosts must have the same devices, with `groups` those of each group.
     `files` must be the same on all hosts. If hosts have to connect to the first one, `variables` may set the port. Up
     to `spares` unusable hosts are skipped with a warning. With `compare`, slow devices and networks cause warnings,
     too. Raises NoDevice with a line per unusable host if more are unusable.
@@ -176,7 +178,7 @@ def require_hosts(
     reports = inspect_hosts(launcher, hosts, files)
     if variables is not None:
         reports = _with_ports(launcher, reports, variables)
-    problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
+    problems = {report.host: "; ".join(host_problems(report, reports, groups)) for report in reports}
     unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable_hosts) > spares:
         raise NoDevice("; ".join(unusable_hosts))
@@ -190,14 +192,21 @@ def require_hosts(
     return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
-def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
-    """Yield why a host cannot run trials together with the others, one line each."""
+def host_problems(
+    report: HostReport, reports: Sequence[HostReport], groups: Sequence[Sequence[str]] = ()
+) -> Iterator[str]:
+    """Yield why a host cannot run trials together with the others, one line each.
+
+    Its devices must be those of the other hosts or, with `groups`, of the other hosts of its group.
+    """
     if report.problem:
         yield report.problem
         return
     first = next(each for each in reports if not each.problem)
-    if report.devices is not None and first.devices is not None and report.chips != first.chips:
-        yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
+    group = next((group for group in groups if report.host in group), [each.host for each in reports])
+    peer = next(each for each in reports if not each.problem and each.host in group)
+    if report.devices is not None and peer.devices is not None and report.chips != peer.chips:
+        yield _("{devices}, but {host} has {others}", devices=_names(report), host=peer.host, others=_names(peer))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
         own, other = (report.versions or {})[name], (first.versions or {})[name]
         if own != other:

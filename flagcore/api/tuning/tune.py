@@ -151,7 +151,10 @@ class _EngineRun:
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         files, compare = self._files(), self.spec.control.compare_hosts
         variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
-        hosts, devices = require_hosts(self.launcher, cluster.hosts, not_needed, files, variables, compare=compare)
+        groups, compare = [group.hosts for group in cluster.groups], compare and not cluster.groups
+        hosts, devices = require_hosts(
+            self.launcher, cluster.hosts, not_needed, files, variables, compare=compare, groups=groups
+        )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices, host_telemetry(self.launcher, devices)
 

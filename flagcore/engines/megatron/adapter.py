@@ -115,6 +115,7 @@ class Megatron:
     assumed = staticmethod(production.assumed)
     derived_knobs: Collection[str] = (MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
+    values_alone = staticmethod(mesh_planner.values_alone)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
