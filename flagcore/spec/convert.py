@@ -281,7 +281,7 @@ def _group(group: GroupSection, at: KeyPath, file: str, base: Path) -> ClusterSp
     found = replace(_nodes(group, at, file), name=group.name or "", speed=group.speed)
     if group.hostfile is None:
         return found
-    hosts, slots = read_hosts(base / group.hostfile, file=file)
+    hosts, slots = read_hosts(base / group.hostfile, file=file, key=f"cluster.groups[{at[-1]}].hostfile")
     nodes = group.nodes if "nodes" in group.model_fields_set else len(hosts)
     if nodes > len(hosts):
         problem = _("must be at most {number}, as in {file}", number=len(hosts), file=group.hostfile)
@@ -355,14 +355,14 @@ _HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 UNEQUAL = "differs from the first host in slots or type, but all nodes must be equal"
 
 
-def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
+def read_hosts(path: Path, *, file: str, key: str = "cluster.hostfile") -> tuple[tuple[str, ...], int | None]:
     """Return the hosts and the number of devices of each (None where no line has `slots`).
 
     All lines or no line must have `slots` and the label `type`, with the same values, because the nodes of a cluster
     are equal. `file` is the spec that names it. Raises SpecError with the line's number.
     """
     hosts: dict[str, dict[str, str]] = {}
-    for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
+    for number, line in enumerate(read_text(path, file=file, key=key).splitlines(), start=1):
         host, *pairs = line.partition("#")[0].split() or [""]
         if not host:
             continue
@@ -373,7 +373,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         hosts[host] = options
     if not hosts:
-        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
+        raise spec_error(key, "names no host", fix="write one `host slots=8` per line", file=str(path))
     slots = next(iter(hosts.values())).get("slots")
     return tuple(hosts), int(slots) if slots else None
 

@@ -46,7 +46,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         chip = with_network(chip, requested.nic_bytes_per_second, requested.nic_latency_seconds)
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
-    support = _join_supports(supports)
+    support = _join_supports(supports, [group.chip.name for group in groups])
     requested_task = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
     task, support = _advised(requested_task, support, plugins.check_task(requested_task, engine_version))
     chips = [group.chip for group in groups]
@@ -235,11 +235,11 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
     return spec
 
 
-def _join_supports(supports: Sequence[EngineSupport]) -> EngineSupport:
+def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:
     """Return the support for an engine on all node groups. On several chips, it has no device type, so that trials need
     the user's command.
     """
-    if all(support == supports[0] for support in supports):
+    if len(set(chips)) == 1:
         return supports[0]
     implementations = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
