@@ -84,8 +84,8 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
     if isinstance(workload, InstalledDefaults):
         platform = workload.as_installed(platform)
     platform = with_plugin_knobs(platform, workload)
-    if isinstance(workload, DerivedValues) and (is_plan or workload.runs_derived(spec)):
-        platform = workload.with_derived_values(platform)
+    if isinstance(workload, DerivedValues):
+        platform = workload.with_derived_values(platform, plan=is_plan)
     legal = legality(platform.task, workload, platform.support)
     legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
     baseline = _baseline(platform, workload, legal)

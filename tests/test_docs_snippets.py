@@ -36,7 +36,7 @@ OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write
 """Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
-PLANNED |= {"my-model.yaml": ("flagcore_nvidia",)}
+PLANNED |= {"my-model.yaml": ("flagcore_nvidia",), "two-kinds.yaml": ("flagcore_metax", "flagcore_nvidia")}
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {

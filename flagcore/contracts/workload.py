@@ -248,16 +248,20 @@ class ProductionDefaults(Protocol):
 
 @runtime_checkable
 class DerivedValues(Protocol):
-    """Optional: an engine that derives values of knobs from costs, for plans, and for trials that can run them."""
+    """Optional: an engine that derives values of knobs from costs."""
 
     derived_knobs: Collection[str]
     """The knobs with derived values; a cluster with one node group does not have them."""
 
-    def runs_derived(self, spec: Spec) -> bool:
-        """Return whether trials of a spec can run candidates with derived values."""
+    def with_derived_values(self, platform: Platform, *, plan: bool = True) -> Platform:
+        """Return the platform with the derived values in the space of its task: for a plan, or only those that trials
+        can run. Values in the spec take precedence. Raises SpecError for values in the spec that cannot run.
+        """
 
-    def with_derived_values(self, platform: Platform) -> Platform:
-        """Return the platform with the derived values in the space of its task. Values in the spec take precedence."""
+    def values_alone(self, task: Task, group: int) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return values of knobs with which a node group may be the fastest without the others; `task` has derived
+        values. Knobs without values have all of them.
+        """
 
 
 @runtime_checkable

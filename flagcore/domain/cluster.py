@@ -51,13 +51,21 @@ class Topology:
 class NodeGroup:
     """Identical nodes with identical chips.
 
-    `memory_bytes` is the memory budget of one device, from the spec or the driver.
+    `memory_bytes` is the memory budget of one device, from the spec or the driver. `name` is that of the spec, and
+    `speed` the speed of the kernels relative to the chip.
     """
 
     chip: Chip
     nodes: int
     devices_per_node: int
     memory_bytes: int | None = None
+    name: str = ""
+    speed: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """The name of the group or, without one, of its chip."""
+        return self.name or self.chip.name
 
     @property
     def devices(self) -> int:
@@ -80,8 +88,8 @@ class Cluster:
     def chips(self) -> str:
         """The name of the chip. With several node groups, the chip and the number of devices of each."""
         if len(self.groups) == 1:
-            return self.groups[0].chip.name
-        return " + ".join(f"{group.chip.name} ({group.devices})" for group in self.groups)
+            return self.groups[0].title
+        return " + ".join(f"{group.title} ({group.devices})" for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the mean peak of the devices in flops per second, None if the peak of a group is unknown."""

@@ -33,10 +33,10 @@ SettingValue: TypeAlias = KnobValue | float
 class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
-    `groups` are node groups of different chips in the order of their ranks; they replace all other fields except
-    `hosts`, in the same order, and `nodes`, the number of hosts. A group has `envs`, its own variables, and `kind`, the
-    type of its hosts in host files. The last `spares` of `hosts` replace hosts that fail. Without further spares,
-    trials run on at least `min_nodes` nodes; None: on all.
+    `groups` are node groups of different chips or speeds in the order of their ranks; they replace all other fields
+    except `hosts`, in the same order, and `nodes`, the number of hosts. A group has `envs`, its own variables, `name`,
+    empty for that of its chip, and `speed`, relative to the chip. The last `spares` of `hosts` replace hosts that fail.
+    Without further spares, trials run on at least `min_nodes` nodes; None: on all.
     """
 
     chip: str = AUTO
@@ -50,8 +50,14 @@ class ClusterSpec:
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
-    kind: str = ""
     groups: tuple[ClusterSpec, ...] = ()
+    name: str = ""
+    speed: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """The type of a group's hosts in host files."""
+        return self.name or self.chip
 
     @property
     def survives_loss(self) -> bool:

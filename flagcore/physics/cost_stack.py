@@ -22,12 +22,13 @@ C = TypeVar("C", KernelCosts, CollectiveCosts)
 class KernelCostStack:
     """A stack of named kernel costs, the most trusted source first. Implements `flagcore.contracts.KernelCosts`.
 
-    The times of kernels on the device are multiplied by `slowdown`, those of launches and copies are not. If
+    The times of kernels on the device are multiplied by `slowdown`, those of launches by `launch_slowdown`. If
     `used_sources` is given, it collects the names of the sources that were used, by kind of kernel.
     """
 
     sources: tuple[tuple[str, KernelCosts], ...]
     slowdown: float = 1.0
+    launch_slowdown: float = 1.0
     used_sources: dict[str, set[str]] | None = field(default=None, compare=False)
 
     def recording(self) -> KernelCostStack:
@@ -50,7 +51,7 @@ class KernelCostStack:
         return self._first_known("host_copy", lambda costs: costs.host_copy_seconds(bytes_moved))
 
     def launch_seconds(self) -> float:
-        return _first_known_figure([costs.launch_seconds for _, costs in self.sources])
+        return self.launch_slowdown * _first_known_figure([costs.launch_seconds for _, costs in self.sources])
 
     def run_slowdown(self) -> float:
         """Return the slowdown of the first source that knows it, 1 if a slowdown is already applied."""
@@ -79,10 +80,10 @@ class CollectiveCostStack:
         return _first_known(self.sources, lambda costs: costs.compute_share(ranks, stride))
 
 
-def with_slowdown(kernels: KernelCosts, slowdown: float) -> KernelCosts:
-    """Return costs with the times of kernels on the device multiplied by `slowdown`."""
+def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.0) -> KernelCosts:
+    """Return costs with the times of kernels multiplied by `slowdown`, and those of launches by `launches`."""
     stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((("", kernels),))
-    return replace(stack, slowdown=stack.slowdown * slowdown)
+    return replace(stack, slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
 
 
 def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:

@@ -68,7 +68,7 @@ def _groups(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> Cl
     if devices > MAX_DEVICES:
         raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
     if len(specs) == 1:
-        return replace(specs[0], hosts=tuple(hosts), kind="")
+        return replace(specs[0], hosts=tuple(hosts), name="")
     return ClusterSpec(groups=specs, hosts=tuple(hosts), nodes=len(hosts) or 1)
 
 
@@ -77,12 +77,12 @@ def _assigned(
 ) -> tuple[list[GroupSection], list[str]]:
     """Return the groups with their nodes and devices from a host file, and its hosts in the order of the groups.
 
-    A group has the hosts of its `host_type`, by default its chip. Hosts without a type go to the groups in order.
+    A group has the hosts of its `name`, by default its chip. Hosts without a type go to the groups in order.
     Raises SpecError.
     """
     left, assigned, hosts = list(lines), list[GroupSection](), list[str]()
     for place, group in enumerate(groups):
-        own = [line for line in left if line.kind in ("", group.host_type or group.chip)]
+        own = [line for line in left if line.kind in ("", group.name or group.chip)]
         if "nodes" in group.model_fields_set:
             own = own[: group.nodes]
         numbers = {"nodes": len(own)} | ({"devices_per_node": own[0].slots} if own and own[0].slots else {})
@@ -90,7 +90,7 @@ def _assigned(
             value = getattr(group, key)
             if not number or (key in group.model_fields_set and value not in (number, AUTO)):
                 problem = f"must be {number}, as in cluster.hostfile" if number else "has no host in cluster.hostfile"
-                fix = f"add `type={group.host_type or group.chip}` to its hosts, or leave {key} out"
+                fix = f"add `type={group.name or group.chip}` to its hosts, or leave {key} out"
                 raise spec_error(("cluster", "groups", place, key), problem, value=value, fix=fix, file=file)
         left = [line for line in left if line not in own]
         assigned.append(group.model_copy(update=numbers))
@@ -113,7 +113,8 @@ def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
         nic_latency_seconds=group.nic_latency_seconds,
         price_per_device_hour=group.price_per_device_hour,
         envs=environment_of(group.envs, (*at, "envs"), file) if isinstance(group, GroupSection) else {},
-        kind=(group.host_type or group.chip) if isinstance(group, GroupSection) else "",
+        name=(group.name or "") if isinstance(group, GroupSection) else "",
+        speed=group.speed if isinstance(group, GroupSection) else 1.0,
     )
 
 

@@ -36,6 +36,7 @@ Trials = Annotated[int, Field(ge=1, le=1_000_000)]
 Probes = Annotated[int, Field(ge=0, le=1_000)]
 Repeats = Annotated[int, Field(ge=0, le=1_000)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
 Value = Annotated[str, Field(max_length=100_000)]
 ModelPath = Annotated[str, Field(min_length=1, max_length=4096, examples=["./Qwen3-8B"])]
 Folder = Annotated[str, Field(min_length=1, max_length=4096, examples=["../training"])]
@@ -43,6 +44,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
 Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Latency = Annotated[float, Field(gt=0, le=1)]
+Speed = Annotated[float, Field(ge=0.01, le=100)]
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
@@ -124,8 +126,10 @@ class NodesSection(Section):
 class GroupSection(NodesSection):
     """Identical nodes of a heterogeneous cluster."""
 
-    host_type: Word | None = None
-    """The `type` of the group's hosts in the host file; null: `chip`."""
+    name: Name | None = None
+    """Name of the group in meshes and tables, and the `type` of its hosts in the host file; null: `chip`."""
+    speed: Speed = 1
+    """Speed of the devices relative to the chip, such as 0.5 for processors with half of the clock rate."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of trials on the group's hosts, in addition to `envs` of the spec, which they override."""
 

@@ -22,7 +22,7 @@ from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
-from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
+from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
@@ -48,7 +48,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         chip = with_network(chip, requested.nic_bytes_per_second, requested.nic_latency_seconds)
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
-    support = _join_supports(supports)
+    support = _join_supports(supports, [group.chip.name for group in groups])
     requested_task = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
     task, support = _advised(requested_task, support, plugins.check_task(requested_task, engine_version))
     chips = [group.chip for group in groups]
@@ -110,9 +110,10 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
     kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = plugins.engine_support(group.chip, engine).shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
+    used, times = kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)), 1.0 / group.speed
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)),
+        kernels=used if group.speed == 1.0 else with_slowdown(used, times, launches=times if synchronous else 1.0),
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=kernels is None,
@@ -274,9 +275,11 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
     return spec
 
 
-def _join_supports(supports: Sequence[EngineSupport]) -> EngineSupport:
-    """Return the support for an engine on several chips. It has no device type, so trials need the user's command."""
-    if len(supports) == 1:
+def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:
+    """Return the support for an engine on all node groups. On several chips, it has no device type, so that trials need
+    the user's command.
+    """
+    if len(set(chips)) == 1:
         return supports[0]
     implementations = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
@@ -366,4 +369,6 @@ def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], supp
         nodes=requested.nodes,
         devices_per_node=count,
         memory_bytes=requested.memory_bytes_per_device or memory,
+        name=requested.name,
+        speed=requested.speed,
     )

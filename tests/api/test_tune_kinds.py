@@ -52,7 +52,7 @@ def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))
     (tmp_path / "torchrun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    kinds = [{"chip": "cpu", "host_type": kind, "envs": {"KIND": kind}} for kind in ("fast", "slow")]
+    kinds = [{"chip": "cpu", "name": kind, "envs": {"KIND": kind}} for kind in ("fast", "slow")]
     spec = {
         "model": {
             "num_layers": 4,

@@ -109,3 +109,15 @@ def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
     assert completed.code == 2
     assert "auto_tuner.space.meshes" in completed.err
     assert "cluster.groups" in completed.err
+
+
+def test_a_slower_group_has_fewer_layers_and_is_named(flag: Flag, spec: Callable[..., str]) -> None:
+    named = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
+    listed = json.loads(flag("estimate", spec(*named), "--top", "100", "--json").out)
+    meshes = [each["candidate"]["meshes"] or "" for each in listed]
+    assert any(text.startswith("new") for text in meshes)
+    mixing = api.estimate(spec(*named)).mixing
+    assert mixing is not None
+    fast, slow = (each["step_time_s"] for each in mixing["alone"])
+    assert 2.0 < slow / fast < 4.5
+    assert [each["chips"] for each in mixing["alone"]] == ["new", "old"]

@@ -259,6 +259,14 @@ class Bed:
         """Undo `fill`."""
         self.run(name, "rm", "-f", "/tmp/filled")
 
+    def join(self, name: str, group: Path) -> None:
+        """Move all processes of a host to a cgroup."""
+        space = os.readlink(f"/proc/{self._first[name]}/ns/pid")
+        for pid in guard.all_processes():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/ns/pid") == space:
+                    (group / "cgroup.procs").write_text(str(pid))
+
     def set_clock(self, name: str, ahead: int) -> None:
         """Set the clock of a host so many seconds ahead."""
         self.run(name, "sh", "-c", f"echo {ahead} > /run/clock")

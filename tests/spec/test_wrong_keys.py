@@ -28,7 +28,7 @@ CONTROL = "auto_tuner.control."
         ("cluster: {Num_GPUs: 8}", "cluster.Num_GPUs", "did you mean devices_per_node?"),
         ("cluster: {type: x}", "cluster.type", "did you mean chip?"),
         ("cluster: {groups: [{gpu: a}]}", "cluster.groups[0].gpu", "did you mean chip?"),
-        ("cluster: {groups: [{chip: a, hostfile: b}]}", "cluster.groups[0].hostfile", "it belongs under cluster"),
+        ("cluster: {groups: [{chip: a, spares: 1}]}", "cluster.groups[0].spares", "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
         ("auto_tuner: {space: {train_iters: 5}}", SPACE + "train_iters", "it belongs under auto_tuner.control"),
         ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),

@@ -207,8 +207,13 @@ def require_hosts(
     return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
-def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
-    """Yield why a host cannot run trials together with the others, one line each."""
+def host_problems(
+    report: HostReport, reports: Sequence[HostReport], groups: Sequence[Sequence[str]] = ()
+) -> Iterator[str]:
+    """Yield why a host cannot run trials together with the others, one line each.
+
+    Its devices must be those of the other hosts or, with `groups`, of the other hosts of its group.
+    """
     if report.problem:
         yield report.problem
         return

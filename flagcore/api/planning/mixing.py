@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.space import IntArray
-from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
 from flagcore.problem import Problem, build_problem, rows_by_time
 from flagcore.stages.predict import limit
@@ -27,7 +27,8 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     order, mixed = rows_by_time(problem)[:1], _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
         return None
-    alone = [plan for group in spec.cluster.groups if (plan := _alone(spec, group, plugins, workload))]
+    plans = (_alone(spec, problem, group, plugins, workload) for group in range(len(spec.cluster.groups)))
+    alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
     busy = _busy(problem, workload, order)
@@ -43,10 +44,12 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     }
 
 
-def _alone(spec: Spec, group: ClusterSpec, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
-    derived = workload.derived_knobs if isinstance(workload, DerivedValues) else ()
-    space = {name: values for name, values in spec.space.items() if name not in derived}
-    own = replace(spec, cluster=group, space=space, baseline=None)
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
+    space = {name: values for name, values in spec.space.items() if values != AUTO}
+    if isinstance(workload, DerivedValues):
+        space = {**workload.values_alone(mixed.platform.task, group), **space}
+        space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
+    own = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
         return _plan(build_problem(own, plugins, workload, plan=True))
     except FlagError:
@@ -84,5 +87,5 @@ def _busy(problem: Problem, workload: Workload, row: IntArray) -> dict[str, tupl
     for number, group in enumerate(task.cluster.groups):
         here = seconds[np.array(passes.groups) == number]
         share = passes.microbatches * float(here.mean()) / step if here.size else 0.0
-        found[group.chip.name] = (share, float(here.max(initial=0.0)))
+        found[group.title] = (share, float(here.max(initial=0.0)))
     return found

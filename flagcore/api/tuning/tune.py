@@ -151,8 +151,9 @@ class _EngineRun:
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
         files, compare = self._files(), self.spec.control.compare_hosts
         variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
-        lines = [group.kind for group in cluster.groups for _ in range(group.nodes)]
-        kinds = dict(zip(cluster.hosts, lines, strict=False))
+        names = [group.kind for group in cluster.groups for _ in range(group.nodes)]
+        kinds = dict(zip(cluster.hosts, names, strict=False))
+        compare = compare and not cluster.groups
         hosts, devices = require_hosts(
             self.launcher, cluster.hosts, not_needed, files, variables, kinds=kinds, compare=compare
         )

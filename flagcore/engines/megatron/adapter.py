@@ -18,8 +18,8 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import (
-    hetero,
     launching,
     mesh_planner,
     options,
@@ -33,7 +33,6 @@ from flagcore.engines.megatron import (
     trial_program,
     unused_keys,
 )
-from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.command.checks import command_changes
@@ -115,8 +114,8 @@ class Megatron:
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
     derived_knobs: Collection[str] = (MESHES,)
-    runs_derived = staticmethod(hetero.runs_meshes)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
+    values_alone = staticmethod(mesh_planner.values_alone)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)

@@ -16,6 +16,7 @@ from flagcore.engines.megatron import hetero, production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
+from flagcore.engines.megatron.mesh_trials import hosts_of, on_groups, runs_meshes
 from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.options import schedule
 from flagcore.engines.megatron.predict import with_layout
@@ -32,7 +33,11 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
     """
     train = spec.train
     listed = spec.space.get(MESHES, AUTO)
-    if not isinstance(listed, str) and any(listed) and not hetero.runs_meshes(spec):
+    if (
+        not isinstance(listed, str)
+        and any(listed)
+        and not (hetero.runs_meshes(spec) or (runs_meshes(spec) and spec.cluster.groups))
+    ):
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
     if train.command is not None:
@@ -42,9 +47,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
     if train.command is not None:
         return
     if spec.cluster.groups:
-        chips, problem = [group.chip for group in spec.cluster.groups], "are several chips, but one machine has one"
-        fix = "predict with `flag estimate`; to run trials, set a train.command that starts on all groups"
-        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
+        _check_groups(spec)
     if spec.cluster.nodes != 1 and not spec.on_each_host:
         problem = "is more than one, but trials start on this machine"
         fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
@@ -57,6 +60,24 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
         )
     if problems := release_problems(spec, trial_program.release()):
         raise join_errors(problems)
+
+
+def _check_groups(spec: Spec) -> None:
+    """Raise SpecError unless the trial program can start on all node groups."""
+    groups = spec.cluster.groups
+    chips, problem = [group.chip for group in groups], ""
+    if not spec.on_each_host:
+        problem, fix = (
+            "are several chips, but one machine has one",
+            "list the hosts in cluster.hostfile, and set the launcher",
+        )
+    elif len({group.devices_per_node for group in groups}) > 1:
+        problem, fix = "have other numbers of devices per node", "start trials on as many devices of each host"
+    elif len(set(chips)) > 1:
+        problem, fix = "are several chips: trials start the same software on all hosts", "name groups of one chip"
+    if problem:
+        fix += "; to run trials otherwise, set a train.command that starts on all groups; `flag estimate` predicts"
+        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
 
 
 def ready_to_probe(spec: Spec) -> None:
@@ -99,10 +120,13 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         named = {**production.assumed(platform.task, candidate), **train.settings}
         spec = replace(platform.task.spec, work=replace(train, settings=named))
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
-        return reference_launch(replace(platform.task, spec=spec), values, folder, meshes)
+        task = platform.task if meshes else on_groups(platform.task, candidate)
+        return reference_launch(replace(task, spec=spec), values, folder, meshes)
     planned = replace(_program(trial_program.job(platform, candidate, folder), folder), warm=True)
-    if platform.task.spec.on_each_host and platform.support.distributed_backend == "gloo":
-        return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+    if platform.task.spec.on_each_host:
+        planned = replace(planned, hosts=hosts_of(platform.task, candidate))
+        if platform.support.distributed_backend == "gloo":
+            return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
     return planned
 
 

@@ -7,19 +7,23 @@ combinations by score become candidates, which are predicted exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
 from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.effects import engine_task
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron import hetero
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.mesh_options import MeshOptions, mesh_options, recompute_words
 from flagcore.engines.megatron.mesh_rules import tied
-from flagcore.engines.megatron.meshes import MESHES, group_names, mesh_text
+from flagcore.engines.megatron.mesh_trials import require_runnable, runs_meshes
+from flagcore.engines.megatron.meshes import DP, MESHES, PP, RECOMPUTE, SIZES, Meshes, group_names, mesh_text
 from flagcore.engines.megatron.split import derived
 
 PLANNED = 256
@@ -29,41 +33,85 @@ NEAR = 1.5
 MAX_SIZES = 16
 """Maximum number of sizes of a node group with as many stages: so many of the fastest, and of those with most room."""
 MAX_SCORED = 4096
-"""Maximum number of combinations that are scored, of one order and one batch."""
+"""Maximum number of combinations that are scored, of some groups and one batch."""
+EQUAL = ("tp", "dp", "ep", "recompute")
+"""What is equal on all meshes of a trial."""
 STEPS = 24
 """Halvings of the interval of the slowest stage's time."""
 
 
-def with_meshes(platform: Platform) -> Platform:
-    """Return `platform` with the meshes that may be the fastest in its space, unless the spec lists them."""
+def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
+    """Return `platform` with the meshes that may be the fastest in its space, unless the spec lists them.
+
+    Trials have the meshes that they can run: of equal sizes, in another order than the spec, or without some groups.
+    Raises SpecError for meshes in the spec that trials cannot run.
+    """
     task = platform.task
-    if len(task.cluster.groups) == 1 or task.spec.space.get(MESHES, AUTO) != AUTO or not derived(engine_task(task)):
+    if len(task.cluster.groups) == 1:
         return platform
-    space = {**task.spec.space, MESHES: (None, *planned(engine_task(task), platform.costs))}
-    return replace(platform, task=replace(task, spec=replace(task.spec, space=space)))
+    any_sizes = plan or hetero.runs_meshes(task.spec)
+    if not any_sizes:
+        require_runnable(task)
+    listed = task.spec.space.get(MESHES, AUTO)
+    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or runs_meshes(task.spec)):
+        return platform
+    found = _with_space(task, {MESHES: (None, *planned(engine_task(task), platform.costs, plan=any_sizes))})
+    return replace(platform, task=_with_space(found, values_alone(found)) if plan else found)
 
 
-def planned(task: Task, costs: Costs) -> tuple[str, ...]:
-    """Return the meshes that may be the fastest, the best by score first."""
+def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
+    """Return the task with these values of knobs for which the spec has none."""
+    space = {**values, **{knob: listed for knob, listed in task.spec.space.items() if listed != AUTO}}
+    return replace(task, spec=replace(task.spec, space=space))
+
+
+def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone.
+
+    Candidates without meshes need no others: their sizes are also those of meshes. PP and DP are left out, because
+    virtual stages, which meshes cannot have, favour longer pipelines.
+    """
+    table = Meshes.of(task)
+    number, rows = table.number(np.arange(table.lengths.size)), table.groups >= 0
+    if group is not None:
+        rows &= (number == 1)[:, None] & (table.groups == group)
+    values: dict[str, str | tuple[KnobValue, ...]] = {}
+    for knob in (*SIZES.values(), *RECOMPUTE) if rows.any() else ():
+        if knob not in (DP, PP):
+            axis = BY_NAME[knob].axis(())
+            codes = np.unique(table.codes[knob][rows]).tolist()
+            values[knob] = tuple(axis.decode(code) for code in codes if code or knob == RECOMPUTE[0])
+    return {knob: listed for knob, listed in values.items() if listed}
+
+
+def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
+    """Return the meshes that may be the fastest, the best by score first; without `plan`, those of trials."""
     names, words = group_names(task.cluster), recompute_words(task)
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
-    orders = [order for size in range(1, len(names) + 1) for order in permutations(range(len(names)), size)]
-    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for order in orders}
+    sets = [some for size in range(1, len(names) + 1) for some in combinations(range(len(names)), size)]
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for some in sets for order in permutations(some)}
+    alike = () if plan else EQUAL
+    equal = alike or (("tp", "dp") if tied(task) else ())
     for _, context, samples in sorted(_batches(task, options)):
         parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
-        parts = [_useful(each, task.spec.model.num_layers, np.inf, shares_weights=tied(task)) for each in parts]
-        for order, of_order in scores.items():
-            fastest = min(of_order.values(), default=np.inf)
-            seconds, chosen = _best(task, [parts[group] for group in order], NEAR * fastest)
-            for place, score in enumerate(seconds.tolist()):
-                meshes = zip(order, chosen, strict=True)
-                text = " + ".join(_text(names[group], each, place, words) for group, each in meshes)
-                of_order[text] = min(of_order.get(text, np.inf), score)
+        parts = [_useful(each, task.spec.model.num_layers, np.inf, equal=equal) for each in parts]
+        for some in sets:
+            limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in permutations(some)}
+            of_set = _crossed(task, [parts[group] for group in some], max(limits.values()), equal, alike)
+            crossed = dict(zip(some, of_set, strict=True))
+            for order, limit in limits.items():
+                if not plan and order == (*range(len(names)),):
+                    continue  # the sizes of candidates without meshes
+                seconds, chosen = _best(task, [crossed[group] for group in order], limit)
+                for place, score in enumerate(seconds.tolist()):
+                    meshes = zip(order, chosen, strict=True)
+                    text = " + ".join(_text(names[group], each, place, words) for group, each in meshes)
+                    scores[order][text] = min(scores[order].get(text, np.inf), score)
     ranked = {text: score for of_order in scores.values() for text, score in of_order.items()}
     found = sorted(ranked, key=lambda text: ranked[text])[:PLANNED]
     for of_order in scores.values():
-        found += sorted(of_order, key=lambda text: of_order[text])[: PLANNED // len(orders)]
+        found += sorted(of_order, key=lambda text: of_order[text])[: PLANNED // len(scores)]
     return tuple(dict.fromkeys(found))
 
 
@@ -84,47 +132,71 @@ def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float
         yield batch / samples * layers / max(rate, 1e-30), context, samples
 
 
+def _crossed(
+    task: Task, options: Sequence[MeshOptions], limit: float, equal: Sequence[str], alike: Sequence[str]
+) -> list[MeshOptions]:
+    """Return the combinations of options with the lowest bounds of a step up to `limit`, in any order of the groups:
+    the option of each group.
+
+    The groups are crossed one after the other. A bound of some groups has the best of each group that follows: its
+    highest rate, its smallest number of stages, and its largest room. All meshes have the same figures `alike`.
+    """
+    layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
+    useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
+    if not all(each.pp.size for each in useful):
+        return [each[:0] for each in useful]
+    rates = [each.pp / each.layer for each in useful]
+    rooms = [each.pp * np.minimum(each.room(np.ones(each.pp.size), np.zeros(1)), layers) for each in useful]
+    rows, sums, step = np.zeros((0, 1), dtype=np.int64), np.zeros((3, 1)), np.zeros(1)
+    for number, each in enumerate(useful):
+        columns, rest = np.stack([rates[number], rooms[number], each.pp]), range(number + 1, len(useful))
+        place, option = np.divmod(np.arange(step.size * each.pp.size), each.pp.size)
+        sums, step = sums[:, place] + columns[:, option], np.maximum(step[place], each.step[option])
+        rate = sums[0] + sum(float(rates[later].max()) for later in rest)
+        room = sums[1] + sum(float(rooms[later].max()) for later in rest)
+        stages = sums[2] + sum(float(useful[later].pp.min()) for later in rest)
+        bound = (microbatches - 1.0 + stages) * layers / rate + step
+        same = [getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number]
+        kept = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *same]))
+        if kept.size > MAX_SCORED:
+            kept = kept[np.argpartition(bound[kept], MAX_SCORED)[:MAX_SCORED]]
+        rows = np.concatenate((rows[:, place[kept]], option[None, kept]))
+        sums, step = sums[:, kept], step[kept]
+    return [each[row] for each, row in zip(useful, rows, strict=True)]
+
+
+def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
+    """Return the number of micro-batches of a step."""
+    samples = next((int(each.samples[0]) for each in options if each.samples.size), 1)
+    return task.spec.train.global_batch_size / samples
+
+
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the lowest scores below `limit`, and the option of each mesh."""
-    model, samples = task.spec.model, options[0].samples[:1]
-    if not all(each.pp.size for each in options):
-        return np.zeros(0), []
-    layers, microbatches = float(model.num_layers), task.spec.train.global_batch_size / float(samples[0])
-    shares = tied(task)
-    useful = [_useful(each, layers, limit / microbatches, shares_weights=shares) for each in options]
-    rows = np.indices([each.pp.size for each in useful]).reshape(len(useful), -1)
-    rate, stages, step = (
-        function.reduce([values[row] for values, row in zip(columns, rows, strict=True)])
-        for function, columns in (
-            (np.add, [each.pp / each.layer for each in useful]),
-            (np.add, [each.pp for each in useful]),
-            (np.maximum, [each.step for each in useful]),
-        )
-    )
-    bound = (microbatches - 1.0 + stages) * layers / rate + step
-    kept = np.flatnonzero((bound <= limit) & (stages <= layers))
-    rows = rows[:, kept[np.argsort(bound[kept])[:MAX_SCORED]]]
-    chosen = [each[row] for each, row in zip(useful, rows, strict=True)]
-    seconds = np.where(_legal(chosen, shares_weights=shares), _seconds(chosen, layers, microbatches), np.inf)
+    """Return the lowest scores of combinations up to `limit`, and the option of each mesh, in the order of the
+    pipeline.
+    """
+    legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
+    chosen = [each[legal] for each in options]
+    if not legal.size:
+        return np.zeros(0), chosen
+    seconds = _seconds(chosen, float(task.spec.model.num_layers), _microbatches(task, options))
     best = np.argsort(seconds)[:PLANNED]
-    best = best[seconds[best] <= min(limit, NEAR * float(seconds[best[0]]) if best.size else 0.0)]
-    best = best[np.isfinite(seconds[best])]
+    best = best[np.isfinite(seconds[best]) & (seconds[best] <= min(limit, NEAR * float(seconds[best[0]])))]
     return seconds[best], [each[best] for each in chosen]
 
 
-def _useful(options: MeshOptions, layers: float, seconds: float, *, shares_weights: bool) -> MeshOptions:
-    """Return the options that no other one with as many stages beats in time and memory, and whose stages can have a
-    layer within `seconds`.
+def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Sequence[str]) -> MeshOptions:
+    """Return the options that no other one with as many stages and the same `equal` figures beats in time and memory,
+    and whose stages can have a layer within `seconds`.
     """
     one = np.ones(options.pp.size)
     most = np.minimum(options.fits(seconds * one), layers)
-    equal: list[IntArray | BoolArray] = [options.pp, options.ep > 1]
-    equal += [options.tp, options.dp] if shares_weights else []
+    same: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *(getattr(options, name) for name in equal)]
     room = [np.minimum(options.room(flight * one, 0.0 * one), most) for flight in (1.0, 4.0, 16.0, 64.0)]
     room.append(np.minimum(options.room_last(), most))
     less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
     beats: BoolArray = np.ones((one.size, one.size), dtype=np.bool_)
-    for values in equal:
+    for values in same:
         beats &= values[:, None] == values
     for values in less:
         beats &= values[:, None] <= values + 1e-12

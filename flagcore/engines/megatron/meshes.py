@@ -30,7 +30,7 @@ KNOB = Knob(
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
-    auto_help="those that may be the fastest; only `flag estimate` has them",
+    auto_help="those that may be the fastest; trials: those of equal sizes",
 )
 
 SIZES = {
@@ -92,8 +92,8 @@ class Meshes:
 
 
 def group_names(cluster: Cluster) -> tuple[str, ...]:
-    """Return the names of the node groups: those of their chips, with a number if several groups have the same."""
-    names = [group.chip.name for group in cluster.groups]
+    """Return the names of the node groups, by default those of their chips, with a number if several have the same."""
+    names = [group.title for group in cluster.groups]
     return tuple(
         f"{name}#{names[: place + 1].count(name)}" if names.count(name) > 1 else name
         for place, name in enumerate(names)

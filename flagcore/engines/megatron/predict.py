@@ -24,6 +24,7 @@ from flagcore.engines.megatron.memory.training import (
     stage_of_rank,
     used_bytes,
 )
+from flagcore.engines.megatron.mesh_trials import plain_values
 from flagcore.engines.megatron.meshes import MESHES, PP, Meshes, by_groups, groups_of_row
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
@@ -367,14 +368,15 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     A layout includes the virtual stages: Megatron accepts no number of layers with it. Releases without layouts take
     the number of layers of the first stage and, with more than two stages, of the last.
     """
-    values = candidate.as_dict()
+    task = platform.task
+    values = plain_values(task, candidate)
     if values.pop(SPLIT, None) != "balanced":
         return values
-    task, row = platform.task, row_of(platform.task, candidate.as_dict())
+    _, row, costs = next(by_groups(task, row_of(task, candidate.as_dict()), platform.costs))
     if takes_layouts(task.spec):
-        (text,) = layout_texts(task, row, platform.costs)
+        (text,) = layout_texts(task, row, costs)
         return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
-    train, layout = inputs(task, row, platform.costs)
+    train, layout = inputs(task, row, costs)
     ((first, last),) = ends(layout, train.options.splits)
     virtual = int(layout.virtual[0])
     number = {VIRTUAL: virtual, LAYERS_PER_VIRTUAL: None} if virtual > 1 else {}

@@ -19,6 +19,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.domain.warmup import warmup_steps
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
+from flagcore.engines.megatron.mesh_trials import as_asked
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import read_regular
@@ -86,7 +87,7 @@ def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: boo
             peak_allocated_bytes=_max_over_ranks(ranks, "peak_allocated_bytes"),
             peak_reserved_bytes=_max_over_ranks(ranks, "peak_reserved_bytes"),
             device_used_bytes=_max_over_ranks(ranks, "device_used_bytes"),
-            effective=dict(_program_values(candidate, data["effective"])),
+            effective=as_asked(task, candidate, dict(_program_values(candidate, data["effective"]))),
             versions={name: str(version) for name, version in data["versions"].items()},
             devices=tuple(
                 {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}

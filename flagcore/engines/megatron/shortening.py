@@ -6,6 +6,7 @@ import math
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.mesh_trials import plain_values
 from flagcore.engines.megatron.rules import DP, PP
 
 MIN_MICROBATCHES = 4
@@ -22,7 +23,7 @@ def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
     The number of micro-batches is a multiple of the number of stages, which interleaved schedules need
     (megatron-core `schedules.py`).
     """
-    values = candidate.as_dict()
+    values = plain_values(task, candidate)
     data, pipeline, micro_batch = (int(values.get(knob) or 1) for knob in (DP, PP, "micro_batch_size"))
     microbatches = task.spec.train.global_batch_size // (data * micro_batch)
     min_microbatches = max(MIN_MICROBATCHES, MICROBATCHES_PER_STAGE * pipeline, math.ceil(share * microbatches))

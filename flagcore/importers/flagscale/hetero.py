@@ -142,15 +142,15 @@ def hetero_cluster(source: Source, hetero: Hetero, found: Machines, names: Mappi
     envs = source.at("experiment.envs")
     of_types = envs.pop("device_type_specific", None) if isinstance(envs, dict) and len(groups) > 1 else None
     for group in groups:
-        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("host_type", group["chip"])), dict):
+        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("name", group["chip"])), dict):
             group["envs"] = {name: value if type(value) is int else str(value) for name, value in own.items()}
     if len(groups) == 1:
-        groups[0].pop("host_type", None)
+        groups[0].pop("name", None)
     return {**section, "groups": groups} if len(groups) > 1 else {**section, **groups[0]}
 
 
 def _named(kind: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {"chip": names[kind], **({} if names[kind] == kind else {"host_type": kind})}
+    return {"chip": names[kind], **({} if names[kind] == kind else {"name": kind})}
 
 
 def is_tuned(source: Source) -> bool:
@@ -165,8 +165,8 @@ def _nodes(devices: int, per_node: int) -> dict[str, Any]:
     return {"nodes": nodes, "devices_per_node": devices // nodes}
 
 
-def mixed_baseline(hetero: Hetero, names: Mapping[str, str], baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a baseline with meshes in place of parallel sizes; `names` are the names of chips by device type."""
+def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a baseline with meshes in place of parallel sizes."""
     recompute = ("use_recompute", *(f"recompute_{name}" for name in ("granularity", "method", "num_layers")))
     if hetero.is_plain:
         tensor, context, expert, data, _ = hetero.sizes[0]
@@ -176,7 +176,7 @@ def mixed_baseline(hetero: Hetero, names: Mapping[str, str], baseline: Mapping[s
         off = {"use_recompute": False} if set(hetero.recompute) == {""} else {}
         return {**{name: each for name, each in baseline.items() if not (off and name in recompute)}, **own, **off}
     own_knobs = {*SIZES.values(), *recompute, "num_layers_per_virtual_pipeline_stage"}
-    parts = zip(_mesh_names(hetero, names), hetero.sizes, hetero.recompute or [""] * len(hetero.sizes), strict=True)
+    parts = zip(_mesh_names(hetero), hetero.sizes, hetero.recompute or [""] * len(hetero.sizes), strict=True)
     text = " + ".join(mesh_text(name, dict(zip(SIZES, sizes, strict=True)), words) for name, sizes, words in parts)
     return {MESHES: text, **{name: each for name, each in baseline.items() if name not in own_knobs}}
 
@@ -200,10 +200,10 @@ def meshes_problem(
     return ""
 
 
-def _mesh_names(hetero: Hetero, names: Mapping[str, str]) -> list[str]:
+def _mesh_names(hetero: Hetero) -> list[str]:
     if len(set(hetero.types)) == 1:
-        return [f"{names[kind]}#{number}" for number, kind in enumerate(hetero.types, start=1)]
-    return [names[kind] for kind in hetero.types]
+        return [f"{kind}#{number}" for number, kind in enumerate(hetero.types, start=1)]
+    return list(hetero.types)
 
 
 def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
 
 
 def meshes_of_space(
-    source: Source, hetero: Hetero, names: Mapping[str, str], cluster: Mapping[str, Any], baseline: Mapping[str, Any]
+    source: Source, hetero: Hetero, cluster: Mapping[str, Any], baseline: Mapping[str, Any]
 ) -> list[str] | str:
     """Return the meshes that the tuner's space allows on a `cluster`; `auto` if the planner chooses them, empty on one
     node group.
@@ -267,7 +267,7 @@ def meshes_of_space(
     for sizes in product(*choices):
         one = Hetero(sizes=sizes, types=hetero.types, recompute=())
         if len({each[1] for each in sizes}) == 1 and len({each[2] == 1 for each in sizes}) == 1:
-            parts = zip(_mesh_names(one, names), sizes, strict=True)
+            parts = zip(_mesh_names(one), sizes, strict=True)
             found.append(" + ".join(mesh_text(name, dict(zip(SIZES, each, strict=True))) for name, each in parts))
     return found or "auto"
 

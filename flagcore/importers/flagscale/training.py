@@ -41,7 +41,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     hetero, found = hetero_of(source, flags), machines(source)
     section, count = found.section, found.nodes * found.devices
     if hetero is not None:
-        section = hetero_cluster(source, hetero, found, chips := chip_names(source, hetero.types, all_chips()))
+        section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
@@ -52,7 +52,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
     if hetero is not None:
         count = sum(hetero.devices)
-        baseline = mixed_baseline(hetero, chips, baseline)
+        baseline = mixed_baseline(hetero, baseline)
     for name in (*baseline, *RECOMPUTE) if hetero is None else ():
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
@@ -72,7 +72,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if hetero is not None:
         fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
         train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, chips, section, baseline)
+        meshes = meshes_of_space(source, hetero, section, baseline)
     problem = ""
     if hetero is not None and "groups" in section:
         batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import divisors
 from flagcore.engines.megatron.mesh_planner import planned
+from flagcore.engines.megatron.mesh_trials import as_asked, hosts_of, plain_values, require_runnable
 from flagcore.engines.megatron.meshes import MESHES, SIZES
 from flagcore.errors import SpecError
 from flagcore.physics.schedules.replay import simulate, step_seconds
@@ -186,6 +188,40 @@ def test_the_planned_meshes_have_the_best_of_all(model: Model, capacity: tuple[f
     assert best[0] <= 1.01 * best[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", [MODEL, replace(EXPERTS, num_layers=60, num_moe_experts=256)], ids=["dense", "experts"]
+)
+def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
+    sizes = (1.0, "fast"), (TIMES, "slow"), (2 * TIMES, "slower")
+    groups = [
+        NodeGroup(chip=replace(chip(times), name=name), nodes=128, devices_per_node=8, memory_bytes=None)
+        for times, name in sizes
+    ]
+    first, *others = (costs(times, capacity=64e9) for times, _ in sizes)
+    made = replace(mixed(first, others[0]), further={1024: others[0], 2048: others[1]})
+    job = replace(replace_space(task(model=model), {}), cluster=Cluster(groups=tuple(groups)))
+    job = job.with_batch(4096)
+    platform = WORKLOAD.with_derived_values(small.platform(job, costs=made))
+    space = build(WORKLOAD.axes(platform.task), WORKLOAD.rules(platform.task), WORKLOAD.merges(platform.task))
+    number = np.count_nonzero(space.columns()[MESHES])
+    assert 1_000 < number < len(space) < 60_000
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(model: Model) -> None:
+    made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
+    platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
+    for number, group in enumerate(whole.cluster.groups):
+        alone = replace(whole, cluster=Cluster(groups=(group,)))
+        few = replace_space(alone, WORKLOAD.values_alone(platform.task, number))
+        best = []
+        for job in (few, alone):
+            _, predictions = predicted(job, replace(made.groups[number], further={}, between=None))
+            best.append(float(predictions.step_time_s[predictions.fits].min()))
+        assert best[0] <= 1.01 * best[1]
+
+
 def replace_space(job: Task, lists: Mapping[str, Any]) -> Task:
     space = {name: values for name, values in {**job.spec.space, **lists}.items() if name != MESHES}
     return replace(job, spec=replace(job.spec, space=space))
@@ -203,3 +239,55 @@ def test_messages_between_meshes_of_other_sizes_are_split_and_take_longer() -> N
     rows = [WORKLOAD.columns(job, {MESHES: text, "sequence_parallel": True}) for text in texts]
     messages = [float(WORKLOAD.predict(job, row, made).time_s["pp_comm_s"][0]) for row in rows]
     assert messages[0] < messages[1] < messages[2]
+
+
+def on_hosts(job: Task, **space: Any) -> Task:
+    """The job on two hosts of each kind."""
+    kinds = tuple(ClusterSpec(chip=name, nodes=2, hosts=(f"{name}1", f"{name}2")) for name in ("fast", "slow"))
+    cluster = ClusterSpec(groups=kinds, hosts=("fast1", "fast2", "slow1", "slow2"), nodes=4)
+    groups = tuple(replace(group, nodes=2, devices_per_node=4) for group in job.cluster.groups)
+    spec = replace(job.spec, cluster=cluster, launcher="ssh", space={**job.spec.space, **space})
+    return replace(job, spec=spec, cluster=Cluster(groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "pipeline"),
+    [
+        ("slow tp2 dp2 pp2 + fast tp2 dp2 pp2", ("slow1", "slow2", "fast1", "fast2"), 4),
+        ("slow tp2 dp2 pp2 full", ("slow1", "slow2"), 2),
+        (None, ("fast1", "fast2", "slow1", "slow2"), 1),
+    ],
+)
+def test_a_trial_of_meshes_has_their_hosts_and_one_size(
+    text: str | None, hosts: tuple[str, ...], pipeline: int
+) -> None:
+    job = on_hosts(task(text) if text else task())
+    values = {**Candidate.of(dict.fromkeys(SIZES.values(), 1)).as_dict(), "micro_batch_size": 1, MESHES: text}
+    candidate = Candidate.of(values)
+    plain = plain_values(job, candidate)
+    assert hosts_of(job, candidate) == hosts
+    assert plain["pipeline_model_parallel_size"] == pipeline
+    assert MESHES not in plain
+    if text:
+        assert (plain["tensor_model_parallel_size"], plain["layer_split"]) == (2, "balanced")
+        assert plain["use_recompute"] is ("full" in text)
+        wrong = {**plain, "tensor_model_parallel_size": 4}
+        assert as_asked(job, candidate, wrong) == {"tensor_model_parallel_size": 4}
+
+
+def test_trials_refuse_meshes_of_other_sizes() -> None:
+    require_runnable(task("slow tp2 dp4 + fast tp2 dp4", "fast dp4 pp2"))
+    for text in (LEGAL, "fast tp2 dp4 + slow tp2 dp4 full"):
+        with pytest.raises(SpecError) as caught:
+            require_runnable(task(text))
+        assert (caught.value.key, caught.value.value) == (f"auto_tuner.space.{MESHES}", text)
+
+
+def test_the_meshes_of_trials_have_equal_sizes_and_another_order() -> None:
+    job = on_hosts(replace_space(task(), {"context_parallel_size": (1,)}))
+    made = WORKLOAD.with_derived_values(small.platform(job, costs=pair()), plan=False).task
+    texts = [str(text) for text in made.spec.space[MESHES] if text]
+    assert {text.split()[0] for text in texts} == {"fast", "slow"}
+    assert not [text for text in texts if text.startswith("fast") and "slow" in text]
+    assert [text for text in texts if text.startswith("slow") and "fast" in text]
+    require_runnable(made)
