@@ -53,8 +53,8 @@ def build(folder: Path) -> Path:
         table = csv.DictWriter(stream, [*MEASURED, "max_mem", "error"])
         table.writeheader()
         table.writerow(MEASURED)
-    for name in ("new", "old"):  # the groups of the pages
-        (folder / f"{name}.txt").write_text(f"{name}-1 slots=1\n{name}-2 slots=1\n")
+    lines = [f"{name}-{number} slots=1 type={name}\n" for name in ("new", "old") for number in (1, 2)]
+    (folder / "hosts.txt").write_text("".join(lines))  # the groups of the pages
     _model(folder / "Qwen3-8B")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

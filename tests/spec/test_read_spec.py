@@ -182,8 +182,8 @@ def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) 
     )
     assert read(f"cluster: {{groups: [{groups}]}}").cluster == ClusterSpec(
         groups=(
-            ClusterSpec(chip="a", nodes=2, devices_per_node=8, kind="a"),
-            ClusterSpec(chip="b", memory_bytes_per_device=1 << 30, nic_bytes_per_second=5e9, kind="b"),
+            ClusterSpec(chip="a", nodes=2, devices_per_node=8),
+            ClusterSpec(chip="b", memory_bytes_per_device=1 << 30, nic_bytes_per_second=5e9),
         )
     )
 

@@ -41,10 +41,11 @@ def require_runnable(task: Task) -> None:
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
     """Return the values of a candidate; in the trial program, the sizes of its equal meshes are those of all stages."""
     values = candidate.as_dict()
-    text = values.get(MESHES)
-    if text is None or not runs_meshes(task.spec):
+    if not runs_meshes(task.spec):
         return values
-    del values[MESHES]
+    text = values.pop(MESHES, None)
+    if text is None:
+        return values
     table = Meshes.of(task)
     number = 1 + table.texts.index(str(text))
     own = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}

@@ -223,8 +223,8 @@ def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     space = "experiment.auto_tuner.space.hetero_process_meshes=[[2,4],1,1,auto,1,auto,1,1,4,2]"
     found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, space])
     assert found.data["auto_tuner"]["space"]["meshes"] == [
-        "A800-80GB tp2 dp4 + BI-V150 tp2 dp4 pp2",
-        "A800-80GB tp4 dp2 + BI-V150 tp2 dp4 pp2",
+        "A800 tp2 dp4 + BI-V150 tp2 dp4 pp2",
+        "A800 tp4 dp2 + BI-V150 tp2 dp4 pp2",
     ]
     assert "pipeline_model_parallel_layout" not in found.data["train"].get("settings", {})
     assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
