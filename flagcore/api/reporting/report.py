@@ -59,7 +59,7 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
             "folder": run_dir,
-            "called": str(run_dir),
+            "called": _called(run_dir),
             "knobs": ending.plan.knobs,
             "labels": labels_of(workload),
         }
@@ -117,8 +117,14 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    rest: dict[str, Any] = {"folder": home, "called": str(folder), "notes": shown_notes}
+    rest: dict[str, Any] = {"folder": home, "called": _called(folder), "notes": shown_notes}
     return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+
+
+def _called(folder: Path) -> str:
+    """Return a folder relative to the working directory; `.` if it is elsewhere, because pages have no own paths."""
+    relative = os.path.relpath(folder)
+    return "." if relative.startswith("..") else relative
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
