@@ -45,7 +45,7 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     Raises RunError if the folder has no readable run.
     """
     try:
-        return FORMS[form](page(_data(Path(run_dir), without)))
+        return FORMS[form](page(report_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
@@ -85,8 +85,8 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
     return True
 
 
-def _data(folder: Path, without: Collection[str]) -> RunData:
-    """Return the data for the page of the run in a folder."""
+def report_data(folder: Path, without: Collection[str]) -> RunData:
+    """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
     saved_insight = json_file(home / INSIGHT)
