@@ -24,6 +24,8 @@ from flagcore.report.text import (
 
 MIN_NAME = 10
 """Minimum number of columns for a running configuration."""
+WIDE = 70
+"""Minimum width of a line that tells that the time left is a maximum."""
 
 
 @contextmanager
@@ -133,7 +135,8 @@ def status_line(event: Event, running: Sequence[Trial], seconds_left: float | No
     """
     parts = [f"{event.trials_finished}/{event.trials_planned}"]
     if seconds_left is not None:
-        parts.append(_time_left(seconds_left))
+        time_left = _time_left(seconds_left)
+        parts.append(time_left if width >= WIDE else _("~{time} left", time=duration_text(seconds_left)))
     names = [f"{each.number}: {candidate_text(each.candidate, event.knobs)}" for each in running]
     best, named = event.best if event.best and event.best.measurement else None, ""
     if best and best.measurement:

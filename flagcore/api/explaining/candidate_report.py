@@ -149,12 +149,11 @@ def completed(snapshot: Snapshot, columns: Columns, named: Collection[str]) -> t
     unchanged: tuple[Columns, IntArray] = columns, np.array([], dtype=np.int64)
     if not named or space.find(as_candidate(space.axes, canonical(columns, merges))) is not None:
         return unchanged
-    found = []
-    for rows in space.chunks(CHUNK):
-        values = space.columns(rows)
-        matching = np.all([values[knob] == columns[knob] for knob in named], axis=0)
-        found.append(rows.start + np.flatnonzero(matching))
-    rows = np.concatenate(found) if found else np.array([], dtype=np.int64)
+    found = [unchanged[1]]
+    for chunk in space.chunks(CHUNK):
+        values = space.columns(chunk)
+        found.append(chunk.start + np.flatnonzero(np.all([values[knob] == columns[knob] for knob in named], axis=0)))
+    rows = np.concatenate(found)
     if not rows.size:
         return unchanged
     order = rows[np.lexsort((scaled_times(snapshot)[rows], snapshot.pruned.rule[rows] != 0))]

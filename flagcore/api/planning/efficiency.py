@@ -8,7 +8,8 @@ from typing import Any
 
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Workload
-from flagcore.domain.spec import ServeSpec, Spec
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError
 from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, rows_by_time

@@ -165,7 +165,7 @@ class RunData:
 
     def text_of(self, file: Path) -> str:
         """Return a text file without secrets and without absolute paths; empty if it is missing or too large."""
-        return _shortened(text_file(file, self.secrets), own_paths(self.folder))
+        return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
     def trial_folder(self, trial: Record) -> Path:
         """Return the folder of a trial."""

@@ -186,7 +186,7 @@ def _gain(run: RunData, best: Record) -> Cell:
     speedup = speedup_of(run.result)
     headline, note = speedup_text(run.result)
     over = _("over {baseline}", baseline=values)
-    return Cell(headline, speedup and speedup.median, note=f"{note} {over}" if note else over)
+    return Cell(headline, speedup.median if speedup else None, note=f"{note} {over}" if note else over)
 
 
 def _load_of_best(run: RunData, best: Record) -> str:
