@@ -70,7 +70,8 @@ def result_text(result: Record, knobs: Knobs) -> str:
     """Return a result (in the format of result.json) as text."""
     run = RunData(result=result, folder=Path(result["run_dir"]), knobs=knobs)
     ending = stopped(run)
-    parts = [text for block in summary(run).blocks if block not in ending for text in _plain_text(block)]
+    blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
+    parts = [text for block in blocks for text in _plain_text(block)]
     if run.all_trials:
         failed_trials = [
             trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best

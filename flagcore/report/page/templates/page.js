@@ -40,8 +40,8 @@
     plot.dataset.drawn = "yes";
   }
 
-  // A folded chart has no width: it is drawn when it is unfolded.
-  const isShown = (plot) => plot.clientWidth > 0 && !plot.dataset.drawn;
+  // The text of a folded chart cannot be measured: it is drawn when it is unfolded.
+  const isShown = (plot) => !plot.dataset.drawn && !plot.closest("details:not([open])");
 
   async function drawAll() {
     for (const plot of plots.filter(isShown)) await draw(plot);
