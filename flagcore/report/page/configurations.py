@@ -114,7 +114,8 @@ def _traces(run: RunData, chosen: list[tuple[Record, Figures]], labels: list[str
         texts = {"text": [shown(value) for value, _low, _high in values], "textposition": "inside"}
         style = {"insidetextanchor": "start", "textangle": 0, "textfont": {"color": "#000000"}, "width": 0.7}
         trace = bars(names[kind], series, [each[0] for each in values], [labels[place] for place in places])
-        marker = {**trace["marker"], "color": COLOURS[colour]}
+        pattern = {**trace["marker"]["pattern"], "size": 10, "solidity": 0.1}  # numbers stay readable
+        marker = {**trace["marker"], "color": COLOURS[colour], "pattern": pattern}
         yield {**trace, **texts, **style, **ranges, "marker": marker}
 
 
