@@ -64,6 +64,8 @@ def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Cal
             rule=name,
             message=message,
         )
+        if fix := cheapest_change() if cheapest_change else "":
+            why += "; " + fix
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
@@ -73,7 +75,7 @@ def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Cal
         need=needed,
         have=available,
         budget=_budget_from(problem.platform.task),
-        candidate=problem.set_knobs(space.candidate(row)),
+        candidate=str(problem.set_knobs(space.candidate(row))) or _("engine defaults"),
         fix=(cheapest_change or partial(_other_hardware, problem.platform.task))(),
     )
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)

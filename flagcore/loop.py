@@ -42,7 +42,7 @@ from flagcore.stages.launch import nodes_left
 from flagcore.stages.learn import learn
 from flagcore.stages.limit import cap_limit, seconds_used
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank, search_context
+from flagcore.stages.rank import rank, search_context, untried
 from flagcore.trial_plan import can_run_on, estimate_search_time, plan_shortened_steps, plan_time_limit, predicted_trial
 from flagcore.trial_pool import TrialPool
 from flagcore.trial_runner import TrialRunner
@@ -370,7 +370,7 @@ class _Search:
         self.pruned = prune(problem.space, problem.predictions, self.workload, problem.rules, *tried)
 
     def _emit(self, kind: str, trial: Trial) -> None:
-        candidates = len(self.problem.space)
+        candidates = len(self.state.settled) + len(untried(self.problem.space, self.pruned, self.state))
         self.dependencies.on_event(
             Event(
                 kind=kind,

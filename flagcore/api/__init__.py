@@ -14,6 +14,7 @@ from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
 from flagcore.api.reporting.report import REPORT, report
+from flagcore.api.reporting.run_list import compare_runs, differing_knobs, list_runs, remove_run, show_run
 from flagcore.api.tuning.export import Outcome, run_best
 from flagcore.api.tuning.manifest import manifest
 from flagcore.api.tuning.targets import Exported, export, export_targets
@@ -42,8 +43,10 @@ __all__ = [
     "check_tree",
     "chip_table",
     "compare",
+    "compare_runs",
     "defaults_of",
     "devices",
+    "differing_knobs",
     "doctor",
     "estimate",
     "estimate_jobs",
@@ -53,6 +56,7 @@ __all__ = [
     "export_targets",
     "forget",
     "import_history",
+    "list_runs",
     "load_run",
     "manifest",
     "new_plugin",
@@ -61,8 +65,10 @@ __all__ = [
     "probe",
     "read_command",
     "read_tree",
+    "remove_run",
     "report",
     "run_best",
+    "show_run",
     "summary",
     "tune",
 ]

@@ -167,6 +167,8 @@ def _estimate_spec(
     if form == "table":
         if estimate.assumed:
             options.show("\n" + assumed_text(estimate.assumed))
+        for text in filter(None, (estimate.bottleneck, estimate.warning)):
+            options.say("\n" + text)
         lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
         if estimate.defaults:
             lines.append(candidate_line(_("without options"), estimate.defaults, estimate.knobs))

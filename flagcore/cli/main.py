@@ -39,6 +39,7 @@ COMMANDS = {
     "probe": "flagcore.cli.probe",
     "report": "flagcore.cli.tune",
     "run": "flagcore.cli.tune",
+    "runs": "flagcore.cli.runs",
     "schema": "flagcore.cli.inspect",
     "tune": "flagcore.cli.tune",
 }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
+from flagcore.i18n.width import columns, cut
 from flagcore.report.text import (
     candidate_text,
+    duration_text,
     objective_text,
     role_text,
     scaled_text,
@@ -19,6 +21,11 @@ from flagcore.report.text import (
     short_line,
     state_name,
 )
+
+MIN_NAME = 10
+"""Minimum number of columns for a running configuration."""
+WIDE = 70
+"""Minimum width of a line that tells that the time left is a maximum."""
 
 
 @contextmanager
@@ -51,11 +58,7 @@ def _general(event: Event) -> list[str]:
 
 def line(event: Event) -> str:
     """Return an event as one line: the trial, its result, finished trials, time left, best so far."""
-    trial = event.trial
-    name = _("trial {number} ({role})", number=trial.number, role=role_text(trial.role.value))
-    if trial.fidelity == PROBE:
-        name = _("probe {number}", number=trial.number)
-        name += f" ({_('baseline')})" if trial.role is Role.BASELINE else ""
+    trial, name = event.trial, _name(event.trial)
     if event.kind == "trial_started":
         candidate = candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
@@ -66,6 +69,13 @@ def line(event: Event) -> str:
     if trial.state is TrialState.MEASURED and trial.reason:
         result += f"; {trial.reason}"
     return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
+
+
+def _name(trial: Trial) -> str:
+    if trial.fidelity != PROBE:
+        return _("trial {number} ({role})", number=trial.number, role=role_text(trial.role.value))
+    name = _("probe {number}", number=trial.number)
+    return name + (f" ({_('baseline')})" if trial.role is Role.BASELINE else "")
 
 
 def _predicted(event: Event) -> str:
@@ -91,9 +101,9 @@ def _details(event: Event) -> list[str]:
     return [*reason_lines, "  " + _("log: {file}", file=event.trial.log)]
 
 
-def _status(event: Event, *, with_time: bool = True) -> str:
+def _status(event: Event) -> str:
     parts = [_("{done}/{total} trials", done=event.trials_finished, total=event.trials_planned)]
-    if event.seconds_left is not None and with_time:
+    if event.seconds_left is not None:
         parts.append(_time_left(event.seconds_left))
     if event.best and event.best.measurement:
         result = _step(event.best, event.best.measurement, event.objective)
@@ -102,7 +112,7 @@ def _status(event: Event, *, with_time: bool = True) -> str:
 
 
 def _time_left(seconds: float) -> str:
-    return _("at most ~{minutes} min left", minutes=f"{max(seconds, 0.0) / 60:.1f}")
+    return _("at most ~{time} left", time=duration_text(seconds))
 
 
 def _step(trial: Trial, measured: Measurement, objective: str) -> str:
@@ -117,43 +127,78 @@ def _step(trial: Trial, measured: Measurement, objective: str) -> str:
     return f"{text} ({scaled_text(measured.scaled_from, *nodes)})"
 
 
+def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None, width: int) -> str:
+    """Return the state of a search in one line of at most `width` columns.
+
+    It has the finished trials, the time left, the best so far and the configurations that run, the less important
+    parts shorter if they do not fit.
+    """
+    parts = [f"{event.trials_finished}/{event.trials_planned}"]
+    if seconds_left is not None:
+        time_left = _time_left(seconds_left)
+        parts.append(time_left if width >= WIDE else _("~{time} left", time=duration_text(seconds_left)))
+    names = [f"{each.number}: {candidate_text(each.candidate, event.knobs)}" for each in running]
+    best, named = event.best if event.best and event.best.measurement else None, ""
+    if best and best.measurement:
+        result = _step(best, best.measurement, event.objective).split(",")[0]
+        parts.append(_("best {result}", result=result))
+        configuration = cut(candidate_text(best.candidate, event.knobs), max(MIN_NAME, width // 4))
+        named = f" ({configuration})"
+    line = " | ".join(parts)
+    if columns(line + named) + (MIN_NAME + len(" | ")) * bool(names) <= width:
+        line += named
+    room = width - columns(line) - len(" | ")
+    return f"{line} | {cut(', '.join(names), room)}" if names and room >= MIN_NAME else cut(line, width)
+
+
 @contextmanager
 def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
-    """Draw a bar whose time left counts down during a trial; rich omits colours where NO_COLOR is set."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    """Draw one line whose time left counts down during a trial; rich omits colours where NO_COLOR is set."""
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.table import Table
     from rich.text import Text
 
-    class TimeLeft(ProgressColumn):
-        """The time left at the last event, counting down; empty until it is known."""
+    console, running, spinner = Console(file=stream), dict[int, Trial](), Spinner("dots")
+    last: list[tuple[Event, float]] = []
+    """The last event, and when it happened."""
 
-        def render(self, task: Task) -> Text:
-            end_time = task.fields["ends"]
-            return Text("" if end_time is None else _time_left(end_time - time.monotonic()))
+    class Line:
+        """The spinner and the state of the search."""
 
-    console = Console(file=stream)
-    text = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), BarColumn(bar_width=24), text, TimeLeft(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(_("detecting hardware"), total=None, ends=None)
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+            width, text = options.max_width - 2, _("detecting hardware")
+            if last:
+                (event, since), left = last[-1], last[-1][0].seconds_left
+                left = None if left is None else max(left - (time.monotonic() - since), 0.0)
+                text = status_line(event, list(running.values()), left, width)
+            grid = Table.grid(padding=(0, 1))
+            grid.add_row(spinner, Text(text, no_wrap=True, overflow="ellipsis"))
+            yield grid
 
-        running: set[int] = set()
+    with Live(Line(), console=console, transient=True):
 
         def draw(event: Event) -> None:
             lines = _general(event)
-            lines += [line(event)] if event.kind != "trial_started" else []
+            if event.kind == "trial_finished":
+                running.pop(event.trial.number, None)
+                lines.append(_finished(event, console.width))
+            else:
+                running[event.trial.number] = event.trial
+                lines += [line(event)] if event.kind == "trial_waits" else []
             for each in [*lines, *(_details(event) if verbose else [])]:
                 console.print(each, highlight=False, markup=False)
-            change = running.discard if event.kind == "trial_finished" else running.add
-            change(event.trial.number)
-            numbers = ", ".join(map(str, sorted(running)))
-            suffix = " | " + _("trial {number} running", number=numbers) if running else ""
-            bar.update(
-                task,
-                total=event.trials_planned,
-                completed=event.trials_finished,
-                description=_status(event, with_time=False) + suffix,
-                ends=None if event.seconds_left is None else time.monotonic() + event.seconds_left,
-            )
+            last[:] = [(event, time.monotonic())]
 
         yield draw
+
+
+def _finished(event: Event, width: int) -> str:
+    """Return the end of a trial with its configuration; a measurement is cut to one line, a failure is not."""
+    trial, measurement = event.trial, event.trial.measurement if not event.trial.state.failed else None
+    configuration = candidate_text(trial.candidate, event.knobs)
+    text = f"{_name(trial)} {state_name(trial.state.value, trial.fidelity)}"
+    if measurement is None:
+        return f"{text}: {configuration}: {trial.reason or '-'}"
+    return cut(f"{text}: {_step(trial, measurement, event.objective)}: {configuration}", width)

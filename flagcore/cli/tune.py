@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,23 +49,27 @@ def tune_command(
     """
     from flagcore import api
     from flagcore.cli.progress import progress
+    from flagcore.errors import Interrupted
     from flagcore.report.formats import fitted
     from flagcore.report.text import candidate_columns
 
     spec, data = source
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
-    with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # tables in saved files are not wrapped
-        outcome = api.tune(
-            spec,
-            run_dir=run_dir,
-            new=new,
-            without=without,
-            storage=storage,
-            fidelity=fidelity,
-            on_event=on_event,
-            data=data,
-        )
+    try:
+        with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # tables in saved files are not wrapped
+            outcome = api.tune(
+                spec,
+                run_dir=run_dir,
+                new=new,
+                without=without,
+                storage=storage,
+                fidelity=fidelity,
+                on_event=on_event,
+                data=data,
+            )
+    except Interrupted as error:
+        raise Interrupted(_("{error}; resume with `{command}`", error=error, command=_resuming_command())) from None
     if form == "table":
         options.show(str(outcome))
     elif form == "json":
@@ -78,6 +83,16 @@ def tune_command(
         _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
     if outcome.run_best:
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
+
+
+def _resuming_command() -> str:
+    """Return the command that continues this run: its own arguments without `--new`."""
+    given = click.get_current_context().params
+    names = ("config_path", "config_name", "run_dir", "storage", "fidelity")
+    words = [given["spec"], *(given["overrides"] or ())]
+    words += [word for name in names if given[name] for word in (f"--{name.replace('_', '-')}", given[name])]
+    words += [word for name in given["without"] for word in ("--no-plugin", name)]
+    return shlex.join(["flag", "tune", *(str(word) for word in words if word)])
 
 
 @click.command("run")

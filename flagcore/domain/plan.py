@@ -91,6 +91,12 @@ class Plan:
         return min(self.gains, default=None)
 
     @property
+    def speedup(self) -> Speedup | None:
+        """The speedup of the best over the baseline with its range; None if it is unknown."""
+        is_rival = any(each.candidate == self.baseline.candidate for each in self.rivals) if self.baseline else False
+        return Speedup.of(self.gains, is_significant=not is_rival)
+
+    @property
     def prediction_error(self) -> PredictionError | None:
         """The errors of predicted step times, over the trials whose prediction had been corrected."""
         pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
@@ -99,6 +105,28 @@ class Plan:
             return None
         before, after = (math.expm1(median(errors)) for errors in zip(*log_errors, strict=True))
         return PredictionError(before=before, after=after, trials=len(log_errors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The relative speedup of the best over the baseline: the median, lowest and highest of `rounds` rounds.
+
+    It is `significant` if it exceeds the noise of the runs, and every round is faster.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    significant: bool
+
+    @classmethod
+    def of(cls, gains: Sequence[float], *, is_significant: bool = True) -> Speedup | None:
+        """Return the speedup from the gains of rounds; None without rounds."""
+        if not gains:
+            return None
+        low, significant = min(gains), is_significant and min(gains) > 0.0
+        return cls(median=median(gains), low=low, high=max(gains), rounds=len(gains), significant=significant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

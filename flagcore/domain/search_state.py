@@ -289,13 +289,20 @@ class SearchTime:
 def seconds_left(
     control: Control, search_state: SearchState, candidates: int, elapsed: float, parallel_trials: int = 1
 ) -> float | None:
-    """Return an estimate of the remaining seconds of the run, including repeats; None before the first trial ends."""
+    """Return an estimate of the remaining seconds of the run, including repeats; None before the first trial ends.
+
+    `candidates` are those that are tried or may be tried. While trials are left, the baseline and another candidate
+    are expected to be repeated.
+    """
     trials = _completed_trials(search_state)
     if not trials:
         return None
-    seconds_per_trial = sum(trial.duration_s for trial in trials) / len(trials) / parallel_trials
-    left = seconds_per_trial * max(0, min(control.max_trials, candidates) - len(trials))
-    left += repeats_seconds(control, search_state, at_most=True)
+    duration_s = sum(trial.duration_s for trial in trials) / len(trials)
+    trials_left = max(0, min(control.max_trials, candidates) - len(trials))
+    repeats_s = repeats_seconds(control, search_state, at_most=True)
+    if trials_left:
+        repeats_s = max(repeats_s, 2 * max(control.repeats, len(control.trial_nodes) - 1) * duration_s)
+    left = duration_s / parallel_trials * trials_left + repeats_s
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
 
 

@@ -29,6 +29,18 @@ def right(text: str, width: int) -> str:
     return " " * (width - columns(text)) + text
 
 
+def cut(text: str, width: int) -> str:
+    """Return a text that is cut to a width, with an ellipsis at its end."""
+    if columns(text) <= width:
+        return text
+    kept = ""
+    for letter in text:
+        if columns(kept + letter) >= width:
+            break
+        kept += letter
+    return kept.rstrip() + "…"
+
+
 def pieces(text: str) -> list[str]:
     """Return a text as blanks and pieces that no line break may split: words, and wide characters with punctuation."""
     return _PIECES.findall(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from flagcore.domain.knob import Knobs
@@ -34,7 +35,8 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
         "{name} on {hardware}", name=_title(account["name"]), hardware=f"{account['devices']} x {account['chip']}"
     )
     title = f"{place}: {values_text(account['candidate'], knobs)}"
-    lines = [title, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
+    paragraph = [account["causes"]] if account["causes"] else []
+    lines = [title, *paragraph, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
     if account["requested"]:
         pairs = {
             knob: (requested_value, account["candidate"][knob])
@@ -42,9 +44,8 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
         }
         changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
-    return "\n".join(
-        [*lines, *_predicted(account), *_believed(account), *_nearest(account, knobs), *_changes(account, knobs)]
-    )
+    parts = (_predicted(account), _believed(account), _nearest(account, knobs), _changes(account, knobs))
+    return "\n".join([*lines, *chain(*parts), *_matches(account, knobs)])
 
 
 def _title(name: str) -> str:
@@ -153,6 +154,15 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         trial_text = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
         used = lookup(change, "predicted.memory.device_used_gib")
         yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{trial_text}"
+
+
+def _matches(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
+    if account["matches"]:
+        yield _("It is the fastest with these knobs. The next ones:")
+    for each in account["matches"]:
+        step, mark = each["expected_s"], "" if each["measured"] else "~"
+        time = _("time unknown") if step is None else f"{mark}{seconds_text(account['objective'], step)}"
+        yield f"  {values_text(each['candidate'], knobs)}: {time}"
 
 
 def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -153,6 +154,15 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)
+
+
+def size_text(gib: float | None) -> str:
+    """Return a size in GiB as text in the unit that fits: `8 KiB`, `1.5 GiB`; `-` for none."""
+    if gib is None:
+        return "-"
+    size, units = abs(gib) * 2**30, ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(size) // 10), len(units) - 1) if size >= 1.0 else 0
+    return f"{gib * 2**30 / 2 ** (10 * power):.4g} {units[power]}" if size else "0"
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:

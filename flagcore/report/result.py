@@ -39,6 +39,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         **({"limits": dict(plan.limits), "fastest": plan.fastest and plan.fastest.number} if plan.limits else {}),
         "gain": plan.gain,
         "gains": list(plan.gains),
+        "speedup": asdict(plan.speedup) if plan.speedup else None,
         "noise": {
             "drift": plan.drift,
             "drifted": plan.drifted,

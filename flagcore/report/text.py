@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
-from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
@@ -150,10 +150,33 @@ def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
     return values_text(candidate.as_dict(), knobs)
 
 
-def best_text(best: Trial | None, gain: float | None, knobs: Knobs) -> str:
-    """Return the best trial of a run with its gain in one line of English."""
+def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
+    """Return the best trial of a run with its speedup in one line of English."""
     text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
-    return text if gain is None else f"{text}, gain {gain:+.1%}"
+    if speedup is None:
+        return text
+    return f"{text}, gain {speedup.median:+.1%}" if speedup.significant else f"{text}, no significant gain"
+
+
+def speedup_text(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the median speedup of a result.json, or that it is not significant, and its range; empty if unknown."""
+    speedup, objective = speedup_of(result), result["objective"]["name"]
+    if speedup is None:
+        return "", ""
+    mark = "" if result["fidelity"] == RUN else "~"
+    low, high = (mark + gain_text(objective, each).split()[0] for each in (speedup.low, speedup.high))
+    note = _("({count} rounds: {low} to {high})", count=speedup.rounds, low=low, high=high)
+    if speedup.rounds == 1:
+        note = "" if speedup.significant else f"({low})"
+    return (mark + gain_text(objective, speedup.median) if speedup.significant else _("no significant gain")), note
+
+
+def speedup_of(result: Mapping[str, Any]) -> Speedup | None:
+    """Return the speedup of a result.json; of an earlier version, from its gains."""
+    if "speedup" in result:
+        return Speedup(**result["speedup"]) if result["speedup"] else None
+    indistinct, baseline = lookup(result, "noise.not_told_apart") or (), lookup(result, "baseline.number")
+    return Speedup.of(result.get("gains") or (), is_significant=baseline not in indistinct)
 
 
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:

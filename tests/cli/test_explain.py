@@ -172,7 +172,7 @@ def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project
 
 
 @pytest.mark.parametrize(
-    "typed",
+    "requested",
     ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
 )
 def test_a_candidate_may_be_typed_with_any_spacing_and_case(
@@ -211,7 +211,7 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     assert baseline["candidate"] == project.result()["baseline"]["candidate"]
     assert baseline["changes"]["fastest"]["trial"] == number
     tried_candidates = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
-    other_trials = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
+    other_trials = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--all", "--json").out)
     untried = next(each["candidate"] for each in other_trials if json.dumps(each["candidate"]) not in tried_candidates)
     open_one = explained(project.run_dir, values_text(untried, BY_NAME))
     assert "max_trials = 5" in open_one["because"][0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import api
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.neighbors import allowed_rows
@@ -84,3 +85,23 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     assert not allowed_rows(learned_snapshot).size
     saved = [*late_trials[:-1], replace(trial(len(late_trials) - 1, 1.0), candidate=late_trials[-1].candidate)]
     assert allowed_rows(replace(learned_snapshot, search_state=learn(saved))).tolist() == [len(late_trials) - 1]
+
+
+def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_listed() -> None:
+    space = {"instances": [1, 2], "tensor_model_parallel_size": [1, 2], "max_num_seqs": [32, 64]}
+    data = {
+        "model": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+        | {"num_query_groups": 8, "vocab_size": 32000},
+        "cluster": {"chip": "A100-80GB", "devices_per_node": 4},
+        "serve": {"engine": "vllm", "profile": {"input_len": 256, "output_len": 32, "concurrency": 16}},
+        "auto_tuner": {"space": space},
+    }
+    report = api.explain_candidate(data, "instances=2, tp=1")
+    assert report.state == "open"
+    assert report.candidate["max_num_seqs"] in space["max_num_seqs"]
+    (other,) = report.matches
+    assert {other["candidate"]["max_num_seqs"], report.candidate["max_num_seqs"]} == set(space["max_num_seqs"])
+    assert (other["candidate"]["instances"], other["candidate"]["tensor_model_parallel_size"]) == (2, 1)
+    assert other["expected_s"] >= (report.expected_s or 0.0)
+    assert api.explain_candidate(data, "instances=4, tp=2").state == "illegal"
+    assert not api.explain_candidate(data, "instances=2, tp=1, max_num_seqs=32").matches

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from flagcore import i18n
+from flagcore.cli.tune import _resuming_command, tune_command
 from flagcore.i18n import Message, choose
 from flagcore.report.text import stop_reason
 from tests.books import books_balance, check_kept_once
@@ -417,3 +418,12 @@ def test_a_run_learns_from_earlier_ones_unless_disabled(
     assert len(list((tmp_path / "home" / "experience").iterdir())) == 3
     assert flag("calibrate", "--forget", "cpu").err.count("deleted ") == 3
     assert corrected_prediction("four") == first
+
+
+def test_the_command_that_resumes_a_run_has_its_options_but_not_new() -> None:
+    arguments = ["my spec.yaml", "--run-dir", "r", "--new", "--fidelity", "probe", "--no-plugin", "x", "-q", "--json"]
+    with tune_command.make_context("tune", arguments):
+        assert _resuming_command() == "flag tune 'my spec.yaml' --run-dir r --fidelity probe --no-plugin x"
+    arguments = ["a.b=1", "--config-path", "conf", "--config-name", "train"]
+    with tune_command.make_context("tune", arguments):
+        assert _resuming_command() == "flag tune a.b=1 --config-path conf --config-name train"

@@ -125,6 +125,9 @@ def scaled(trial: Trial, seconds: float) -> Trial:
 def test_the_remaining_time_includes_trials_and_repeats() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0))
     assert seconds_left(CONTROL, search_state(), 50, 0.0) is None
+    only_baseline = search_state(trial(0, 1.0, role=Role.BASELINE))
+    assert seconds_left(CONTROL, only_baseline, 3, 0.0) == 2 * 10.0 + 20.0
+    assert seconds_left(replace(CONTROL, repeats=0), only_baseline, 3, 0.0) == 2 * 10.0
     assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 50, 95.0) == 5.0

@@ -75,7 +75,7 @@ BASELINE = trial(0, 100.0, role=Role.BASELINE)
 def test_the_best_is_reported_with_the_cost_of_the_limits() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
     assert "160 output tok/s" in text
-    assert "+60.0% output tok/s (baseline: " in text
+    assert "+60.0% output tok/s over " in text
     assert "Within latency limits: p99 TTFT <= 1 s" in text
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
@@ -121,7 +121,7 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
     served_plan = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
     text = plan_text(served_plan)
     assert "0.4 TTFT p99 s" in text
-    assert "-50.0% TTFT p99 (baseline: " in text
+    assert "-50.0% TTFT p99 over " in text
     assert result(served_plan, "x")["objective"] == {"name": objective, "direction": "min"}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from flagcore.api.common.inputs import knobs_of_spec
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import gains
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.plan import Speedup, gains
+from flagcore.domain.search_state import SearchState, rivals
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
@@ -60,6 +60,12 @@ class Run(Notebook):
         return min(self.gains, default=None)
 
     @property
+    def speedup(self) -> Speedup | None:
+        """The median speedup of the best over the baseline with its range; None if unknown."""
+        indistinct = {trial.candidate for trial in rivals(self.search_state)}
+        return Speedup.of(self.gains, is_significant=not self.baseline or self.baseline.candidate not in indistinct)
+
+    @property
     def knobs(self) -> Knobs:
         """The knobs of the engine by name; empty if it is not installed here."""
         return knobs_of_spec(self.spec)
@@ -85,7 +91,7 @@ class Run(Notebook):
         return tuple(_prediction_record(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
-        return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.gain, self.knobs)}>"
+        return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.speedup, self.knobs)}>"
 
     def __str__(self) -> str:
         columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **COLUMNS["run"]}

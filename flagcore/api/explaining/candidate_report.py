@@ -11,19 +11,20 @@ import numpy as np
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
+from flagcore.api.explaining.causes import believed_of_row, causes_of, expected_s
 from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
 from flagcore.api.explaining.neighbors import (
+    CHUNK,
     changes,
     columns_of,
     differing,
     nearest_measured,
     scale,
     scaled_times,
-    stopped_at,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knobs
-from flagcore.domain.space import Columns
+from flagcore.domain.space import Columns, IntArray
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.problem import rows_by_time
@@ -33,7 +34,6 @@ from flagcore.report.result import trial as trial_record
 from flagcore.report.text import limits_text
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
-from flagcore.strategies.learned import believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -47,6 +47,8 @@ class CandidateReport(Notebook):
     the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
     else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
     `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    `causes` is a paragraph on where it spends more or less time than the best (the best: than the baseline). If `name`
+    has too few knobs for a candidate of the space, the fastest with them is reported, and `matches` has the next ones.
     `knobs` are those of the task, which only the text uses.
     """
 
@@ -66,6 +68,8 @@ class CandidateReport(Notebook):
     trials: tuple[Mapping[str, Any], ...] = ()
     nearest: Mapping[str, Any] | None = None
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    causes: str = ""
+    matches: tuple[Mapping[str, Any], ...] = ()
     knobs: Knobs = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -90,6 +94,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
     columns, named = named_columns(snapshot, name)
     space = snapshot.problem.space
+    columns, others = completed(snapshot, columns, named)
     rules = broken_rules_of(snapshot.problem, columns)
     canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
     equal_candidate, requested = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
@@ -99,7 +104,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     state, because, learned = state_of(snapshot, equal_candidate, row, own_trials, rules, prediction)
     if state == OUTSIDE:
         because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
-    believed_of = _believed(snapshot, row)
+    believed_of = believed_of_row(snapshot, row)
     step = None if prediction is None else _scaled(snapshot, row, prediction)
     nearest = nearest_measured(snapshot, canonical_columns, equal_candidate)
     to_change = changes(snapshot, canonical_columns, step, row)
@@ -121,14 +126,40 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         rules=(*rules, *learned),
         predicted=prediction,
         believed=None if state == RAN else believed_of,
-        expected_s=step if row is None else _expected(snapshot, row),
+        expected_s=step if row is None else expected_s(snapshot, row),
         trials=tuple(trial_record(trial) for trial in own_trials),
         nearest=None
         if nearest is None
         else {**trial_record(nearest), "differs": differing(equal_candidate.as_dict(), nearest.candidate.as_dict())},
         changes={what: _change(snapshot, equal_candidate, other) for what, other in to_change.items()},
+        causes=causes_of(snapshot, equal_candidate, prediction, step if row is None else expected_s(snapshot, row)),
+        matches=tuple(_change(snapshot, equal_candidate, other) for other in others),
         knobs=snapshot.problem.knobs,
     )
+
+
+MAX_MATCHES = 5
+"""Maximum number of further candidates with the given knobs."""
+
+
+def completed(snapshot: Snapshot, columns: Columns, named: Collection[str]) -> tuple[Columns, IntArray]:
+    """Return the columns of the fastest candidate of the space with the named knobs, and the rows of the next ones.
+
+    The columns are returned unchanged if they are a candidate of the space, or if the space has no such candidate.
+    """
+    space, merges = snapshot.problem.space, snapshot.problem.legality.merges
+    unchanged: tuple[Columns, IntArray] = columns, np.array([], dtype=np.int64)
+    if not named or space.find(as_candidate(space.axes, canonical(columns, merges))) is not None:
+        return unchanged
+    found = [unchanged[1]]
+    for chunk in space.chunks(CHUNK):
+        values = space.columns(chunk)
+        found.append(chunk.start + np.flatnonzero(np.all([values[knob] == columns[knob] for knob in named], axis=0)))
+    rows = np.concatenate(found)
+    if not rows.size:
+        return unchanged
+    order = rows[np.lexsort((scaled_times(snapshot)[rows], snapshot.pruned.rule[rows] != 0))]
+    return space.columns(order[:1]), order[1 : 1 + MAX_MATCHES]
 
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
@@ -177,28 +208,6 @@ def _no_best_error(snapshot: Snapshot) -> str:
     return _("nothing was measured")
 
 
-def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
-    """Return the prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
-    has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
-    if snapshot.run is None or row is None or not has_trials:
-        return None
-    return believed(snapshot.context, row)
-
-
-def _expected(snapshot: Snapshot, row: int) -> float | None:
-    """Return the seconds of a step as measured, else as corrected by trials, else as predicted.
-
-    The time of a stopped trial is a lower bound.
-    """
-    candidate = snapshot.problem.space.candidate(row)
-    speed = snapshot.search_state.speed_of(candidate)
-    if speed:
-        return 1.0 / speed
-    trusted, least = _believed(snapshot, row), stopped_at(snapshot, candidate)
-    step = trusted["step_time_s"]["value"] if trusted else snapshot.problem.predictions.row(row).step_time_s
-    return max((float(each) for each in (step, least) if each is not None), default=None)
-
-
 def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -> float | None:
     """Return the seconds of a step, scaled by measured over predicted times of the trials; None without a time."""
     if row is not None:
@@ -217,7 +226,7 @@ def _change(snapshot: Snapshot, candidate: Candidate, row: int) -> Mapping[str, 
         "candidate": other_candidate.as_dict(),
         "differs": differing(candidate.as_dict(), other_candidate.as_dict()),
         "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
-        "expected_s": _expected(snapshot, row),
+        "expected_s": expected_s(snapshot, row),
         "trial": trial_number,
         "measured": snapshot.search_state.speed_of(other_candidate) > 0.0,
     }

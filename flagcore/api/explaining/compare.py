@@ -21,9 +21,10 @@ from flagcore.domain.search_state import noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import compared_text
-from flagcore.report.explanation import memory_parts, part_name
+from flagcore.report.causes import largest_differences, parts_text
+from flagcore.report.explanation import memory_parts
 from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
@@ -258,13 +259,10 @@ def _reasons(
         lines.append(text)
     if certainty in (SIGNIFICANT, CORRECTED) and gap * expected_gap < 0:
         return [*lines, _("the prediction has the opposite sign, so its parts do not explain the gap")]
-    shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
-    total = sum(shares.values())
-    order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
-    if total and order:
-        parts_text = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
+    pairs = {name: (x, y / b.unit * a.unit) for name, (x, y) in time.items()}
+    if shares := largest_differences(pairs):
+        total = sum(y - x for x, y in pairs.values())
         time_name = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
-        lines.append(
-            _("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=time_name, parts=parts_text)
-        )
+        text = N_("predicted: {total:+.3g} s ({whose}), mostly {parts}")
+        lines.append(_(text, total=total, whose=time_name, parts=parts_text(shares)))
     return lines

@@ -12,7 +12,8 @@ from flagcore.api.common.candidate_parser import as_candidate, values_of
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.runs import RESULT, Run, unreadable_error
-from flagcore.api.explaining.neighbors import differing
+from flagcore.api.explaining.causes import best_of, causes_of, expected_s
+from flagcore.api.explaining.neighbors import columns_of, differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, count, failed_repeats
@@ -27,7 +28,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
 from flagcore.report.formats import shown as figure_text
-from flagcore.report.text import funnel, repeats_text, role_text, scaled_text, state_name, stop_reason
+from flagcore.report.text import candidate_text, funnel, repeats_text, role_text, scaled_text, state_name, stop_reason
 from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -247,7 +248,8 @@ class Explanation(Notebook):
 
     If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
     add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
-    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials.
+    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials. `causes` compares
+    the time of the best with that of the baseline.
     """
 
     counts: Counts
@@ -258,12 +260,14 @@ class Explanation(Notebook):
     notes: tuple[str, ...] = ()
     lost_repeats: Mapping[int, str] = field(default_factory=dict)
     fidelity: str = RUN
+    causes: str = ""
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
 
     def __str__(self) -> str:
-        return "\n".join([funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
+        first = [f"{self.causes}\n"] if self.causes else []
+        return "\n".join([*first, funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
@@ -294,7 +298,19 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         notes=plugin_notes(problem.platform),
         lost_repeats=lost_repeats,
         fidelity=RUN if snapshot.run is None else snapshot.run.fidelity,
+        causes=_causes_of_best(snapshot),
     )
+
+
+def _causes_of_best(snapshot: Snapshot) -> str:
+    """Return why the best is faster than the baseline; empty without a best."""
+    best = best_of(snapshot)
+    row = None if best is None else snapshot.problem.space.find(best)
+    if best is None or row is None:
+        return ""
+    text = causes_of(snapshot, best, snapshot.record(columns_of(snapshot, best)), expected_s(snapshot, row))
+    name = candidate_text(best, snapshot.problem.knobs)
+    return f"{_('Best')}: {name}. {text}" if text else ""
 
 
 def _saved_counts(run: Run) -> Counts | None:

@@ -12,6 +12,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec, prediction_records, read_spec
 from flagcore.api.common.inputs import SpecLike, loaded_plugins
 from flagcore.api.planning.cheapest_change import cheapest_change
+from flagcore.api.planning.efficiency import bottleneck_text, mfu_warning
 from flagcore.api.planning.mixing import mixing_of
 from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
@@ -32,7 +33,7 @@ from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns as shown_knobs
 from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table
+from flagcore.stages.predict import model_table, record
 from flagcore.trial_plan import estimate_search_time
 
 
@@ -46,7 +47,8 @@ class Estimate(Notebook):
     and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
     limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
     one. `mixing` compares a mixed cluster with each of its kinds of chips alone. `search` is an upper bound for the
-    seconds of all trials. `knobs` are those of the task, `labels` those of the engine.
+    seconds of all trials. `knobs` are those of the task, `labels` those of the engine. `bottleneck` limits the fastest
+    candidate, and `warning` is given if its MFU is far below that of large jobs, with the cheapest change.
     """
 
     chip: str
@@ -66,6 +68,8 @@ class Estimate(Notebook):
     mixing: Mapping[str, Any] | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
+    bottleneck: str = ""
+    warning: str = ""
 
     def __repr__(self) -> str:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
@@ -108,6 +112,8 @@ def estimate(
     if len(task.cluster.groups) > 1:
         with loaded_plugins(without) as loaded:
             mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded, workload)
+    model = tuple(model_table(model_parts(workload, task)))
+    fastest: Any = record(task, problem.predictions.row(int(order[0])))
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -116,7 +122,9 @@ def estimate(
         defaults=_engine_defaults(problem, workload),
         unmet=unmet_text(problem, workload),
         candidates=_candidates(problem, workload, order, top, distinct=distinct),
-        model=tuple(model_table(model_parts(workload, task))),
+        model=model,
+        bottleneck=bottleneck_text(fastest),
+        warning=mfu_warning(problem, workload, without, fastest, sum(float(str(part["params"])) for part in model)),
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),

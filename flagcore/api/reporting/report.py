@@ -45,7 +45,7 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     Raises RunError if the folder has no readable run.
     """
     try:
-        return FORMS[form](page(_data(Path(run_dir), without)))
+        return FORMS[form](page(report_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
@@ -59,7 +59,7 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
             "folder": run_dir,
-            "called": str(run_dir),
+            "called": _called(run_dir),
             "knobs": ending.plan.knobs,
             "labels": labels_of(workload),
         }
@@ -85,8 +85,8 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
     return True
 
 
-def _data(folder: Path, without: Collection[str]) -> RunData:
-    """Return the data for the page of the run in a folder."""
+def report_data(folder: Path, without: Collection[str]) -> RunData:
+    """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
     saved_insight = json_file(home / INSIGHT)
@@ -117,8 +117,14 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    rest: dict[str, Any] = {"folder": home, "called": str(folder), "notes": shown_notes}
+    rest: dict[str, Any] = {"folder": home, "called": _called(folder), "notes": shown_notes}
     return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+
+
+def _called(folder: Path) -> str:
+    """Return a folder relative to the working directory; `.` if it is elsewhere, because pages have no own paths."""
+    relative = os.path.relpath(folder)
+    return "." if relative.startswith("..") else relative
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:

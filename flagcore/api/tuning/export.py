@@ -63,7 +63,7 @@ class Outcome(Notebook):
         return result_text(self.data, self.plan.knobs)
 
     def __repr__(self) -> str:
-        return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.gain, self.plan.knobs)}>"
+        return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.speedup, self.plan.knobs)}>"
 
 
 def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ def accuracy(run: RunData) -> Section | None:
     if not pairs:
         return None
     blocks = (_scatter(run, pairs), learning(run))
-    return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(filter(None, blocks)))
+    return Section(anchor="accuracy", title=_("Predictions"), blocks=tuple(filter(None, blocks)))
 
 
 def _measured_and_predicted(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:

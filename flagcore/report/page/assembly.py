@@ -7,13 +7,13 @@ from typing import Any
 
 from flagcore import __version__
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.formats import shown
+from flagcore.report.formats import shown, size_text
 from flagcore.report.names import NAMES
 from flagcore.report.page.accuracy import accuracy
-from flagcore.report.page.blocks import Block, Cell, Code, Facts, Page, Section, Text, cell, table
+from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, cell, table
 from flagcore.report.page.improvements import improvements
 from flagcore.report.page.resources import memory, step_time
-from flagcore.report.page.run import RunData, text_file
+from flagcore.report.page.run import RunData
 from flagcore.report.page.search import funnel, progress
 from flagcore.report.page.serving import serving
 from flagcore.report.page.summary import summary
@@ -25,15 +25,15 @@ def page(run: RunData) -> Page:
     """Return the page of a run; empty sections are omitted."""
     sections = (
         summary(run),
-        funnel(run),
-        progress(run),
         serving(run),
-        accuracy(run),
-        memory(run),
-        step_time(run),
-        pipeline(run),
-        improvements(run),
         trials(run),
+        funnel(run),
+        improvements(run),
+        step_time(run),
+        memory(run),
+        pipeline(run),
+        progress(run),
+        accuracy(run),
         environment(run),
         chips(run),
     )
@@ -73,9 +73,10 @@ def environment(run: RunData) -> Section:
         rows = [[str(name), str(value)] for name, value in measured["effective"].items()]
         caption = _("Effective values reported by the engine, trial {number}", number=number)
         blocks.append(table(caption, [_("name"), _("value")], rows))
-    spec = text_file(run.folder / "spec.yaml", run.secrets)
+    spec = run.text_of(run.folder / "spec.yaml")
     if spec:
-        blocks.append(Code(_("Spec (spec.yaml)"), spec.rstrip()))
+        title = _("Spec (spec.yaml)")
+        blocks.append(Collapsed(anchor="spec", title=title, blocks=(Code(title, spec.rstrip()),)))
     return Section(anchor="environment", title=_("Environment"), blocks=tuple(blocks))
 
 
@@ -94,7 +95,7 @@ def chips(run: RunData) -> Section:
             rows.append(
                 [
                     _("memory limit per device"),
-                    Cell(f"{shown(budget / 2**30)} GiB", float(budget)),
+                    Cell(size_text(budget / 2**30), float(budget)),
                     _("spec or driver"),
                     "",
                 ]
@@ -105,7 +106,7 @@ def chips(run: RunData) -> Section:
             blocks.append(Text(str(chip["notes"])))
     if not blocks:
         blocks.append(Text(_("This run has no facts about the chip.")))
-    return Section(anchor="chips", title=_("Chip facts and sources"), blocks=tuple(blocks))
+    return Section(anchor="chips", title=_("Chips"), blocks=tuple(blocks))
 
 
 PEAK = NAMES["facts"]["peak"]

@@ -6,16 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from flagcore.report.formats import shown
+from flagcore.report.formats import shown, size_text
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table. `value` is the unrounded number, `link` an anchor of the page or a relative path."""
+    """A cell of a table. `value` is the unrounded number, `link` an anchor of the page or a relative path.
+
+    `note` is less important text after it.
+    """
 
     text: str
     value: float | None = None
     link: str = ""
+    note: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The text with its note."""
+        return f"{self.text} {self.note}" if self.note else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +52,19 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with values, the most important first."""
+    """Names with values, the most important first. `lead` shows them large, as the answer of the page."""
 
     items: tuple[tuple[str, Cell], ...]
+    lead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Preformatted text: a command, a file, the end of a log."""
+    """Preformatted text: a command, a file, the end of a log. `copied` adds a button that copies the text."""
 
     caption: str
     text: str
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +125,11 @@ def highlighted(value: float | None, mark: str = "~") -> Cell:
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:
     """Return a share in percent with a mark before it as a cell; `-` for None."""
     return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
+
+
+def size(gib: float | None, mark: str = "") -> Cell:
+    """Return a size in GiB with a mark before it as a cell, in the unit that fits; `-` for None."""
+    return Cell("-") if gib is None else Cell(mark + size_text(gib), float(gib))
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:

@@ -24,7 +24,7 @@ LOG_FROM = 8.0
 PADDING = 0.05
 """The share by which an axis extends beyond its values. Otherwise a limit line at its end would look like the frame."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
+TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
 """Keys of a trace or layout that contain text, and the width at which it is wrapped."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from importlib.resources import files
 
@@ -15,7 +16,7 @@ from flagcore import __version__
 from flagcore.errors import UsageError
 from flagcore.i18n import _, language
 from flagcore.report.names import NAMES
-from flagcore.report.page.blocks import Chart, Page
+from flagcore.report.page.blocks import Block, Chart, Collapsed, Page
 from flagcore.report.page.charts import drawn
 
 TEMPLATES = files("flagcore.report.page") / "templates"
@@ -37,7 +38,7 @@ def as_html(page: Page) -> str:
             )
         ) from None
 
-    charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
+    charts = [chart for section in page.sections for chart in _charts(section.blocks)]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     library = get_plotlyjs() if charts else ""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -63,6 +64,15 @@ def as_html(page: Page) -> str:
         number_of=lambda block: numbers[id(block)],
         description_of=description_of,
     )
+
+
+def _charts(blocks: Iterable[Block]) -> Iterator[Chart]:
+    """Yield the charts among blocks, also of collapsed ones."""
+    for block in blocks:
+        if isinstance(block, Chart):
+            yield block
+        elif isinstance(block, Collapsed):
+            yield from _charts(block.blocks)
 
 
 def _policy(scripts: list[str]) -> str:

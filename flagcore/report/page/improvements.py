@@ -8,11 +8,11 @@ from typing import Any
 
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
-from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, percent, table
+from flagcore.report.formats import lookup, shown, size_text
+from flagcore.report.page.blocks import Block, Chart, Section, Text, cell, percent, size, table
 from flagcore.report.page.charts import COLOURS, points, rows_layout
 from flagcore.report.page.run import Record, RunData, number
-from flagcore.report.text import knob_of, state_name, value_text, values_text
+from flagcore.report.text import knob_of, value_text, values_text
 
 MAX_CHANGES = 8
 """Maximum number of listed changes."""
@@ -35,7 +35,7 @@ def improvements(run: RunData) -> Section | None:
     blocks: list[Block] = [Text(_bottleneck(run, run.best, limit))]
     if knobs:
         blocks += [_changes(run, run.best, limit), _sensitivity(run, knobs)]
-    return Section(anchor="improvements", title=_("Bottleneck and possible improvements"), blocks=tuple(blocks))
+    return Section(anchor="improvements", title=_("Bottleneck"), blocks=tuple(blocks))
 
 
 def _limit(predicted: Record) -> _Limit:
@@ -54,9 +54,9 @@ def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
     figure, step = float(lookup(prediction, limit.key) or 0.0), float(prediction["step_time_s"]["value"])
     if limit.name == "memory":
-        capacity = shown(prediction["memory"]["capacity_gib"])
+        capacity = size_text(prediction["memory"]["capacity_gib"])
         return _(
-            "Bottleneck: memory, ~{used} of {capacity} GiB in use (predicted).", used=shown(figure), capacity=capacity
+            "Bottleneck: memory, ~{used} of {capacity} in use (predicted).", used=size_text(figure), capacity=capacity
         )
     return _(
         "Bottleneck: {limit}, ~{seconds} s of a step of ~{step} s, or {share:.1%} (predicted).",
@@ -85,28 +85,33 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     ]
     faster.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
     if not faster:
-        return Text(_("No change of one knob is predicted to be faster and to fit."))
+        return Text(_("Changes of one knob that help: none. No such change is predicted to be faster and to fit."))
     trials = {_key(trial["candidate"]): trial for trial in run.trials}
+    tried = [trials[_key(each["candidate"])] for each in faster if _key(each["candidate"]) in trials]
+    faster = [each for each in faster if _key(each["candidate"]) not in trials]
+    if not faster:
+        ran = ", ".join(f"{_('trial')} {trial['number']}" for trial in tried)
+        return Text(_("Changes of one knob that help: none. Those predicted to be faster ran: {trials}.", trials=ran))
     rows = []
     for each in faster[:MAX_CHANGES]:
         changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
         predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
-        figures = [cell(number(lookup(predicted, limit.key)))] if limit.name else []
+        part = number(lookup(predicted, limit.key))
+        figures = [] if limit.name in ("", "memory") else [cell(part)]
         figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
         figures.append(percent(seconds / step - 1.0, signed=True))
-        used = cell(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([", ".join(changed), *figures, used, _measured_text(run, trials.get(_key(each["candidate"])))])
-    own_heading = [limit.heading] if limit.name else []
+        used = size(number(lookup(predicted, "memory.device_used_gib")))
+        rows.append([", ".join(changed), *figures, used])
+    own_heading = [] if limit.name in ("", "memory") else [limit.heading]
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
-        _("Changes of one knob that are predicted to be faster"),
+        _("Untried changes of one knob that are predicted to be faster"),
         [
             _("change"),
             *own_heading,
             seconds_heading,
             _("~time vs best"),
-            _("~in use, GiB"),
-            _("trial, {unit}", unit=run.unit),
+            _("~in use"),
         ],
         rows,
         sortable=True,
@@ -117,14 +122,6 @@ def _changes_one_knob(change: Record, run: RunData) -> bool:
     """Return whether a candidate differs in one knob only, or also in knobs that detail this knob."""
     changed_knobs = change["differs"]
     return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
-
-
-def _measured_text(run: RunData, trial: Record | None) -> Cell:
-    if trial is None:
-        return Cell(_("untried"))
-    measurement = run.figure(trial)
-    text = shown(measurement) if measurement is not None else state_name(trial["state"])
-    return Cell(f"{text} ({_('trial')} {trial['number']})", measurement, f"#trial-{trial['number']}")
 
 
 def _key(candidate: Record) -> str:

@@ -34,7 +34,7 @@ def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Text):
         yield f"**{_('Note:')}** {_text(block.text)}" if block.warning else _text(block.text)
     elif isinstance(block, Facts):
-        yield "\n".join(f"- {_text(name)}: **{_text(cell.text)}**" for name, cell in block.items)
+        yield "\n".join(f"- {_text(name)}: **{_text(cell.whole)}**" for name, cell in block.items)
     elif isinstance(block, Code):
         yield from (_text(block.caption) + ":", _code_block(block.text))
     elif isinstance(block, Table):
@@ -70,7 +70,8 @@ def result_text(result: Record, knobs: Knobs) -> str:
     """Return a result (in the format of result.json) as text."""
     run = RunData(result=result, folder=Path(result["run_dir"]), knobs=knobs)
     ending = stopped(run)
-    parts = [text for block in summary(run).blocks if block not in ending for text in _plain_text(block)]
+    blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
+    parts = [text for block in blocks for text in _plain_text(block)]
     if run.all_trials:
         failed_trials = [
             trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best
@@ -88,8 +89,8 @@ def _plain_text(block: Block | None) -> Iterator[str]:
     if isinstance(block, Text):
         yield block.text
     elif isinstance(block, Facts):
-        (title, first), *facts = block.items
-        yield "\n".join([f"{title}: {first.text}", *(f"  {name}: {cell.text}" for name, cell in facts)])
+        lines = [f"  {name}: {cell.whole}" for name, cell in block.items]
+        yield "\n".join([lines[0].lstrip(), *lines[1:]] if block.lead else lines)
     elif isinstance(block, Chart):
         yield f"{block.summary}\n{_plain_table(block.table)}"
     elif isinstance(block, Table):

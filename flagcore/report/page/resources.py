@@ -8,10 +8,10 @@ from typing import Any
 
 from flagcore.domain.prediction import Labels
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import HEADINGS, by_component, part_name
-from flagcore.report.formats import lookup, shown
+from flagcore.report.explanation import by_component, part_name
+from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.names import NAMES
-from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
+from flagcore.report.page.blocks import Block, Chart, Collapsed, Section, Table, Text, cell, percent, size, table
 from flagcore.report.page.charts import bars, limit_line, points, rows_layout
 from flagcore.report.page.run import Record, RunData, number
 
@@ -19,6 +19,8 @@ LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
 """Keys of levels that have another name in a measurement."""
 GIB = 2**30
+MIN_SHARE = 1e-4
+"""Minimum share of a group in the memory in use."""
 
 
 def memory(run: RunData) -> Section | None:
@@ -29,71 +31,90 @@ def memory(run: RunData) -> Section | None:
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
-        blocks += [_by_component(run, stages, prediction), _components(stages, run.labels)]
+        blocks.append(_by_stage(run, stages, prediction))
+        title = _("By component and kind (predicted)")
+        blocks.append(Collapsed(anchor="components", title=title, blocks=(_components(stages, run.labels, title),)))
     blocks.append(_levels(run.best, stages, prediction))
     if run.serves and prediction:
         parts = [
-            [_(text), cell(prediction[name])] for name, text in NAMES["serving_memory"].items() if name in prediction
+            [_(text), cell(prediction[name]) if name.endswith("tokens") else size(prediction[name])]
+            for name, text in NAMES["serving_memory"].items()
+            if name in prediction
         ]
-        blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], parts))
-    return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
+        blocks.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
+    return Section(anchor="memory", title=_("Memory"), blocks=tuple(blocks))
 
 
-def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
+def groups_of(stage: Record) -> dict[str, float]:
+    """Return the predicted memory in use of a device in GiB, in few groups that add up to it."""
+    parts = stage["components"].values()
+    sums = {key: sum(float(part.get(key, 0.0)) for part in parts) for key in NAMES["component_states"]}
+    weights, gradients = sums.pop("weights_gib"), sums.pop("gradients_gib")
+    optimizer, static = sum(sums.values()), float(stage["static_gib"])
+    peak, used = float(stage["peak_allocated_gib"]), float(stage["device_used_gib"])
+    groups = {
+        N_("weights"): weights,
+        N_("gradients"): gradients,
+        N_("optimizer states"): optimizer,
+        N_("other states"): static - weights - gradients - optimizer,
+        N_("activations"): peak - static,
+        N_("allocator and libraries"): used - peak,
+    }
+    return {name: gib for name, gib in groups.items() if gib > MIN_SHARE * used}
+
+
+def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
+    groups = [groups_of(stage) for stage in stages]
+    present = list(dict.fromkeys(name for each in groups for name in each))
     traces = [
-        bars(run.labels.components.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
-        for place, part in enumerate(_parts(stages, run.labels))
+        bars(_(name), place, [each.get(name, 0.0) for each in groups], names, width=0.5)
+        for place, name in enumerate(present)
     ]
     measured_by_stage = _measured_by_stage(run, len(stages))
-    for place, (level, text) in enumerate(LEVELS.items()):
-        traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
-        present = [
-            (figures[level], name) for figures, name in zip(measured_by_stage, names, strict=True) if level in figures
-        ]
-        if present:
-            trace = points(_("{level}, measured", level=_(text)), place, *zip(*present, strict=True))
-            marker = {"size": 12, "symbol": ("star", "hash", "bowtie")[place]}
-            traces.append(trace | {"marker": {**trace["marker"], **marker}})
+    level = "device_used_gib"
+    measured = [(each[level], name) for each, name in zip(measured_by_stage, names, strict=True) if level in each]
+    if measured:
+        trace = points(_("in use, measured"), 5, *zip(*measured, strict=True))
+        traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
     capacity = number(predicted.get("capacity_gib"))
-    shapes = [] if capacity is None else [limit_line(_("capacity {gib} GiB", gib=shown(capacity)), capacity)]
-    worst = max(stages, key=lambda stage: float(stage["device_used_gib"]))
-    used = f"~{shown(worst['device_used_gib'])}" + ("" if capacity is None else f" / {shown(capacity)}")
+    shapes = [] if capacity is None else [limit_line(_("capacity {size}", size=size_text(capacity)), capacity)]
+    worst = max(stages, key=lambda stage: float(stage[level]))
+    used = f"~{size_text(worst[level])}" + ("" if capacity is None else f" / {size_text(capacity)}")
+    rows = [
+        [
+            cell(stage["stage"]),
+            *(size(each.get(name)) for name in present),
+            *(size(stage[name]) for name in LEVELS),
+            *(size(figures.get(name)) for name in LEVELS),
+        ]
+        for stage, each, figures in zip(stages, groups, measured_by_stage, strict=True)
+    ]
+    headings = [_("stage"), *(f"~{_(name)}" for name in present), *(f"~{_(text)}" for text in LEVELS.values())]
+    headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
     return Chart(
-        title=_("Memory of a device by component and stage"),
-        summary=_("Stage {number} needs the most memory: {used} GiB (predicted).", number=worst["stage"], used=used),
+        title=_("Memory of a device by stage"),
+        summary=_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used),
         traces=tuple(traces),
         layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
-        | {"height": 320 + 46 * len(stages)},
-        table=_by_stage(stages, measured_by_stage, run.labels),
+        | {"height": 190 + 46 * len(stages)},
+        table=table(_("Memory of a device of each stage"), headings, rows),
     )
 
 
-def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]], labels: Labels) -> Table:
-    parts = _parts(stages, labels)
-    rows = []
-    for stage, figures in zip(stages, measured, strict=True):
-        sizes = [cell(_size(stage, part)) for part in parts]
-        levels = [cell(stage[level]) for level in LEVELS]
-        rows.append([cell(stage["stage"]), *sizes, *levels, *(cell(figures.get(level)) for level in LEVELS)])
-    headings = [_("stage"), *(f"~{labels.components.get(part, part)}" for part in parts)]
-    headings += [f"~{_(text)}" for text in LEVELS.values()]
-    headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    caption = _(
-        "GiB per device of each stage. Components may exist at different times, so their sum may differ from the peak"
-    )
-    return table(caption, headings, rows)
-
-
-def _components(stages: Sequence[Record], labels: Labels) -> Table:
-    keys = [key for key in HEADINGS if any(key in part for stage in stages for part in stage["components"].values())]
+def _components(stages: Sequence[Record], labels: Labels, title: str) -> Table:
+    names = {**NAMES["component_states"], "activation_gib": N_("activations")}
+    keys = [key for key in names if any(key in part for stage in stages for part in stage["components"].values())]
     rows = [
-        [cell(stage["stage"]), labels.components.get(name, name), *(cell(part.get(key)) for key in keys)]
+        [
+            cell(stage["stage"]),
+            labels.components.get(name, name),
+            *(size(stage["components"][name].get(k)) for k in keys),
+        ]
         for stage in stages
-        for name, part in stage["components"].items()
+        for name in by_component(stage["components"], labels)
     ]
-    headings = [_("stage"), _("component"), *(_(HEADINGS[key]) for key in keys)]
-    return table(_("By component and kind (predicted)"), headings, rows, sortable=True)
+    return table(title, [_("stage"), _("component"), *(_(names[key]) for key in keys)], rows, sortable=True)
 
 
 def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
@@ -103,12 +124,12 @@ def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
     measurement = best["measured"] or {}
     levels = {**LEVELS, "capacity_gib": N_("capacity")}
     rows = [
-        [_(text), cell(predicted.get(level)), cell(measurement.get(MEASURED_LEVELS.get(level, level)))]
+        [_(text), size(predicted.get(level)), size(measurement.get(MEASURED_LEVELS.get(level, level)))]
         for level, text in levels.items()
     ]
-    caption = _("Device with the highest memory, GiB")
+    caption = _("Device with the highest memory")
     if len(stages) > 1:
-        caption = _("Device with the highest memory (stage {number}), GiB", number=predicted["worst_stage"])
+        caption = _("Device with the highest memory (stage {number})", number=predicted["worst_stage"])
     return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
 
 
@@ -126,14 +147,6 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
             if figure is not None:
                 largest[level] = max(largest.get(level, 0.0), figure / GIB)
     return found
-
-
-def _parts(stages: Sequence[Record], labels: Labels) -> list[str]:
-    return by_component(dict.fromkeys(name for stage in stages for name in stage["components"]), labels)
-
-
-def _size(stage: Record, part: str) -> float:
-    return sum(float(value) for key, value in stage["components"].get(part, {}).items() if key.endswith("_gib"))
 
 
 def step_time(run: RunData) -> Section | None:

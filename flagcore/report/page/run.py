@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -13,7 +14,7 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import SERVING, objective_value
+from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
@@ -28,6 +29,8 @@ TAIL_LINES, TAIL_BYTES = 25, 4000
 MAX_FILE = 1 << 20
 """Maximum size of a displayed file in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
+"""Paths that are not a part of another name."""
 
 Record = Mapping[str, Any]
 
@@ -36,9 +39,9 @@ Record = Mapping[str, Any]
 class RunData:
     """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
-    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings at
-    the top of the page. `secrets` are values that must not be shown. `knobs` are those of the task, `labels` those of
-    its engine.
+    `folder` has the files of trials. `called` is the folder in commands, relative to the working directory; `.` if it
+    is elsewhere. `notes` are warnings at the top of the page. `secrets` are values that must not be shown. `knobs` are
+    those of the task, `labels` those of its engine.
     """
 
     result: Record
@@ -54,7 +57,8 @@ class RunData:
     def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
         """Return a run without its secrets, because users share reports."""
         data = {"result": redact_data(result, secrets), "insight": redact_data(insight, secrets)}
-        return cls(**data, secrets=tuple(secrets), **rest)
+        paths = own_paths(rest["folder"])
+        return cls(**{name: _shortened(each, paths) for name, each in data.items()}, secrets=tuple(secrets), **rest)
 
     @property
     def objective(self) -> str:
@@ -65,6 +69,11 @@ class RunData:
     def serves(self) -> bool:
         """Whether the run is for serving."""
         return self.objective in SERVING
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether a larger objective is better."""
+        return not self.serves or is_rate(self.objective)
 
     @property
     def unit(self) -> str:
@@ -154,6 +163,10 @@ class RunData:
                 ranked.append((median_high(missed_limits), int(trial["number"]), trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
+    def text_of(self, file: Path) -> str:
+        """Return a text file without secrets and without absolute paths; empty if it is missing or too large."""
+        return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
+
     def trial_folder(self, trial: Record) -> Path:
         """Return the folder of a trial."""
         return self.folder / "trials" / str(int(trial["number"]))
@@ -173,7 +186,10 @@ class RunData:
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
-        log_ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
+        paths = own_paths(self.folder)
+        log_ends = [
+            (str(file.relative_to(folder)), _shortened(redact_text(tail(file), self.secrets), paths)) for file in files
+        ]
         return [(name, text) for name, text in log_ends if text.strip()]
 
 
@@ -240,6 +256,35 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
     except OSError:
         return ""
     return redact_text(_printable(text), secrets)
+
+
+def own_paths(folder: Path) -> Mapping[str, str]:
+    """Return the absolute paths that a page shortens: folders around the run, of the user, and of Python.
+
+    Paths around the run become relative to it. Others, such as shared storage, are kept.
+    """
+    folder = folder.resolve()
+    paths = {str(Path.home()): "~", sys.prefix: "…", sys.base_prefix: "…"}
+    around = [each for each in (folder, *folder.parents) if len(each.parts) > 2]
+    relative = {str(each): "/".join([".."] * steps) or "." for steps, each in enumerate(around)}
+    return relative | {path: short for path, short in paths.items() if len(Path(path).parts) > 2 or short == "~"}
+
+
+def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
+    """Return plain data with `paths` replaced in its texts."""
+    pattern = re.compile(WHOLE_PATH.replace("{}", "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))))
+
+    def shorten(each: Any) -> Any:
+        if isinstance(each, Mapping):
+            return {key: shorten(value) for key, value in each.items()}
+        if isinstance(each, (list, tuple)):
+            return [shorten(value) for value in each]
+        if not isinstance(each, str):
+            return each
+        text = pattern.sub(lambda match: paths[match[0]], each)
+        return each if text == each else text  # an unchanged Message can still be translated
+
+    return shorten(data)
 
 
 def json_file(file: Path) -> Record:

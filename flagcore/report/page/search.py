@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _
-from flagcore.report.page.blocks import Chart, Section, Text, cell, table
+from flagcore.report.page.blocks import Chart, Collapsed, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, layout, line, points, rows_layout
 from flagcore.report.page.run import RunData, configuration, name_of, trial_cell
 from flagcore.report.text import Removed, funnel_stages, lost_repeats, repeats_text, state_name
@@ -115,8 +115,10 @@ def funnel(run: RunData) -> Section:
         _chart(_("From combinations to candidates"), combinations, illegal, candidates, reasons),
         _chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), reasons),
     )
+    counted = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
+    folded = Collapsed(anchor="rules", title=counted, blocks=blocks)
     notes = (Text(line) for line in repeats_text(lost_repeats(run.result)))
-    return Section(anchor="funnel", title=_("Search space"), blocks=(*blocks, *notes))
+    return Section(anchor="funnel", title=_("Search space"), blocks=(folded, *notes))
 
 
 def _chart(

@@ -37,7 +37,7 @@ def serving(run: RunData) -> Section | None:
     unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited_names):
         blocks += _latency_traces(run, latency, run.limits.get(latency))
-    return Section(anchor="serving", title=_("Throughput and latency"), blocks=(*blocks, *_distributions(run)))
+    return Section(anchor="serving", title=_("Load"), blocks=(*blocks, *_distributions(run)))
 
 
 def front_table(run: RunData) -> Table | None:

@@ -9,9 +9,10 @@ from flagcore.domain.objective import figure_name, is_rate, objective_value, sec
 from flagcore.domain.price import DAY
 from flagcore.domain.trial import ESTIMATE, RUN
 from flagcore.i18n import _, ngettext
-from flagcore.report.formats import lookup, shown
+from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.names import NAMES
-from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, cell, table
+from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Section, Text, cell, table
+from flagcore.report.page.configurations import configurations, figures_of, final_runs, why
 from flagcore.report.page.run import (
     Record,
     RunData,
@@ -20,7 +21,6 @@ from flagcore.report.page.run import (
     number,
     objective_text,
     points_of,
-    text_file,
     trial_cell,
 )
 from flagcore.report.text import (
@@ -29,10 +29,11 @@ from flagcore.report.text import (
     drift_text,
     duration_text,
     figures_text,
-    gain_text,
     limits_text,
     load_text,
     scaled_text,
+    speedup_of,
+    speedup_text,
     state_name,
     stop_reason,
 )
@@ -50,7 +51,11 @@ def summary(run: RunData) -> Section:
     if best is None:
         blocks += [Text(no_best(run) + ".", warning=True), *_failures(run)]
     else:
-        blocks += [Facts(tuple(_facts(run, best))), *_uncertainty_notes(run, best), *_commands(run)]
+        blocks.append(Facts(tuple(_answer(run, best)), lead=True))
+        blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
+        blocks += [*_uncertainty_notes(run, best), *_commands(run, best)]
+        blocks += [each for each in [configurations(run)] if each]
+        blocks.append(Facts(tuple(_facts(run, best))))
     if "engines" in run.result:
         blocks.append(_engines(run))
     for line, numbers in (run.result.get("slow_devices") or {}).items():
@@ -88,48 +93,43 @@ def no_best(run: RunData) -> str:
     return f"{text}; {nearest}"
 
 
-def gain_cell(run: RunData, gain: float | None) -> Cell:
-    """Return a speedup as a cell: the increase of a rate, or the decrease of a latency."""
-    if gain is None:
-        return Cell("-")
+def _answer(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
+    """Yield what to run, the gain with its range, the speed and the cost."""
+    measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
+    yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
+    yield _("Speedup over the baseline"), _gain(run, best)
+    yield _("Speed"), _speed(run, best)
+    yield from _cost(best, mark if measured else "~")
+
+
+def _speed(run: RunData, best: Record) -> Cell:
+    """Return the median objective of the best with the range of its runs, or its 80% interval if it was not run."""
     mark = "" if run.fidelity == RUN else "~"
-    return Cell(mark + gain_text(run.objective, gain), gain)
+    middle, low, high = figures_of(run, best) or (run.figure(best) or run.predicted(best), None, None)
+    text = mark + at_load(objective_text(run, middle), _load_of_best(run, best))
+    count = len(final_runs(run, best))
+    if None in (low, high):
+        return Cell(text, middle)
+    note = ""
+    if run.fidelity == ESTIMATE:
+        note = _("(80%: {low} to {high})", low=shown(low), high=shown(high))
+    elif count > 1:
+        note = _("({count} runs: {low} to {high})", count=count, low=shown(low), high=shown(high))
+    return Cell(text, middle, note=note)
 
 
 def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
-    yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
     measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
-    figure = run.figure(best) if measured else run.predicted(best)
-    speed = at_load(objective_text(run, figure), _load_of_best(run, best))
-    yield _("Speed"), Cell(f"{mark}{speed}", figure)
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
-    yield _("Speedup over the baseline"), _gain(run, best)
-    gains = run.result.get("gains") or []
-    if len(gains) > 1:
-        rounds = ", ".join(gain_text(run.objective, each).split()[0] for each in gains)
-        yield (
-            _("Uncertainty of the speedup"),
-            Cell(_("lowest of {count} rounds: {rounds}", count=len(gains), rounds=rounds)),
-        )
-    elif gains and measured:
-        yield _("Uncertainty of the speedup"), Cell(_("unknown: not repeated"))
     if not run.serves:
         yield _("Step time"), _step(best, mark)
-    elif not measured:
-        low, high = (objective_text(run, run.predicted(best, bound)) for bound in ("low", "high"))
-        yield _("80% interval"), Cell(_("{low} to {high}", low=low, high=high))
-    for each in lookup(run.result, "noise.medians") or []:
-        if each["trial"] == best["number"]:
-            median = each[run.objective]
-            yield _("Median of its runs"), Cell(objective_text(run, median), median)
     used = measured.get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
     if used is not None:
         approximate = "" if "device_used_gib" in measured else "~"
         capacity = lookup(best["predicted"], "memory.capacity_gib")
-        limit = "" if capacity is None else f" / {shown(capacity)} GiB"
-        yield _("Device memory in use"), Cell(f"{approximate}{shown(used)} GiB{limit}", used)
-    yield from _cost(best, mark if measured else "~")
+        limit = "" if capacity is None else f" / {size_text(capacity)}"
+        yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used)
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
@@ -185,7 +185,10 @@ def _gain(run: RunData, best: Record) -> Cell:
         is_predicted = run.fidelity == ESTIMATE
         text = _("this is the baseline: no candidate is predicted to be faster")
         return Cell(text if is_predicted else _("this is the baseline: no trial was faster"), gain)
-    return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
+    speedup = speedup_of(run.result)
+    headline, note = speedup_text(run.result)
+    over = _("over {baseline}", baseline=values)
+    return Cell(headline, speedup.median if speedup else None, note=f"{note} {over}" if note else over)
 
 
 def _load_of_best(run: RunData, best: Record) -> str:
@@ -222,10 +225,7 @@ def _fastest_without_limits(run: RunData, best: Record) -> str:
 
 
 def _uncertainty_notes(run: RunData, best: Record) -> Iterator[Block]:
-    noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
-    if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
-        text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")
-        yield Text(text, warning=True)
+    noise = run.result.get("noise") or {}
     numbers = noise.get("not_told_apart") or ()
     rivals = [
         f"{_('trial')} {trial['number']} ({configuration(run, trial)})"
@@ -243,15 +243,30 @@ def _uncertainty_notes(run: RunData, best: Record) -> Iterator[Block]:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=fastest))
 
 
-def _commands(run: RunData) -> Iterator[Block]:
-    script = text_file(run.folder / "best.sh", run.secrets)
-    if json_file(run.folder / "best" / "launch.json").get("missing"):
-        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script)
-    elif (run.folder / "best" / "launch.json").exists():
-        yield Code(_("Start command"), f"flag run {shlex.quote(run.called)}")
-        yield Code(_("Start script without flagcore (best.sh)"), script)
+def _commands(run: RunData, best: Record) -> Iterator[Block]:
+    script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
+    if json_file(launch).get("missing"):
+        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
+    elif launch.exists():
+        here = run.called == "."
+        caption = _("Start command, in the folder of the run") if here else _("Start command")
+        yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
     elif script:
         yield Code(_("Why it cannot be started here (best.sh)"), script)
+    if flags := list(_flags(run, best)):
+        yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
+    if script and launch.exists() and not json_file(launch).get("missing"):
+        title = _("Start script without flagcore (best.sh)")
+        yield Collapsed(anchor="script", title=title, blocks=(Code(title, script),))
+
+
+def _flags(run: RunData, best: Record) -> Iterator[str]:
+    """Yield the flags of the engine that set the knobs of the best."""
+    for name, value in best["candidate"].items():
+        if knob := run.knobs.get(name):
+            effect = knob.effect(value)
+            yield from knob.arguments(value)
+            yield from effect.flags if effect else ()
 
 
 def _failures(run: RunData) -> Iterator[Block]:

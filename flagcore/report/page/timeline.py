@@ -35,9 +35,7 @@ def pipeline(run: RunData) -> Section | None:
     if not data:
         return None
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Section(
-        anchor="pipeline", title=_("Pipeline schedule of the best configuration"), blocks=_blocks(Passes(**fields))
-    )
+    return Section(anchor="pipeline", title=_("Pipeline"), blocks=_blocks(Passes(**fields)))
 
 
 def microbatches_to_show(passes: Passes, most: int) -> int | None:

@@ -29,7 +29,9 @@ LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s
 
 def trials(run: RunData) -> Section:
     """Return a table of all trials, and the details of each."""
-    blocks: list[Block] = [trial_table(run, whole=True), *(_details(run, trial) for trial in run.all_trials)]
+    details = tuple(_details(run, trial) for trial in run.all_trials)
+    folded = Collapsed(anchor="logs", title=_("Details and logs of each trial"), blocks=details)
+    blocks: list[Block] = [trial_table(run, whole=True), folded]
     no_trial = Text(_("No trial has finished."))
     return Section(anchor="trials", title=_("Trials"), blocks=tuple(blocks) if run.all_trials else (no_trial,))
 

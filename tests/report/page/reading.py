@@ -54,9 +54,9 @@ class Read:
         return [each.attributes["id"] for each in self.root.every("section")]
 
     def facts(self, anchor: str) -> dict[str, Element]:
-        """Return the first list of facts of a section, by name."""
-        facts = next(self.section(anchor).every("dl"))
-        return {next(each.every("dt")).text: next(each.every("dd")) for each in facts.every("div")}
+        """Return the facts of a section, by name."""
+        pairs = (each for facts in self.section(anchor).every("dl") for each in facts.every("div"))
+        return {next(each.every("dt")).text: next(each.every("dd")) for each in pairs}
 
     def rows(self, anchor: str, caption: str) -> list[dict[str, Element]]:
         """Return the rows of the table of a section whose caption begins so, by heading."""

@@ -40,17 +40,23 @@
     plot.dataset.drawn = "yes";
   }
 
+  // The text of a folded chart cannot be measured: it is drawn when it is unfolded.
+  const isShown = (plot) => !plot.dataset.drawn && !plot.closest("details:not([open])");
+
   async function drawAll() {
-    for (const plot of plots) await draw(plot);
+    for (const plot of plots.filter(isShown)) await draw(plot);
     fit();
     document.documentElement.dataset.drawn = "yes";
   }
+  document.addEventListener("toggle", (event) => { if (event.target.open) drawAll(); }, true);
 
-  dark.addEventListener("change", () => plots.forEach((plot) => Plotly.relayout(plot, look(false))));
+  const drawn = () => plots.filter((plot) => plot.dataset.drawn);
+
+  dark.addEventListener("change", () => drawn().forEach((plot) => Plotly.relayout(plot, look(false))));
   // Plotly's own way to follow the page's width forgets the height, and lets a chart reach into what is below it.
   function fit() {
     for (const plot of plots) {
-      if (plot.dataset.drawn && plot.clientWidth !== plot.layout.width) Plotly.relayout(plot, { ...look(false), ...size(plot) });
+      if (plot.dataset.drawn && plot.clientWidth && plot.clientWidth !== plot.layout.width) Plotly.relayout(plot, { ...look(false), ...size(plot) });
     }
   }
   let waiting;
@@ -58,8 +64,8 @@
     clearTimeout(waiting);
     waiting = setTimeout(fit, 150);
   });
-  addEventListener("beforeprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(true), width: 660 })));
-  addEventListener("afterprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(false), ...size(plot) })));
+  addEventListener("beforeprint", () => drawn().forEach((plot) => Plotly.relayout(plot, { ...look(true), width: 660 })));
+  addEventListener("afterprint", () => drawn().forEach((plot) => Plotly.relayout(plot, { ...look(false), ...size(plot) })));
 
   function sortBy(table, column, heading) {
     const descending = heading.getAttribute("aria-sort") === "ascending";
@@ -90,10 +96,30 @@
     });
   }
 
+  async function copy(pre, button) {
+    const status = document.getElementById("status");
+    try {
+      await navigator.clipboard.writeText(pre.textContent);
+    } catch {
+      getSelection().selectAllChildren(pre);
+      if (!document.execCommand("copy")) return;
+    }
+    button.textContent = status.textContent = status.dataset.done;
+    setTimeout(() => { button.textContent = status.dataset.copy; }, 2000);
+  }
+
+  for (const pre of document.querySelectorAll("pre.copied")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = document.getElementById("status").dataset.copy;
+    button.addEventListener("click", () => copy(pre, button));
+    pre.before(button);
+  }
+
   function unfold() {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (target && target.tagName === "DETAILS") {
-      target.open = true;
+      for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
       target.scrollIntoView();
     }
   }

@@ -1,0 +1,58 @@
+"""The line of progress: what runs, the best so far and the time left, in the width of the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.cli.progress import status_line
+from flagcore.contracts import Event
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.i18n.width import columns, cut
+from tests import small
+
+CANDIDATE = small.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)
+
+
+def event(best: bool = True) -> tuple[Event, Trial]:
+    trial = Trial(number=12, candidate=CANDIDATE, role=Role.SEARCH, state=TrialState.RUNNING)
+    measured = Measurement(step_time_s=0.4125, step_times_s=(), spread_s=0.0, tokens_per_second_per_device=1.0)
+    done = replace(trial, number=3, state=TrialState.MEASURED, measurement=measured)
+    found = Event(
+        kind="trial_started",
+        trial=trial,
+        trials_finished=12,
+        trials_planned=20,
+        seconds_left=300.0,
+        best=done if best else None,
+        objective="tokens_per_second_per_device",
+        knobs=BY_NAME,
+    )
+    return found, trial
+
+
+@pytest.mark.parametrize("width", [20, 40, 58, 78, 118])
+def test_the_line_fits_and_has_the_most_important_parts(width: int) -> None:
+    found, trial = event()
+    line = status_line(found, [trial], 300.0, width)
+    assert columns(line) <= width
+    assert "\n" not in line
+    assert line.startswith("12/20")
+    if width >= 58:
+        assert "5.0 min left" in line
+        assert "0.412" in line
+        assert "12: MBS" in line
+
+
+def test_the_line_names_the_configuration_of_the_best_if_there_is_room() -> None:
+    found, trial = event()
+    assert status_line(found, [trial], 300.0, 118).count("MBS 1") == 2
+    assert "best" not in status_line(event(best=False)[0], [], None, 80)
+
+
+def test_a_text_is_cut_by_its_width_on_the_terminal() -> None:
+    assert cut("abcdef", 6) == "abcdef"
+    assert cut("abcdef", 4) == "abc…"
+    assert columns(cut("配置甲乙丙", 6)) <= 6
