@@ -27,6 +27,7 @@ COMMANDS = {
     "calibrate": "flagcore.cli.inspect",
     "compare": "flagcore.cli.compare",
     "completion": "flagcore.cli.inspect",
+    "dashboard": "flagcore.cli.dashboard",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.estimate",
