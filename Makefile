@@ -12,7 +12,7 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray coverage mutations \
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers coverage mutations \
   changelog dist docs bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
@@ -104,6 +104,11 @@ test-hosts: setup
 test-ray: setup
 	$(PIP) "ray>=2.40"
 	$(BIN)/python -m pytest tests/launchers/test_ray.py
+
+# The watchers with the tools that they write to.
+test-watchers: setup
+	$(PIP) ".[mlflow,tensorboard,wandb]"
+	$(BIN)/python -m pytest tests/watchers
 
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.

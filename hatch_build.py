@@ -44,6 +44,9 @@ ENGINES = {
 LAUNCHERS = {"ray": ["ray>=2.40"]}
 TOOLS = {
     "dashboard": ["optuna-dashboard>=0.17", "waitress>=3"],
+    "mlflow": ["mlflow-skinny>=2.14"],
+    "tensorboard": ["tensorboard>=2.16"],
+    "wandb": ["wandb>=0.19"],
 }
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [

@@ -177,8 +177,14 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
     return [{**record, key: separator.join(record[key])} for record in records]
 
 
-def say(text: str) -> None:
+FORMAT_OF_MESSAGES: list[Callable[[str, str], str]] = []
+"""Empty, or the function that formats messages, given the level and the text."""
+
+
+def say(text: str, level: str = "info") -> None:
     """Print a message to stderr; a closed stderr is ignored."""
+    for form in FORMAT_OF_MESSAGES:
+        text = form(level, text)
     with suppress(OSError, ValueError):
         click.echo(text, err=True)
 

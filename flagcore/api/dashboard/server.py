@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from flagcore.api.common.runs import RESULT
@@ -34,16 +34,20 @@ REPORT_POLICY = (
 """The policy of reports beside that in the page, which lists its scripts. A report has no access to other pages."""
 
 
-class Dashboard(Protocol):
+@dataclass(frozen=True, slots=True)
+class Dashboard:
     """A server that listens, and its URL with the token."""
 
     url: str
+    server: Any
 
     def serve(self) -> None:
         """Serve until the process is interrupted."""
+        self.server.run()
 
     def close(self) -> None:
         """Stop listening."""
+        self.server.close()
 
 
 def dashboard(runs: Path | str, *, port: int = 0, without: Collection[str] = ()) -> Dashboard:
@@ -66,19 +70,7 @@ def dashboard(runs: Path | str, *, port: int = 0, without: Collection[str] = ())
         server = create_server(app, host=HOST, port=port, threads=THREADS, ident=None, max_request_body_size=1 << 16)
     except OSError as error:
         raise UsageError(_("cannot listen on port {port}: {reason}", port=port, reason=error.strerror)) from None
-    return _Server(url=f"http://{HOST}:{server.effective_port}/?token={token}", server=server)
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    url: str
-    server: Any
-
-    def serve(self) -> None:
-        self.server.run()
-
-    def close(self) -> None:
-        self.server.close()
+    return Dashboard(url=f"http://{HOST}:{server.effective_port}/?token={token}", server=server)
 
 
 class _App:
