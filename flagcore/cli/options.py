@@ -82,6 +82,12 @@ def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -
     return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
 
 
+def objective(command: F) -> F:
+    """Add `--objective`."""
+    text = N_("Optimize this instead of the objective in the spec, such as cost.")
+    return click.option("--objective", metavar="NAME", help=text)(command)
+
+
 def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
     """Complete the name of a chip by its name or an alias."""
     from flagcore import api

@@ -29,6 +29,7 @@ def _watchers(context: click.Context, parameter: click.Parameter, typed: str) ->
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
+@options.objective
 @click.option(
     "--watch", multiple=True, metavar="NAME", shell_complete=_watchers, help="Send events to a watcher (repeatable)."
 )
@@ -45,6 +46,7 @@ def tune_command(
     new: bool,
     storage: str | None,
     fidelity: str | None,
+    objective: str | None,
     watch: tuple[str, ...],
     log_format: str,
     quiet: bool,
@@ -78,6 +80,7 @@ def tune_command(
             without=without,
             storage=storage,
             fidelity=fidelity,
+            objective=objective,
             on_event=on_event,
             watch=watch,
             data=data,

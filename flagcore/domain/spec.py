@@ -31,7 +31,8 @@ SettingValue: TypeAlias = KnobValue | float
 class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
-    `groups` are node groups of different chips in the order of their ranks; they replace all other fields. The last
+    `groups` are node groups of different chips in the order of their ranks; they replace all other fields except
+    `grams_co2_per_kwh`. The last
     `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes` nodes; None:
     on all.
     """
@@ -46,6 +47,7 @@ class ClusterSpec:
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
+    grams_co2_per_kwh: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.objective import CHEAPEST, COST
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError, join_errors
@@ -77,7 +78,8 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     }
     fields = convert_all(valid, problems)
     tuner = document.auto_tuner
-    spec = Spec(**fields, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    objective = _objective(document, fields["cluster"], file)
+    spec = Spec(**fields, objective=objective, strategy=tuner.strategy, launcher=tuner.launcher)
     for nodes in spec.control.trial_nodes:
         if problem := _trial_nodes_problem(spec, nodes):
             fix = _("give a divisor of cluster.nodes, such as {number}", number=_largest_share(spec.cluster.nodes))
@@ -229,7 +231,7 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, f
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     if cluster.groups is not None:
-        return _groups(cluster, cluster.groups, file)
+        return replace(_groups(cluster, cluster.groups, file), grams_co2_per_kwh=cluster.grams_co2_per_kwh)
     if cluster.hostfile is None:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
@@ -255,7 +257,9 @@ def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
 
 
 def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
-    others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
+    others = [
+        key for key in ClusterSection.model_fields if key in cluster.model_fields_set - {"groups", "grams_co2_per_kwh"}
+    ]
     if others:
         problem, fix = "cannot be combined with cluster.groups", "set it for each group, or leave it out"
         raise spec_error(("cluster", others[0]), problem, value=getattr(cluster, others[0]), fix=fix, file=file)
@@ -270,6 +274,18 @@ def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) 
     return specs[0] if len(specs) == 1 else ClusterSpec(groups=specs)
 
 
+def _objective(document: Document | ServeDocument, cluster: ClusterSpec, file: str) -> str:
+    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices."""
+    name = str(document.auto_tuner.objective)
+    if name != COST:
+        return name
+    if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
+        key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
+        fix = _("give {key}, or another objective", key=key)
+        raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=name, fix=fix, file=file)
+    return CHEAPEST["serve" if isinstance(document, ServeDocument) else "train"]
+
+
 def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
     devices = group.devices_per_node if isinstance(group.devices_per_node, int) else None
     check_devices(group.nodes, devices or 1, at, file)
@@ -281,6 +297,7 @@ def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
         nic_bytes_per_second=group.nic_bytes_per_second,
         nic_latency_seconds=group.nic_latency_seconds,
         price_per_device_hour=group.price_per_device_hour,
+        grams_co2_per_kwh=getattr(group, "grams_co2_per_kwh", None),
     )
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flagcore.api.common.runs import RESULT, count_trials
-from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, objective_value
+from flagcore.domain.objective import CHEAPEST, COST, SERVING, TOKENS_PER_SECOND_PER_DEVICE, objective_value
 from flagcore.domain.trial import FIDELITIES, RUN, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import N_, _
@@ -90,7 +90,7 @@ def _line(studies: Studies, name: str, folder: Path) -> RunLine:
         return RunLine(name=name, state=_("cannot be read"), note=str(error), changed=_changed(folder))
     ended = [trial for trial, _public in pairs if trial.state is not TrialState.RUNNING and not trial.source]
     running = [pair for pair in pairs if pair[0].state is TrialState.RUNNING] if holder else []
-    objective = (study.objective if study else "") or result.objective
+    objective = result.objective or (study.objective if study else "")
     state = _state(result, len(ended), holder)
     return RunLine(
         name=name,
@@ -129,6 +129,8 @@ def _best(ended: list[Trial], objective: str) -> str:
     if best is None or best.measurement is None:
         return ""
     serves = bool(best.measurement.figures)
+    if objective == COST:
+        objective = CHEAPEST["serve" if serves else "train"]
     objective = objective or (SERVING[0] if serves else TOKENS_PER_SECOND_PER_DEVICE)
     value = objective_value(objective, 1.0 / state.speed_of(best.candidate), best.measurement)
     return _("{value} (trial {number})", value=f"{shown(value)} {heading(objective)}", number=best.number)

@@ -23,6 +23,7 @@ from flagcore.api.common.inputs import (
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
+    with_objective,
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
@@ -73,6 +74,7 @@ def tune(
     without: Collection[str] = (),
     storage: str | None = None,
     fidelity: str | None = None,
+    objective: str | None = None,
     on_event: OnEvent | None = None,
     watch: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
@@ -80,13 +82,14 @@ def tune(
     """Tune a spec (a file or its data) and save all files in `run_dir` (default: `runs/` and the name of the file).
 
     An existing run is resumed; with `new` it is moved aside. `without` names plugins to disable, `storage` an Optuna
-    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec; a run may be
-    resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `watch` names watchers, such as
-    `webhook`, which get events and cannot delay or stop the run. `data` is the content of the file
-    if it was imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
+    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) and `objective` override the spec; a
+    run may be resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `watch` names watchers,
+    such as `webhook`, which get events and cannot delay or stop the run. `data` is the content of the file if it was
+    imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
     the errors of `flagcore.errors`; the result is written if a trial has run.
     """
     file, data = spec_data(spec, data)
+    data = with_objective(data, objective)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
     def tune_one(some: Mapping[str, Any], folder: Path, on_start: Callable[[], None] = lambda: None) -> Outcome:
