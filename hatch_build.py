@@ -87,10 +87,10 @@ class CustomMetadataHook(MetadataHookInterface):
 
         vendors = {name: [plugin(name)] for name in VENDORS}
         parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
-        everything = [need for needs in parts.values() for need in needs]
+        everything = [need for needs in {**vendors, **IMPORTERS, **LAUNCHERS, **TOOLS}.values() for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
-        extras = {**parts, "all": everything}
-        metadata["optional-dependencies"] = {**extras, "dev": [*DEV, *IMPORTERS["flagscale"], *TOOLS["dashboard"]], "docs": DOCS}
+        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["dashboard"], *TOOLS["tensorboard"]]
+        metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 
 def _sdist_is_being_built() -> bool:

@@ -15,6 +15,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+SCHEMA = "spec.schema.json"
+"""The JSON Schema of specs, of which every version of the site has its own."""
 
 
 def on_config(config: Any) -> Any:
@@ -28,6 +30,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name in JOINED:
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, SCHEMA, content=(ROOT / "examples" / SCHEMA).read_text(encoding="utf-8")))
     return files
 
 
