@@ -165,7 +165,7 @@ dist: setup
 # The site of this version on the branch gh-pages, beside those of earlier versions; `latest` is this one.
 docs-release: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)') "mike>=2.1"
-	DOCS_VERSIONS=mike DOCS_OFFLINE=false NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases \
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases \
 	  $$($(BIN)/python -c 'import flagcore; print(".".join(flagcore.__version__.split(".")[:2]))') latest
 	$(BIN)/mike set-default latest
 

@@ -5,6 +5,7 @@ Links between docs/ and the root are shorter by one folder on the site.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ SCHEMA = "spec.schema.json"
 
 
 def on_config(config: Any) -> Any:
-    """Keep Chinese characters in anchors of headings, like GitHub. Called once per build."""
+    """Keep Chinese characters in anchors of headings, like GitHub; mike's builds have a menu of versions.
+
+    Called once per build.
+    """
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     config.mdx_configs["toc"]["slugify"] = slugify_unicode
     return config
 

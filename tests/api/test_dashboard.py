@@ -132,7 +132,8 @@ class serving:
         return Client(url.port, url.query.removeprefix("token="))
 
     def __exit__(self, *error: object) -> None:
-        self.server.close()
+        self.server.server.trigger.pull_trigger(self.server.close)  # in the thread that uses the sockets
+        self.thread.join(10)
 
 
 def test_overview_lists_runs_with_links_to_reports_and_studies(client: Client) -> None:
