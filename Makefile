@@ -12,8 +12,8 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray coverage mutations \
-  changelog dist docs bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers coverage mutations \
+  changelog dist docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
 
@@ -105,6 +105,11 @@ test-ray: setup
 	$(PIP) "ray>=2.40"
 	$(BIN)/python -m pytest tests/launchers/test_ray.py
 
+# The watchers with the tools that they write to.
+test-watchers: setup
+	$(PIP) ".[mlflow,tensorboard,wandb]"
+	$(BIN)/python -m pytest tests/watchers
+
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.
 build/megatron-lm: | setup
@@ -152,9 +157,17 @@ accuracy: setup
 changelog: setup
 	@$(BIN)/towncrier build --draft --version Unreleased
 
-# A release in dist/: an sdist and a wheel of each distribution, tried out in an empty environment.
+# A release in dist/: an sdist and a wheel of each distribution, tried out in an empty environment, and what that had.
 dist: setup
-	$(BIN)/python tools/release.py dist
+	$(PIP) "cyclonedx-bom>=5"
+	$(BIN)/python tools/release.py dist --sbom
+
+# The site of this version on the branch gh-pages, beside those of earlier versions; `latest` is this one.
+docs-release: setup
+	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)') "mike>=2.1"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases \
+	  $$($(BIN)/python -c 'import flagcore; print(".".join(flagcore.__version__.split(".")[:2]))') latest
+	$(BIN)/mike set-default latest
 
 clean:
 	rm -rf $(VENV) $(VLLM) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

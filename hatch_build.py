@@ -42,6 +42,12 @@ ENGINES = {
     "lmdeploy": ["lmdeploy>=0.18"],
 }
 LAUNCHERS = {"ray": ["ray>=2.40"]}
+TOOLS = {
+    "dashboard": ["optuna-dashboard>=0.17", "waitress>=3"],
+    "mlflow": ["mlflow-skinny>=2.14"],
+    "tensorboard": ["tensorboard>=2.16"],
+    "wandb": ["wandb>=0.19"],
+}
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "babel>=2.14",
@@ -80,11 +86,11 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         vendors = {name: [plugin(name)] for name in VENDORS}
-        parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS}
-        everything = [need for needs in parts.values() for need in needs]
+        parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
+        everything = [need for needs in {**vendors, **IMPORTERS, **LAUNCHERS, **TOOLS}.values() for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
-        extras = {**parts, "all": everything}
-        metadata["optional-dependencies"] = {**extras, "dev": [*DEV, *IMPORTERS["flagscale"]], "docs": DOCS}
+        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["dashboard"], *TOOLS["tensorboard"]]
+        metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 
 def _sdist_is_being_built() -> bool:

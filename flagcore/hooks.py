@@ -26,6 +26,7 @@ from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, Prunin
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.event import RunEvent
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
@@ -207,4 +208,13 @@ class TrialHooks:
 
         The names of figures end in their units: `memory_used_bytes`, `power_watts`. If a reading raises, the telemetry
         of this device ends, but not the trial.
+        """
+
+    @hookspec
+    def flagcore_on_event(self, event: RunEvent) -> None:
+        """Receive an event of a run: its start, the start and the end of each trial, and its end.
+
+        Called only for the plugins of the group `flagcore.watchers` that `flag tune --watch` names, in a thread for
+        each plugin, one event after the other. Trials do not wait for it. A plugin that raises is reported and gets the
+        next event. A plugin that takes more than 30 seconds for an event gets no more events.
         """

@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 ROOMS = {f"flagcore.{each.name}" for each in pkgutil.iter_modules(flagcore.__path__)}
-VENDORS = "a vendor knows hooks, vendorkit, contracts, domain, errors, files and physics only"
+VENDORS = "a plugin knows hooks, vendorkit, contracts, domain, errors, files and physics only"
 MICROBENCH = "the micro-benchmark is started, never imported"
 
 
@@ -34,8 +34,8 @@ def contracts() -> dict[str, dict[str, Any]]:
     ("name", "field", "exceptions"),
     [
         ("the core knows no vendor", "source_modules", ""),
-        ("the core knows no engine and no importer", "source_modules", "engines importers testing"),
-        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors files physics"),
+        ("the core knows no engine, importer or watcher", "source_modules", "engines importers testing watchers"),
+        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors files physics watchers"),
         ("only the store and the strategies know optuna", "source_modules", ""),
         ("only the trial program and the micro-benchmark know torch", "source_modules", ""),
         (MICROBENCH, "source_modules", "microbench"),

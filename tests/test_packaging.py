@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -61,6 +62,35 @@ def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
     assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
+
+
+def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
+    """Engines require different releases of torch."""
+    extras = checkout["optional-dependencies"]
+    assert isinstance(extras, dict)
+    assert {each for vendor in VENDORS for each in extras[vendor]} <= set(extras["all"])
+    engines = ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")
+    assert not {each for engine in engines for each in extras[engine]} & set(extras["all"])
+
+
+def test_dockerfile_copies_what_an_installation_needs(tmp_path: Path) -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [source for name, *words in steps if name == "COPY" for source in words[:-1]]
+    assert set(copied) == kept
+    for source in copied:
+        whole = ROOT / source
+        if whole.is_dir():
+            shutil.copytree(whole, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+        else:
+            shutil.copy(whole, tmp_path)
+    command = [sys.executable, "-m", "hatchling", "metadata"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    extras = json.loads(done.stdout)["optional-dependencies"]
+    (default,) = [words[0].removeprefix("EXTRAS=") for name, *words in steps if name == "ARG" and "EXTRAS=" in words[0]]
+    assert default in extras
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel"], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("vendor", ["cpu", *VENDORS])

@@ -1,27 +1,33 @@
 """Builds the distributions of a release in a folder, and tests them in an empty environment.
 
 `python tools/release.py dist`. The core's wheel is built from its sdist, so that it requires the plugins by version
-(see hatch_build.py). These packages are installed from the folder, never from an index.
+(see hatch_build.py). The names of these packages are bound to the files, so pip never gets them from an index. With
+`--sbom`, the folder also has an inventory of the tested environment, for which `cyclonedx-bom` must be installed.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import venv
+from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("cpu", "nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+VENDOR = "metax"
+"""The extra that is installed alone."""
 EXAMPLE = ROOT / "examples" / "train-cpu.yaml"
 
 
 def main() -> None:
     """Build into the folder of the command line, then test the result."""
     folder = Path(sys.argv[1]).resolve()
+    sbom = folder / "sbom.cdx.json" if "--sbom" in sys.argv[2:] else None
     shutil.rmtree(folder, ignore_errors=True)
     for source in (ROOT, *(ROOT / "plugins" / name for name in PLUGINS)):
         _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
@@ -29,22 +35,42 @@ def main() -> None:
     if len(wheels) != 1 + len(PLUGINS):
         sys.exit(f"expected {1 + len(PLUGINS)} wheels, found {len(wheels)}: {', '.join(wheels)}")
     with tempfile.TemporaryDirectory() as place:
-        try_out(wheels, Path(place))
+        try_out(wheels, Path(place), sbom)
+    sums = [f"{sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(sums))
     print(*(Path(wheel).name for wheel in wheels), sep="\n")
 
 
-def try_out(wheels: list[str], folder: Path) -> None:
-    """Install the wheels in a new environment in a folder, and estimate an example with them."""
+def try_out(wheels: list[str], folder: Path, sbom: Path | None = None) -> None:
+    """Install the core with one vendor's extra in a new environment in a folder, then all plugins, and use them."""
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
-    _run(str(programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wheels)
+    files = {Path(wheel).name.split("-")[0].replace("_", "-"): Path(wheel).as_uri() for wheel in wheels}
+    bound = folder / "constraints.txt"
+    bound.write_text("".join(f"{name} @ {uri}\n" for name, uri in files.items()))
+    pip = (str(programs / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    _run(*pip, "--constraint", str(bound), f"flagcore[{VENDOR}] @ {files['flagcore']}")
+    _require_plugins(programs, folder, {"cpu", VENDOR})
+    if sbom:
+        _run(sys.executable, "-m", "cyclonedx_py", "environment", str(programs / "python"), "--output-file", str(sbom))
+    _run(*pip, "--dry-run", "--constraint", str(bound), f"flagcore[all] @ {files['flagcore']}")
+    _run(*pip, "--no-deps", *wheels)
+    _require_plugins(programs, folder, set(PLUGINS))
     shutil.copy(EXAMPLE, folder)
-    _run(str(programs / "flag"), "plugins", "list", cwd=folder)
     command = [str(programs / "flag"), "estimate", EXAMPLE.name, "--top", "3"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n")
     if done.returncode or re.search(r"^plugin \w+ ", done.stderr, re.MULTILINE):
         sys.exit("the example cannot be estimated, or a plugin failed: see above")
+
+
+def _require_plugins(programs: Path, folder: Path, expected: set[str]) -> None:
+    """End this program unless exactly these plugins are installed and work."""
+    command = [str(programs / "flag"), "plugins", "list", "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = {each["name"]: each["status"] for each in json.loads(done.stdout)}
+    if found != dict.fromkeys(expected, "loaded"):
+        sys.exit(f"expected the plugins {sorted(expected)}; found {found}")
 
 
 def _run(*command: str, cwd: Path = ROOT) -> None:

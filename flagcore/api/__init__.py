@@ -10,6 +10,7 @@ from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin
 from flagcore.api.importing.command import ImportedCommand, read_command
 from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.importing.new_spec import defaults_of, new_spec
+from flagcore.api.importing.process import read_process
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
@@ -64,6 +65,7 @@ __all__ = [
     "plugin_table",
     "probe",
     "read_command",
+    "read_process",
     "read_tree",
     "remove_run",
     "report",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
 @options.chip()
+@options.objective
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
 @click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
 @click.option(
@@ -38,6 +39,7 @@ def estimate_command(
     source: tuple[str | None, dict[str, Any] | None],
     jobs: str | None,
     chip: str | None,
+    objective: str | None,
     top: int,
     every: bool,
     explain: str | None,
@@ -55,6 +57,8 @@ def estimate_command(
         raise click.UsageError(_("either SPEC or --jobs FILE is required"))
     if jobs is not None and chip is not None:
         raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
+    if jobs is not None and objective is not None:
+        raise click.UsageError(_("--objective requires SPEC: job records are not ranked"))
     if jobs is not None and _is_given("top"):
         raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
     if jobs is not None:
@@ -65,7 +69,7 @@ def estimate_command(
     assert spec is not None
     if spec.endswith(".jsonl"):
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
-    _estimate_spec(spec, data, chip, top, explain, form, without, every=every)
+    _estimate_spec(spec, data, chip, top, explain, form, without, every=every, objective=objective)
 
 
 def _is_given(option: str) -> bool:
@@ -114,8 +118,10 @@ def _estimate_spec(
     without: tuple[str, ...],
     *,
     every: bool,
+    objective: str | None,
 ) -> None:
     from flagcore import api
+    from flagcore.domain.price import TDP
     from flagcore.report.mixing import mixing_text
     from flagcore.report.text import (
         assumed_text,
@@ -128,7 +134,10 @@ def _estimate_spec(
 
     number = _number(explain)
     distinct = not every and explain is None
-    estimate = api.estimate(spec, chip=chip, top=max(top, number), distinct=distinct, without=without, data=data)
+    count = max(top, number)
+    estimate = api.estimate(
+        spec, chip=chip, top=count, distinct=distinct, objective=objective, without=without, data=data
+    )
     hardware = f"{estimate.devices} x {estimate.chip}"
     if explain is not None:
         number_of = len(estimate.candidates)
@@ -165,6 +174,8 @@ def _estimate_spec(
         columns |= {"SLO": "slo_text"}
     options.show_records(candidates if form == "table" else estimate.candidates, form, columns)
     if form == "table":
+        if any(each.get("energy_source") == TDP for each in candidates):
+            options.say("\n" + _("Energy is that of the devices at their TDP; they usually take less."))
         if estimate.assumed:
             options.show("\n" + assumed_text(estimate.assumed))
         for text in filter(None, (estimate.bottleneck, estimate.warning)):

@@ -18,7 +18,7 @@ import click
 from click import core, decorators, exceptions, formatting, parser, types
 
 from flagcore import __version__
-from flagcore.cli.options import say
+from flagcore.cli.options import FORMAT_OF_MESSAGES, say
 from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
 from flagcore.i18n.width import wrapped
@@ -27,6 +27,7 @@ COMMANDS = {
     "calibrate": "flagcore.cli.inspect",
     "compare": "flagcore.cli.compare",
     "completion": "flagcore.cli.inspect",
+    "dashboard": "flagcore.cli.dashboard",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.estimate",
@@ -94,13 +95,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             signal.signal(number, _interrupt)
     _configure_streams()
     _choose_language()
+    FORMAT_OF_MESSAGES.clear()
     try:
         arguments = list(argv) if argv is not None else None
         status = translated(flag).main(args=arguments, prog_name="flag", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
     except FlagError as error:
-        say(f"flag: {error}")
+        say(f"flag: {error}", "error")
         status = error.exit_code
         if type(error).exit_code == 1:
             raise
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         error.show()
         status = 2
     except (KeyboardInterrupt, click.Abort):
-        say(_("flag: interrupted"))
+        say(_("flag: interrupted"), "error")
         status = 130
     except BrokenPipeError:
         _discard_stdout()

@@ -82,6 +82,12 @@ def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -
     return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
 
 
+def objective(command: F) -> F:
+    """Add `--objective`."""
+    text = N_("Optimize this instead of the objective in the spec, such as cost.")
+    return click.option("--objective", metavar="NAME", help=text)(command)
+
+
 def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
     """Complete the name of a chip by its name or an alias."""
     from flagcore import api
@@ -177,8 +183,14 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
     return [{**record, key: separator.join(record[key])} for record in records]
 
 
-def say(text: str) -> None:
+FORMAT_OF_MESSAGES: list[Callable[[str, str], str]] = []
+"""Empty, or the function that formats messages, given the level and the text."""
+
+
+def say(text: str, level: str = "info") -> None:
     """Print a message to stderr; a closed stderr is ignored."""
+    for form in FORMAT_OF_MESSAGES:
+        text = form(level, text)
     with suppress(OSError, ValueError):
         click.echo(text, err=True)
 

@@ -14,6 +14,12 @@ from flagcore.cli import options
 from flagcore.i18n import N_, _
 
 
+def _watchers(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    from flagcore.plugins import WATCHERS, names
+
+    return [name for name in names(WATCHERS) if name.startswith(typed)]
+
+
 @click.command("tune")
 @options.tree
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
@@ -23,6 +29,13 @@ from flagcore.i18n import N_, _
     "--fidelity",
     type=click.Choice(("estimate", "probe", "run")),
     help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
+)
+@options.objective
+@click.option(
+    "--watch", multiple=True, metavar="NAME", shell_complete=_watchers, help="Send events to a watcher (repeatable)."
+)
+@click.option(
+    "--log-format", type=click.Choice(("text", "json")), default="text", help="Format of stderr [default: text]."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
@@ -34,6 +47,9 @@ def tune_command(
     new: bool,
     storage: str | None,
     fidelity: str | None,
+    objective: str | None,
+    watch: tuple[str, ...],
+    log_format: str,
     quiet: bool,
     verbose: bool,
     form: str,
@@ -48,6 +64,7 @@ def tune_command(
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore import api
+    from flagcore.cli.json_log import json_lines
     from flagcore.cli.progress import progress
     from flagcore.errors import Interrupted
     from flagcore.report.formats import fitted
@@ -56,8 +73,9 @@ def tune_command(
     spec, data = source
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
+    shown = json_lines(sys.stderr, quiet) if log_format == "json" else progress(sys.stderr, quiet, verbose)
     try:
-        with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # tables in saved files are not wrapped
+        with fitted(None), shown as on_event:  # tables in saved files are not wrapped
             outcome = api.tune(
                 spec,
                 run_dir=run_dir,
@@ -65,7 +83,9 @@ def tune_command(
                 without=without,
                 storage=storage,
                 fidelity=fidelity,
+                objective=objective,
                 on_event=on_event,
+                watch=watch,
                 data=data,
             )
     except Interrupted as error:

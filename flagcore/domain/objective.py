@@ -6,6 +6,10 @@ from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
 from flagcore.domain.trial import Measurement
 
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
+COST = "cost"
+CHEAPEST = {"train": TOKENS_PER_SECOND_PER_DEVICE, "serve": "output_tokens_per_s_per_device"}
+"""What COST stands for in a spec, by kind of job: all devices in use are paid, so the most tokens per device are the
+cheapest. Training uses all devices of the spec, a server those of its instances."""
 SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
 """The objectives of serving. A latency without a statistic means its mean."""
 

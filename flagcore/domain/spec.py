@@ -33,10 +33,12 @@ SettingValue: TypeAlias = KnobValue | float
 class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
-    `groups` are node groups of different chips or speeds in the order of their ranks; they replace all other fields
-    except `hosts`, in the same order, and `nodes`, the number of hosts. A group has `envs`, its own variables, `name`,
-    empty for that of its chip, and `speed`, relative to the chip. The last `spares` of `hosts` replace hosts that fail.
-    Without further spares, trials run on at least `min_nodes` nodes; None: on all.
+    `groups` are node groups of different chips or speeds in the order of their ranks. They replace all other fields
+    except `grams_co2_per_kwh`, `hosts` (in the same order) and `nodes`, the number of hosts. A group has `envs`, its own
+    variables, `name`, empty for that of its chip, and `speed`, relative to the chip.
+
+    The last `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes`
+    nodes; None: on all.
     """
 
     chip: str = AUTO
@@ -49,6 +51,7 @@ class ClusterSpec:
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
+    grams_co2_per_kwh: float | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[ClusterSpec, ...] = ()
     name: str = ""

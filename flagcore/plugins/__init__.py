@@ -1,4 +1,4 @@
-"""Loads plugins, engines, launchers, strategies and importers by their entry points.
+"""Loads plugins, engines, launchers, strategies, importers and watchers by their entry points.
 
 `load_plugins` returns the hooks of all plugins as typed methods; `workload`, `launcher` and `strategy` return the
 object with a name. Plugins that fail are left out and reported as a `PluginFailure`.
@@ -8,6 +8,7 @@ from flagcore.plugins.entry_points import (
     IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
+    WATCHERS,
     WORKLOADS,
     engines,
     importer,
@@ -15,6 +16,7 @@ from flagcore.plugins.entry_points import (
     launcher,
     names,
     strategy,
+    watcher,
     workload,
     workload_of,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "IMPORTERS",
     "LAUNCHERS",
     "STRATEGIES",
+    "WATCHERS",
     "WORKLOADS",
     "LoadedPlugins",
     "Plugin",
@@ -39,6 +42,7 @@ __all__ = [
     "load_plugins",
     "names",
     "strategy",
+    "watcher",
     "workload",
     "workload_of",
 ]

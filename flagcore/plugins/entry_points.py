@@ -1,23 +1,28 @@
-"""Loads engines, launchers, strategies and importers, one object per entry point."""
+"""Loads engines, launchers, strategies, importers and watchers, one object per entry point."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
+from flagcore.domain.event import RunEvent
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.installed import installed, load_only, one_line, origins
+from flagcore.plugins.installed import BadPlugin, installed, load_only, one_line, origins
+from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.validation import check_protocol
 
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
+WATCHERS = "flagcore.watchers"
+HOOK = "flagcore_on_event"
+"""The hook of watchers."""
 
 
 def names(group: str) -> tuple[str, ...]:
@@ -105,7 +110,33 @@ def importer(name: str | None = None) -> Importer:
     return result
 
 
+def watcher(name: str) -> Callable[[RunEvent], None]:
+    """Return the hook `flagcore_on_event` of the watcher `name`, which raises the exceptions of the watcher.
+
+    Raises like `workload`.
+    """
+
+    def load(found: object) -> Plugin:
+        plugin = make_plugin(name, found)
+        if HOOK not in plugin.hooks:
+            raise BadPlugin(f"does not implement {HOOK}")
+        return plugin
+
+    plugin: Plugin = _checked(WATCHERS, "watcher", name, load, "--watch")
+
+    def call(event: RunEvent) -> None:
+        plugin.call(HOOK, {"event": event})
+
+    return call
+
+
 def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
+    """Return an object by its name, if it implements a protocol, see `workload`."""
+    return _checked(group, kind, name, partial(check_protocol, protocol), key)
+
+
+def _checked(group: str, kind: str, name: str, check: Callable[[object], Any], key: str) -> Any:
+    """Return what `check` makes of an object by its name, see `workload`."""
     points = installed(group).points
     if name not in points:
         similar = get_close_matches(name, points, n=3)
@@ -113,7 +144,7 @@ def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
         fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {installed_names}"
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
-        return check_protocol(protocol, load_only(points[name]))
+        return check(load_only(points[name]))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.objective import SERVING, is_rate, objective_value
+from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import RATES, ServeSpec
@@ -256,8 +256,13 @@ MIN_REQUESTS = {"p99": 100, "p90": 10}
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
+TRAINING_UNITS = {TOKENS_PER_SECOND_PER_DEVICE: "tokens/s/device", "step_time_s": "s/step"}
+
+
 def heading(objective: str) -> str:
     """Return the heading of an objective, with its unit."""
+    if objective in TRAINING_UNITS:
+        return TRAINING_UNITS[objective]
     if objective in RATES:
         return SHORT_RATES[objective]
     figure, _, statistic = objective.partition(".")

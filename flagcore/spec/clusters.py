@@ -23,7 +23,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path,
         return ClusterSpec()
     lines = read_hosts(base / cluster.hostfile, file=file) if cluster.hostfile is not None else ()
     if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        return _groups(cluster, lines, file)
+        return replace(_groups(cluster, lines, file), grams_co2_per_kwh=cluster.grams_co2_per_kwh)
     if not lines:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = tuple(line.host for line in lines), lines[0].slots
@@ -50,7 +50,7 @@ def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> ClusterSpec:
     """Return a cluster of several groups: those of the section, or one for each type in the host file `lines`."""
-    others = cluster.model_fields_set - {"groups", "hostfile"}
+    others = cluster.model_fields_set - {"groups", "hostfile", "grams_co2_per_kwh"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
         problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"
@@ -112,6 +112,7 @@ def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
         nic_bytes_per_second=group.nic_bytes_per_second,
         nic_latency_seconds=group.nic_latency_seconds,
         price_per_device_hour=group.price_per_device_hour,
+        grams_co2_per_kwh=getattr(group, "grams_co2_per_kwh", None),
         envs=environment_of(group.envs, (*at, "envs"), file) if isinstance(group, GroupSection) else {},
         name=(group.name or "") if isinstance(group, GroupSection) else "",
         speed=group.speed if isinstance(group, GroupSection) else 1.0,

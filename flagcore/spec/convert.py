@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.objective import CHEAPEST, COST
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, Control, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.clusters import cluster_of, environment_of, size_of
@@ -72,7 +73,8 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     }
     fields = convert_all(valid, problems)
     tuner = document.auto_tuner
-    spec = Spec(**fields, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    objective = _objective(document, fields["cluster"], file)
+    spec = Spec(**fields, objective=objective, strategy=tuner.strategy, launcher=tuner.launcher)
     for nodes in spec.control.trial_nodes:
         if problem := _trial_nodes_problem(spec, nodes):
             fix = _("give a divisor of cluster.nodes, such as {number}", number=_largest_share(spec.cluster.nodes))
@@ -217,6 +219,18 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
         return TrainSpec(**fields)
     directory = (base / (train.directory or ".")).resolve()
     return TrainSpec(**fields, command=tuple(train.command), directory=str(directory))
+
+
+def _objective(document: Document | ServeDocument, cluster: ClusterSpec, file: str) -> str:
+    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices."""
+    name = str(document.auto_tuner.objective)
+    if name != COST:
+        return name
+    if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):
+        key = "cluster.groups[].price_per_device_hour" if cluster.groups else "cluster.price_per_device_hour"
+        fix = _("give {key}, or another objective", key=key)
+        raise spec_error("auto_tuner.objective", _("needs the price of all devices"), value=name, fix=fix, file=file)
+    return CHEAPEST["serve" if isinstance(document, ServeDocument) else "train"]
 
 
 def _control(control: ControlSection, file: str) -> Control:

@@ -46,6 +46,7 @@ Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Latency = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0.01, le=100)]
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
+Grams = Annotated[float, Field(ge=0, le=10_000)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
 _CONTROL = ControlSpec()
@@ -146,6 +147,8 @@ class ClusterSection(NodesSection):
     """Number of spare hosts, which replace hosts that fail."""
     min_nodes: Devices | None = None
     """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
+    grams_co2_per_kwh: Grams | None = None
+    """Carbon dioxide in grams per kWh of the electricity, for the emissions of tokens and of `planned_steps`."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`; null: those of
     the types in `hostfile`, or identical nodes."""
@@ -245,8 +248,9 @@ class TunerSection(SearchSection):
     """The configuration to which the gain is relative; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
     """Budget of the search."""
-    objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
-    """The figure to optimize: tokens per second and device (maximized), or seconds per step (minimized)."""
+    objective: Literal["tokens_per_second_per_device", "step_time_s", "cost"] = "tokens_per_second_per_device"
+    """The figure to optimize: tokens per second and device (maximized), seconds per step (minimized), or cost. All
+    candidates use all devices, so the one with the most tokens per second has the lowest cost of tokens."""
 
 
 class CommonSection(Section):

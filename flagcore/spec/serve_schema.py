@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, create_model
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.objective import SERVING
+from flagcore.domain.objective import COST, SERVING
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Precision
 from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, serving_types
@@ -152,6 +152,9 @@ class ServeControlSection(BudgetSection):
     """Fidelity of trials: predictions only, or real servers under load."""
 
 
+OBJECTIVES = (*SERVING, COST)
+
+
 class ServeTunerSection(SearchSection):
     """The search."""
 
@@ -164,8 +167,9 @@ class ServeTunerSection(SearchSection):
     """The configuration to which the gain is relative; null: an expert's layout on all devices."""
     control: ServeControlSection = ServeControlSection()
     """Budget of the search."""
-    objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
-    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given)."""
+    objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
+    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
+    that of an output token on the devices that a configuration uses, so it maximizes output_tokens_per_s_per_device."""
 
 
 class ServeDocument(CommonSection):

@@ -33,7 +33,8 @@ faster one."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
-POWER, JOULES = "power_watts", "joules_per_output_token"
+POWER, STEP_POWER, JOULES = "power_watts", "step_power_watts", "joules_per_output_token"
+"""The names of the power of a device in telemetry, of its power after the warm-up steps, and of a figure of a load."""
 POWER_LIMIT = "power_limit_watts"
 """The name of the power limit in telemetry. It is a setting, for which no peak is reported."""
 MAX_SHARE_BEFORE = 0.1
@@ -56,11 +57,11 @@ def measure(
     stopped = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
-            readings.take()
-            steps = progress() if best or wanted else ()
+            steps = progress()
             if limit is not None:
                 warmup = warmup_steps(steps, most_warmup)
                 wanted = limit - most_warmup + warmup
+            readings.take(in_steps=len(steps) > warmup)
             stopped = wanted is not None and len(steps) >= wanted
             if not stopped and best and _is_too_slow(steps, warmup, best, scale):
                 faster = best
@@ -244,8 +245,11 @@ class _Readings:
         self._used_before = math.inf
         """The maximum memory in use of a device at the first reading."""
 
-    def take(self) -> None:
-        """Read all devices, at most once per second. A reader that raises is not called again."""
+    def take(self, *, in_steps: bool) -> None:
+        """Read all devices, at most once per second. A reader that raises is not called again.
+
+        With `in_steps`, power counts as that of measured steps.
+        """
         if time.monotonic() < self._next_time:
             return
         self._next_time = time.monotonic() + 1.0
@@ -253,7 +257,9 @@ class _Readings:
             try:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
-                        self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
+                        names = (name, STEP_POWER) if name == POWER and in_steps else (name,)
+                        for each in names:
+                            self._samples.setdefault(number, {}).setdefault(each, []).append(float(value))
                         if name == POWER:
                             self._power.setdefault(number, []).append((self._next_time - 1.0, float(value)))
             except Exception as error:

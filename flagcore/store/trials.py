@@ -65,7 +65,7 @@ class OptunaStore:
         with self._errors_as_run_error():
             if url is None:
                 _drop_incomplete_line(path / JOURNAL)
-            self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
+            self._storage = optuna.storages.get_storage(url or open_journal(path / JOURNAL))
             self._study = optuna.create_study(
                 storage=self._storage,
                 study_name=run,
@@ -146,7 +146,7 @@ class OptunaStore:
         for frozen in self._study.get_trials(deepcopy=False):
             if frozen.state is not OptunaState.RUNNING:
                 continue
-            trial = _from_frozen(frozen)
+            trial = from_frozen(frozen)
             if "result" in frozen.user_attrs:
                 self._close_in_optuna(trial)
             else:
@@ -166,7 +166,7 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
     try:
         if url is None:
             open_regular(file).close()
-        storage = optuna.storages.get_storage(url or _journal(file))
+        storage = optuna.storages.get_storage(url or open_journal(file))
         return _finished(optuna.load_study(study_name=run, storage=storage))
     except KeyError:
         if url is None:
@@ -179,7 +179,7 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
 
 def _finished(study: optuna.Study) -> tuple[Trial, ...]:
     frozen = study.get_trials(deepcopy=False)
-    return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
+    return tuple(from_frozen(each) for each in frozen if "result" in each.user_attrs)
 
 
 def _drop_incomplete_line(file: Path) -> None:
@@ -193,7 +193,8 @@ def _drop_incomplete_line(file: Path) -> None:
                 journal.truncate(size)
 
 
-def _journal(file: Path) -> JournalStorage:
+def open_journal(file: Path) -> JournalStorage:
+    """Return the storage of a journal, which is created if it is missing."""
     return JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))))
 
 
@@ -213,7 +214,8 @@ def _result(trial: Trial) -> dict[str, Any]:
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
 
 
-def _from_frozen(frozen: FrozenTrial) -> Trial:
+def from_frozen(frozen: FrozenTrial) -> Trial:
+    """Return a trial from its entry in the study. Raises ValueError, KeyError for an invalid entry."""
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     for knob, value in attributes["candidate"].items():
         if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):

@@ -526,3 +526,23 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
     assert line.startswith("device 2 of c runs at 0.4x")
+
+
+def test_power_in_measured_steps_is_told_apart_from_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
+    reader = Reader(*({"power_watts": watts} for watts in (100.0, 100.0, 500.0, 600.0, 550.0)))
+    platform = small.platform(TASK, telemetry=(reader,), read_devices=devices(0))
+
+    class Starting(Engine):
+        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+            done = iter([(), (9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
+            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
+
+    done = measured(Ran(ended(), polls=4), tmp_path, Starting(), platform=platform).measurement
+    assert done is not None
+    telemetry = done.telemetry
+    assert telemetry["step_power_watts"] == 550.0
+    assert telemetry["power_watts"] < 550.0

@@ -62,7 +62,7 @@ UNNAMED = Path("spec")
 def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the file of a spec, and its content: `data`, if given. Raises SpecError."""
     if isinstance(spec, Mapping):
-        return UNNAMED, dict(plain(spec, file=str(UNNAMED)))
+        return UNNAMED, dict(plain(spec if data is None else data, file=str(UNNAMED)))
     file = Path(spec)
     return file, spec_as_data(file) if data is None else dict(data)
 
@@ -78,6 +78,13 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     control = {key: value for key, value in old_control.items() if key != "fidelity"}
     control |= {} if fidelity is None else {"fidelity": fidelity}
     return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def with_objective(data: Mapping[str, Any], objective: str | None) -> dict[str, Any]:
+    """Return a spec's data with this objective; None keeps that of the spec."""
+    if objective is None:
+        return dict(data)
+    return {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "objective": objective}}
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,17 @@ def read_command(
     command, envs = _split(words)
     path = os.path.abspath(model) if model is not None else None
     data, notes = workload.read_command(command, Path.cwd(), path)
+    return imported(data, notes, chip, envs)
+
+
+def imported(
+    data: dict[str, Any], notes: Sequence[ImportNote], chip: str | None, envs: Mapping[str, str]
+) -> ImportedCommand:
+    """Return a checked spec for the data of a command, with a chip and with variables. Raises SpecError."""
     if chip is not None:
         data["cluster"]["chip"] = chip
     if envs:
-        data["envs"] = envs
+        data["envs"] = dict(envs)
     try:
         validate_engines(data, file=Path(), base=Path())
     except SpecError as error:

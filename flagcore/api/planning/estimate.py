@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records, read_spec
-from flagcore.api.common.inputs import SpecLike, loaded_plugins
+from flagcore.api.common.inputs import SpecLike, loaded_plugins, spec_data, with_objective
 from flagcore.api.planning.cheapest_change import cheapest_change
 from flagcore.api.planning.efficiency import bottleneck_text, mfu_warning
 from flagcore.api.planning.mixing import mixing_of
@@ -89,15 +89,18 @@ def estimate(
     chip: str | None = None,
     top: int = 10,
     distinct: bool = False,
+    objective: str | None = None,
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
     With `distinct`, these are the fastest of each layout, and `variants` is the number of further candidates with the
-    layout. `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the
-    errors of `flagcore.errors`.
+    layout. `chip` and `objective` replace those of the spec, `data` is the content of the file if it was imported.
+    Raises the errors of `flagcore.errors`.
     """
+    if objective is not None:
+        data = with_objective(spec_data(spec, data)[1], objective)
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     if not problem.pruned.open_rows.size:
         cluster = problem.platform.task.spec.cluster

@@ -103,14 +103,21 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
-def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float]:
-    """Return the cost of a trial in the format of result.json, as measured or else as predicted."""
+def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return the cost of a trial in the format of result.json, as measured or else as predicted.
+
+    The power is the mean of all devices in measured steps. For a server it follows from the joules per output token.
+    """
     predicted, measured = trial["predicted"], trial["measured"]
     if not measured:
         return {name: predicted[name] for name in COST if name in predicted}
     name = "output_tokens_per_s_per_device"
-    rate = measured.get("figures", {}).get(name, measured["tokens_per_second_per_device"])
-    return cost_figures(problem.platform.task, measured["step_time_s"]["median"], rate)
+    figures = measured.get("figures", {})
+    rate = figures.get(name, measured["tokens_per_second_per_device"])
+    joules, watts = figures.get("joules_per_output_token"), measured["telemetry"].get("step_power_watts")
+    if joules is not None and name in figures:
+        watts = joules * rate
+    return cost_figures(problem.platform.task, measured["step_time_s"]["median"], rate, watts)
 
 
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:

@@ -23,6 +23,7 @@ from flagcore.api.common.inputs import (
     warn_about_problem,
     with_absolute_paths,
     with_fidelity,
+    with_objective,
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
@@ -30,6 +31,7 @@ from flagcore.api.hardware.host_telemetry import host_telemetry
 from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
+from flagcore.api.tuning.watch import Watchers
 from flagcore.calibration import Experience
 from flagcore.contracts import (
     CommandChanges,
@@ -72,18 +74,22 @@ def tune(
     without: Collection[str] = (),
     storage: str | None = None,
     fidelity: str | None = None,
+    objective: str | None = None,
     on_event: OnEvent | None = None,
+    watch: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Tune a spec (a file or its data) and save all files in `run_dir` (default: `runs/` and the name of the file).
 
     An existing run is resumed; with `new` it is moved aside. `without` names plugins to disable, `storage` an Optuna
-    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec; a run may be
-    resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `data` is the content of the file
-    if it was imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
+    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) and `objective` override the spec; a
+    run may be resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `watch` names watchers,
+    such as `webhook`, which get events and cannot delay or stop the run. `data` is the content of the file if it was
+    imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
     the errors of `flagcore.errors`; the result is written if a trial has run.
     """
     file, data = spec_data(spec, data)
+    data = with_objective(data, objective)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
     def tune_one(some: Mapping[str, Any], folder: Path, on_start: Callable[[], None] = lambda: None) -> Outcome:
@@ -92,7 +98,7 @@ def tune(
             if on_event:
                 on_event(event)
 
-        return _EngineRun(some, file, folder, new, without, storage, fidelity).tune(on_each)
+        return _EngineRun(some, file, folder, new, without, storage, fidelity, watch).tune(on_each)
 
     if len(engines) < 2:
         return tune_one(data, directory)
@@ -113,6 +119,7 @@ class _EngineRun:
         without: Collection[str],
         storage: str | None,
         fidelity: str | None,
+        watch: Collection[str],
     ) -> None:
         spec = parsed(data, file=str(file), base=file.parent, without=without)
         if fidelity is not None:
@@ -123,6 +130,7 @@ class _EngineRun:
         self.workload = plugins.workload_of(spec.work)
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
+        self.watchers = Watchers(watch)
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
@@ -130,13 +138,14 @@ class _EngineRun:
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
-        with ExitStack() as agents, loaded_plugins(self.without) as loaded:
+        with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._require_hosts(agents))
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))
                 outcome = self._save(result)
+                self.watchers.finish(outcome.data)
             finally:
                 self.directory.close()
         _raise_failure(result, outcome)
@@ -187,13 +196,17 @@ class _EngineRun:
         return baseline if same_spec else self.spec.baseline
 
     def _dependencies(self, loaded: LoadedPlugins, on_event: OnEvent) -> Dependencies:
+        def on_each(event: Event) -> None:
+            self.watchers.on_event(event)
+            on_event(event)
+
         return Dependencies(
             plugins=loaded,
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
             open_store=self._open_store,
-            on_event=on_event,
+            on_event=on_each,
             past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
             probe_strategy=plugins.strategy(PROBE_STRATEGY),
         )
@@ -223,6 +236,7 @@ class _EngineRun:
             )
             warn([text + "; " + _("--new starts over")])
         write_spec(directory.path, self.data, self.base)
+        self.watchers.begin(self.name, str(directory.path.resolve()), problem.platform.task, self.data)
         return store
 
     def _save(self, result: TuneResult) -> Outcome:

@@ -1,0 +1,1 @@
+"""`flag dashboard`: running and finished runs in a browser."""

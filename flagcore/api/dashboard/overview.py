@@ -1,0 +1,171 @@
+"""The runs below a folder in a few figures each, without writing to them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from flagcore.api.common.runs import RESULT, count_trials
+from flagcore.domain.objective import CHEAPEST, COST, SERVING, TOKENS_PER_SECOND_PER_DEVICE, objective_value
+from flagcore.domain.trial import FIDELITIES, RUN, Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.i18n import N_, _
+from flagcore.report.formats import shown
+from flagcore.report.page.run import json_file
+from flagcore.report.text import candidate_text, heading, stop_reason
+from flagcore.stages.learn import learn
+from flagcore.store.directory import RunDirectory
+from flagcore.store.studies import Studies
+from flagcore.store.trials import JOURNAL
+
+RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
+ELSEWHERE = N_("running or lost on {host}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A trial that runs: its number, its candidate in words, and when it began, in seconds since the epoch."""
+
+    number: int
+    text: str
+    began: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine:
+    """A run in the overview. `study` is its number in Optuna's dashboard, None if its trials are stored elsewhere.
+
+    `best` is the best value with the number of its trial. `changed` is the time of the last change in
+    seconds since the epoch. `note` is why it stopped, or why it cannot be read.
+    """
+
+    name: str
+    state: str
+    note: str = ""
+    study: int | None = None
+    ended: int = 0
+    failed: int = 0
+    running: tuple[Running, ...] = ()
+    best: str = ""
+    changed: float = 0.0
+
+
+def overview(studies: Studies) -> list[RunLine]:
+    """Return a line per run, those changed last first."""
+    lines = [_line(studies, name, folder) for name, folder in studies.folders().items()]
+    return sorted(lines, key=lambda line: (not line.running, -line.changed, line.name))
+
+
+def links_out(folder: Path, root: Path) -> list[str]:
+    """Return the links in a run's folder that lead out of `root`; its trials' logs are checked by the report."""
+    trials = folder / "trials"
+    places = (folder, folder / "best", trials, *(Path(each) for each in _entries(trials) if each.is_dir()))
+    links = [Path(each) for place in places for each in _entries(place) if each.is_symlink()]
+    return [link.name for link in links if not _is_inside(link, root)]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _is_inside(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(root)
+    except (OSError, RuntimeError):
+        return False
+
+
+def _line(studies: Studies, name: str, folder: Path) -> RunLine:
+    try:
+        study = studies.study(name, folder)
+        pairs = study.trials() if study else []
+        result, holder = _result(folder), RunDirectory(folder).holder()
+    except (RunError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return RunLine(name=name, state=_("cannot be read"), note=str(error), changed=_changed(folder))
+    ended = [trial for trial, _public in pairs if trial.state is not TrialState.RUNNING and not trial.source]
+    running = [pair for pair in pairs if pair[0].state is TrialState.RUNNING] if holder else []
+    objective = result.objective or (study.objective if study else "")
+    state = _state(result, len(ended), holder)
+    return RunLine(
+        name=name,
+        state=_(state, host=holder[1] if holder else ""),
+        note=result.stopped_because if state == FINISHED else "",
+        study=study.identifier if study else None,
+        ended=len(ended) if study else result.ended,
+        failed=sum(trial.state.failed for trial in ended),
+        running=tuple(
+            Running(
+                number=trial.number,
+                text=candidate_text(trial.candidate, {}),
+                began=public.datetime_start.timestamp() if public.datetime_start else None,
+            )
+            for trial, public in running
+        ),
+        best=_best(ended, objective),
+        changed=_changed(folder),
+    )
+
+
+def _state(result: _Result, ended: int, holder: tuple[int, str] | None) -> str:
+    """Return the state of a run. Whether a process of another host still runs is unknown."""
+    if holder and holder[1] == os.uname().nodename:
+        return RUNNING
+    if result.stopped_because and result.ended >= ended:
+        return FINISHED
+    return ELSEWHERE if holder else INTERRUPTED
+
+
+def _best(ended: list[Trial], objective: str) -> str:
+    """Return the value and the number of the best trial, as in result.json."""
+    fidelity = max((each.fidelity for each in ended), key=FIDELITIES.index, default=RUN)
+    state = learn(ended, fidelity)
+    best = state.reported_trial(state.best)
+    if best is None or best.measurement is None:
+        return ""
+    serves = bool(best.measurement.figures)
+    if objective == COST:
+        objective = CHEAPEST["serve" if serves else "train"]
+    objective = objective or (SERVING[0] if serves else TOKENS_PER_SECOND_PER_DEVICE)
+    value = objective_value(objective, 1.0 / state.speed_of(best.candidate), best.measurement)
+    return _("{value} (trial {number})", value=f"{shown(value)} {heading(objective)}", number=best.number)
+
+
+def _changed(folder: Path) -> float:
+    times = [os.lstat(file).st_mtime for name in (RESULT, JOURNAL) if os.path.lexists(file := folder / name)]
+    return max(times, default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """The figures of result.json that the overview shows."""
+
+    stopped_because: str = ""
+    objective: str = ""
+    ended: int = 0
+
+
+def _result(folder: Path) -> _Result:
+    file = folder / RESULT
+    try:
+        status = os.lstat(file)
+    except OSError:
+        return _Result()
+    return _Result() if stat.S_ISLNK(status.st_mode) else _read_result(file, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(maxsize=1024)
+def _read_result(file: Path, changed: int, inode: int) -> _Result:
+    """Return the figures of result.json; `changed` and `inode` identify its content."""
+    data = json_file(file)
+    parts = [each for each in (data.get("engines") or {}).values() if "error" not in each] or [data]
+    return _Result(
+        stopped_because=stop_reason(data),
+        objective=str((data.get("objective") or {}).get("name") or ""),
+        ended=sum(map(count_trials, parts)),
+    )

@@ -1,0 +1,48 @@
+"""Sends each event as JSON to the URL in FLAGCORE_WEBHOOK_URL, with one line of `text` that chat tools show."""
+
+from __future__ import annotations
+
+import json
+import os
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from flagcore.domain.event import RUN_FINISHED, TRIAL_FINISHED, RunEvent
+from flagcore.hooks import hookimpl
+
+URL = "FLAGCORE_WEBHOOK_URL"
+TIMEOUT_SECONDS = 10.0
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirect is an error: the event would be lost."""
+
+    def redirect_request(self, *arguments: object, **named: object) -> None:
+        return None
+
+
+_OPENER = build_opener(_NoRedirect)
+
+
+@hookimpl
+def flagcore_on_event(event: RunEvent) -> None:
+    """Post an event. Raises OSError if the server does not accept it, ValueError without a URL."""
+    url = os.environ.get(URL, "")
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"set {URL} to the http(s) URL that takes the events")
+    body = json.dumps({"text": text(event), **event.as_dict()}, ensure_ascii=False).encode()
+    headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "flagcore"}
+    with _OPENER.open(Request(url, data=body, headers=headers, method="POST"), timeout=TIMEOUT_SECONDS):
+        pass
+
+
+def text(event: RunEvent) -> str:
+    """Return an event in one line."""
+    words = [event.run, event.kind.replace("_", " ")]
+    if event.trial:
+        words.append(f"{event.trial['number']}: {event.trial['state']}")
+    if event.best and event.kind in (TRIAL_FINISHED, RUN_FINISHED):
+        rate = (event.best.get("measured") or {}).get("tokens_per_second_per_device")
+        value = "" if rate is None else f", {rate:.4g} tokens/s/device"
+        words.append(f"(best: trial {event.best['number']}{value})")
+    return " ".join(words)

@@ -1,0 +1,5 @@
+"""A project and the command line."""
+
+from tests.cli.conftest import flag, project
+
+__all__ = ["flag", "project"]
