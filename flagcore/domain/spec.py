@@ -34,7 +34,7 @@ class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
     `groups` are node groups of different chips or speeds in the order of their ranks. They replace all other fields
-    except `grams_co2_per_kwh`, `hosts` (in the same order) and `nodes`, the number of hosts. A group has its own `envs`,
+    except `grams_co2_per_kwh`, `hosts` (in the same order) and `nodes`, the number of hosts. A group has own `envs`,
     a `name`, empty for that of its chip, and a `speed` relative to the chip.
 
     The last `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes`
