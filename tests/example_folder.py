@@ -28,7 +28,7 @@ OWN = "own"
 """The run of the tutorial's `own.yaml`, with a torchrun that prints Megatron's log lines."""
 OWN_FILES = ("docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
-ALSO = ("train-cpu", "node")
+ALSO = ("train-cpu", "node", "other")
 """Further names of the same run on other pages."""
 
 

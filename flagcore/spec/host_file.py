@@ -1,4 +1,4 @@
-"""Reads host files: one `host slots=8 type=LABEL` per line, as in MPI and FlagScale."""
+"""Reads host files: one `host slots=8 type=LABEL` per line, as in MPI."""
 
 from __future__ import annotations
 

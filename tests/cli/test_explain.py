@@ -172,7 +172,7 @@ def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project
 
 
 @pytest.mark.parametrize(
-    "requested",
+    "typed",
     ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
 )
 def test_a_candidate_may_be_typed_with_any_spacing_and_case(

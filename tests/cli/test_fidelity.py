@@ -53,7 +53,7 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag
     completed = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir))
     assert completed.code == 0, completed.err
     assert "Best predicted configuration on 1024 x H100-SXM: " in completed.out
-    assert completed.out.splitlines()[1].startswith("  Speed: ~")
+    assert any(line.startswith("  Speed: ~") for line in completed.out.splitlines())
     assert completed.out.strip() == (project.run_dir / "report.txt").read_text().strip()
     result = project.result()
     assert result["fidelity"] == "estimate"
