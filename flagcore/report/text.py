@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -330,7 +331,10 @@ def load_text(point: Mapping[str, Any]) -> str:
     """Return the load of a load point."""
     if "concurrency" in point:
         return _("{count} clients", count=f"{point['concurrency']:g}")
-    return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
+    if "request_rate" not in point:
+        return ""
+    rate = point["request_rate"]
+    return _("all requests at once") if math.isinf(float(rate)) else _("{rate} requests/s", rate=rate)
 
 
 def serving_load_text(serve: ServeSpec) -> str:
