@@ -228,7 +228,7 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
     rate = lookup(record, "output_tokens_per_s")
     speed = _("time unknown") if time is None else _("~{seconds} s/step", seconds=f"{time:.4g}")
-    speed = _("~{rate} output tokens/s", rate=f"{rate:,.4g}") if rate is not None else speed
+    speed = _("~{rate} output tokens/s", rate=shown(rate)) if rate is not None else speed
     fits = ", " + _("does not fit") if lookup(record, "memory.fits") is False else ""
     return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory:.4g} GiB{fits}"
 
