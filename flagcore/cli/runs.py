@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def runs_rm(runs: tuple[Path, ...], yes: bool) -> None:
 
     for record in [record for each in runs for record in api.compare_runs([each])]:
         question = _("Delete {run} ({trials} trials)?", run=record["run"], trials=record.get("trials", "?"))
+        if not yes and not sys.stdin.isatty():
+            raise click.UsageError(_("{option} is required: stdin is not a terminal", option="--yes"))
         if yes or click.confirm(question, err=True):
             api.remove_run(record["run"])
             options.say(_("Deleted {run}.", run=record["run"]))

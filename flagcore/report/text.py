@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -227,7 +228,7 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
     rate = lookup(record, "output_tokens_per_s")
     speed = _("time unknown") if time is None else _("~{seconds} s/step", seconds=f"{time:.4g}")
-    speed = _("~{rate} output tokens/s", rate=f"{rate:,.4g}") if rate is not None else speed
+    speed = _("~{rate} output tokens/s", rate=shown(rate)) if rate is not None else speed
     fits = ", " + _("does not fit") if lookup(record, "memory.fits") is False else ""
     return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory:.4g} GiB{fits}"
 
@@ -330,7 +331,10 @@ def load_text(point: Mapping[str, Any]) -> str:
     """Return the load of a load point."""
     if "concurrency" in point:
         return _("{count} clients", count=f"{point['concurrency']:g}")
-    return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
+    if "request_rate" not in point:
+        return ""
+    rate = point["request_rate"]
+    return _("all requests at once") if math.isinf(float(rate)) else _("{rate} requests/s", rate=rate)
 
 
 def serving_load_text(serve: ServeSpec) -> str:

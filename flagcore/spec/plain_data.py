@@ -94,7 +94,7 @@ class _Copier:
             return int(value)
         if isinstance(value, float):
             if not isfinite(value):
-                raise self.error(path, "must be a finite number", value=value, fix="use a finite number")
+                raise self.error(path, "is not finite", value=value, fix="use a finite number")
             return float(value)
         kind = type(value).__name__
         raise self.error(path, f"is of type {kind}", fix="use text, a number, true, false, null, a list or a mapping")

@@ -153,7 +153,7 @@ def test_a_path_that_is_not_a_file(name: str, flag: Flag, tmp_path: Path) -> Non
     path = PATHS[name](tmp_path)
     refused(flag("estimate", path), 2)
     refused(flag("tune", path), 2)
-    refused(flag("run", path), 2, "launch.json")
+    refused(flag("run", path), 2, "is not a run")
     refused(flag("estimate", "--jobs", path) if name not in ("a pipe", "a device") else flag("run", path), 2)
 
 

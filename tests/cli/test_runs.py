@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +79,14 @@ def test_only_the_files_of_a_run_that_is_not_in_progress_are_deleted(flag: Flag,
     assert not second.exists()
     assert flag("runs", "rm", "--yes", str(two_runs)).code == 2
     assert two_runs.exists()
+
+
+def test_without_a_terminal_a_run_is_deleted_only_with_yes(flag: Flag, project: Project, monkeypatch: Any) -> None:
+    run = project.folder / "runs" / "plan"
+    assert flag("tune", project.spec(), "--fidelity", "estimate", "--run-dir", str(run), "-q").code == 0
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        refused = flag("runs", "rm", str(run))
+    assert refused.code == 2
+    assert "--yes" in refused.err
+    assert (run / "result.json").exists()

@@ -12,6 +12,7 @@ from flagcore.report.page.markdown import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
+from flagcore.report.text import candidate_line, load_text
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -137,3 +138,14 @@ def test_the_front_holds_the_pareto_optimal_points() -> None:
     assert [point["trial"] for point in shown] == [1, 2]
     assert shown[1]["tpot_s"] == {"p50": 0.001}
     assert [point["output_tokens_per_s_per_user"] for point in shown] == [300.0, 1000.0]
+
+
+def test_a_load_without_a_rate_limit_shows_no_infinite_rate() -> None:
+    assert "4.0" in load_text({"request_rate": 4.0})
+    texts = [load_text({"request_rate": rate}) for rate in (float("inf"), "inf")]
+    assert all(text and "inf" not in text for text in texts)
+
+
+def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:
+    record = {"candidate": {}, "output_tokens_per_s": 10_891.4, "memory": {"device_used_gib": 1.0}}
+    assert "10,891" in candidate_line("baseline", record, {})

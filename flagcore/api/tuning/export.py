@@ -41,7 +41,7 @@ from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
 from flagcore.stages.launch import planned_launch
-from flagcore.store.directory import writable, write
+from flagcore.store.directory import IDENTITY, writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -188,6 +188,10 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
         texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
         return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
+        known = (IDENTITY, "result.json", "best/launch.json")
+        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in known):
+            problem = _("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=run_dir)
+            raise RunError(problem) from None
         reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
         raise RunError(problem) from None

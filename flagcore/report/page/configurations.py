@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from flagcore.domain.trial import ESTIMATE
-from flagcore.i18n import _
+from flagcore.i18n import _, ngettext
 from flagcore.report.causes import causes_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
@@ -58,7 +58,8 @@ def configurations(run: RunData) -> Chart | None:
     rows = [list(_row(run, trial, figures, chosen[0][1])) for trial, figures in chosen]
     summary = _("{count} of {total} configurations, the best first.", count=len(chosen), total=len(run.trials))
     if len(known) < len(run.trials):
-        summary += " " + _("{count} have no measurement.", count=len(run.trials) - len(known))
+        missing = len(run.trials) - len(known)
+        summary += " " + ngettext("{count} has no measurement.", "{count} have no measurement.", missing)
     return Chart(
         title=_("The fastest configurations"),
         summary=summary + " " + _bounds_text(run),
