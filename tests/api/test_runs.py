@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import flagcore
+from flagcore.api.reporting.run_list import remove_run
 from flagcore.errors import RunError
 from flagcore.store.trials import OptunaStore
 from tests.cli.conftest import Project
@@ -101,3 +102,19 @@ def test_a_journal_that_is_not_a_file_is_refused_immediately(project: Project, m
     make(project.run_dir / "journal.log")
     with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
         flagcore.load_run(project.run_dir)
+
+
+def test_only_runs_and_their_own_engines_are_removed(tmp_path: Path) -> None:
+    other, run, foreign = (tmp_path / name for name in ("other", "run", "foreign"))
+    for folder in (other, run, run / "own"):
+        folder.mkdir()
+        (folder / "task.json").write_text('{"run": "r", "task": {}, "fixed": {}}')
+    (run / "result.json").write_text(json.dumps({"engines": {"own": {}, "../other": {}, str(other): {}}}))
+    remove_run(run)
+    assert not run.exists()
+    assert (other / "task.json").exists()
+    (foreign / "trials").mkdir(parents=True)
+    (foreign / "task.json").write_text('{"title": "of another program"}')
+    with pytest.raises(RunError):
+        remove_run(foreign)
+    assert (foreign / "trials").exists()

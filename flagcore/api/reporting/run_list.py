@@ -81,9 +81,9 @@ def remove_run(folder: Path | str) -> None:
         raise RunError(_("{folder} is a link or the working directory: delete it yourself", folder=place))
     if _is_locked(place):
         raise RunError(_("{folder} is in progress: stop it first", folder=place))
-    engines = [place / name for name in json_file(place / "result.json").get("engines") or ()]
-    for each in engines:
-        if _is_run(each):
+    engines = json_file(place / "result.json").get("engines") or ()
+    for each in place.iterdir():
+        if each.name in engines and _is_run(each):  # a result.json may name any path
             remove_run(each)
     for name in FILES:
         file = place / name
@@ -166,7 +166,9 @@ def _required(folder: Path) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / IDENTITY).is_file() or "schema_version" in json_file(folder / "result.json")
+    """Return whether flagcore wrote a run into a folder. Other programs have files of these names, too."""
+    is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
+    return is_claimed or "schema_version" in json_file(folder / "result.json")
 
 
 def _files(folder: Path) -> Iterator[Path]:
