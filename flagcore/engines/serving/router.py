@@ -123,7 +123,8 @@ class Router:
                 first = asyncio.ensure_future(_exchange(prefill, both))
                 try:
                     await _relay(decode, both, writer)
-                    await first
+                    with contextlib.suppress(Upstream):  # the answer has been sent
+                        await first
                 finally:
                     first.cancel()
                 return
@@ -211,11 +212,22 @@ async def _exchange(place: Place, request: Request) -> bytes:
 
 
 async def _relay(place: Place, request: Request, writer: asyncio.StreamWriter) -> None:
-    """Forward an instance's answer as it arrives."""
-    async with _sent(place, request) as reader:
-        while data := await reader.read(CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
+    """Forward an instance's answer as it arrives. Raises Upstream if nothing has arrived; otherwise the client gets
+    an incomplete answer.
+    """
+    has_begun = False
+    try:
+        async with _sent(place, request) as reader:
+            while data := await reader.read(CHUNK_BYTES):
+                has_begun = True
+                writer.write(data)
+                await writer.drain()
+    except Upstream:
+        if not has_begun:
+            raise
+    else:
+        if not has_begun:
+            raise Upstream(502, _problem(f"{place.url} closed the connection without an answer"))
 
 
 async def _reply(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:

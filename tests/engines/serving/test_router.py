@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ class Server:
 
     def __init__(self, name: str, status: int = 200) -> None:
         self.name, self.status, self.got = name, status, list[tuple[str, dict[str, Any], str]]()
+        self.dies_after: int | None = None
+        """The number of bytes of an answer before the connection is reset; None: it is not."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -26,7 +30,13 @@ class Server:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         self.got.append((head.split()[1], json.loads(body or "{}"), headers.get("x-request-id", "")))
         data = json.dumps({"from": self.name, "kv_transfer_params": PARAMS}).encode()
-        writer.write(f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        answer = f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        writer.write(answer[: self.dies_after])
+        if self.dies_after:
+            await asyncio.sleep(0.05)  # the router has forwarded these bytes
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if self.dies_after is not None:
+            writer.transport.abort()
         writer.close()
 
 
@@ -115,3 +125,28 @@ def test_a_refusal_of_the_prompt_is_the_answer(status: int) -> None:
         assert (await ask(port, prompt="a", max_tokens=8))[0] == 503
 
     routed("nixl", check, status)
+
+
+def test_an_instance_that_dies_before_its_answer_is_an_error() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[2].dies_after = servers[3].dies_after = 0
+        assert (await ask(port, prompt="a", max_tokens=8))[0] == 502
+
+    routed("folder", check)
+
+
+def test_a_part_of_an_answer_is_not_continued_by_an_error() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[2].dies_after = servers[3].dies_after = 50
+        with pytest.raises(json.JSONDecodeError) as caught:
+            await ask(port, prompt="a", max_tokens=8)
+        assert "HTTP" not in caught.value.doc
+
+    routed("folder", check)
+
+
+def test_an_answer_is_not_followed_by_the_refusal_of_the_other_instance() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        assert await ask(port, path="/generate", input_ids=[1]) == (200, {"from": "d0", "kv_transfer_params": PARAMS})
+
+    routed("bootstrap", check, 503)
