@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
+from itertools import accumulate
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.knobs import columns as row_of
-from flagcore.engines.megatron.meshes import MESHES, OWN, PP, SPLIT, Meshes, groups_of_row
+from flagcore.engines.megatron.meshes import MESHES, OWN, PP, SPLIT, Meshes, encoded, groups_of_row
 from flagcore.errors import SpecError
 
 EQUAL = "mesh_equal_sizes"
@@ -65,11 +64,21 @@ def hosts_of(task: Task, candidate: Candidate) -> tuple[str, ...]:
     cluster = task.spec.cluster
     if not cluster.groups:
         return cluster.hosts[: cluster.nodes]
-    ends = np.cumsum([group.nodes for group in cluster.groups])
-    order = groups_of_row(task, row_of(task, candidate.as_dict()))
-    return tuple(
-        host for group in order for host in cluster.hosts[ends[group] - cluster.groups[group].nodes : ends[group]]
-    )
+    return tuple(cluster.hosts[node] for node in _in_order(task, candidate, [each.nodes for each in cluster.groups]))
+
+
+def devices_of(task: Task, candidate: Candidate) -> dict[int, int]:
+    """Return the device of each rank, numbered over all nodes in the order of the node groups; empty for one group."""
+    if len(task.cluster.groups) == 1:
+        return {}
+    return dict(enumerate(_in_order(task, candidate, [group.devices for group in task.cluster.groups])))
+
+
+def _in_order(task: Task, candidate: Candidate, counts: Sequence[int]) -> list[int]:
+    """Return the indices of `counts` things of each node group in the order of the candidate's meshes."""
+    ends = list(accumulate(counts))
+    order = groups_of_row(task, {MESHES: encoded(task, candidate.as_dict().get(MESHES))})
+    return [index for group in order for index in range(ends[group] - counts[group], ends[group])]
 
 
 def as_asked(task: Task, candidate: Candidate, effective: Mapping[str, object]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.domain.warmup import warmup_steps
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
-from flagcore.engines.megatron.mesh_trials import as_asked
+from flagcore.engines.megatron.mesh_trials import as_asked, devices_of
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import read_regular
@@ -80,6 +80,7 @@ def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: boo
     data = read_metrics(folder)
     try:
         ranks: list[dict[str, Any]] = data["ranks"]
+        of_ranks = devices_of(task, candidate)
         return measurement(
             task,
             [float(step["step_time_s"]) for step in data["steps"]],
@@ -90,7 +91,7 @@ def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: boo
             effective=as_asked(task, candidate, dict(_program_values(candidate, data["effective"]))),
             versions={name: str(version) for name, version in data["versions"].items()},
             devices=tuple(
-                {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
+                {"device": of_ranks.get(rank["rank"], int(rank["rank"])), SPEED_TEST: float(rank[SPEED_TEST])}
                 for rank in ranks
                 if rank.get(SPEED_TEST) is not None
             ),

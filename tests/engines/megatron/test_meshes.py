@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -273,6 +276,18 @@ def test_a_trial_of_meshes_has_their_hosts_and_one_size(
         assert plain["use_recompute"] is ("full" in text)
         wrong = {**plain, "tensor_model_parallel_size": 4}
         assert as_asked(job, candidate, wrong) == {"tensor_model_parallel_size": 4}
+
+
+def test_the_speed_of_a_rank_is_that_of_its_device(tmp_path: Path) -> None:
+    text = "slow tp2 dp2 pp2 + fast tp2 dp2 pp2"
+    job = on_hosts(task(text))
+    ranks = [{"rank": rank, SPEED_TEST: 1.0 if rank < 8 else 2.0} for rank in range(16)]
+    steps = [{"step_time_s": 1.0, "loss": 1.0}] * job.spec.control.train_iters
+    metrics = {"steps": steps, "ranks": ranks, "effective": {}, "versions": {}}
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+    measured = WORKLOAD.read(job, Candidate.of({MESHES: text}), str(tmp_path))
+    found = {each["device"]: each[SPEED_TEST] for each in measured.devices}
+    assert found == {device: 2.0 if device < 8 else 1.0 for device in range(16)}  # the slow hosts are the last ones
 
 
 def test_trials_refuse_meshes_of_other_sizes() -> None:
