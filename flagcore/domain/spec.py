@@ -16,7 +16,7 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 KIND, SLOTS = "{type}", "{slots}"
-"""Placeholders of a host of several node groups: its chip as in the spec, and its number of devices."""
+"""Placeholders of a host of several node groups: the name of its group, and its number of devices."""
 HOSTFILE = "{hostfile}"
 """The placeholder in the user's command for a file that lists the hosts of the trial."""
 
