@@ -37,7 +37,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
             continue
         options = dict(pair.partition("=")[::2] for pair in pairs)
         if problem := _problem(host, pairs, options, lines):
-            fix = "write lines such as `node-1 slots=8`, or `node-1 slots=8 type=A800`"
+            fix = "write lines such as `node-1 slots=8`, or `node-1 slots=8 type=CHIP`"
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         slots = int(options["slots"]) if "slots" in options else None
         lines.append(HostLine(host=host, slots=slots, kind=options.get("type", "")))

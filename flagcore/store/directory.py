@@ -49,7 +49,7 @@ class RunDirectory:
             self._lock = None
 
     def holder(self) -> tuple[int, str] | None:
-        """Return the process that holds this folder and its host; None if nobody does.
+        """Return the process that holds this folder and its host; None if no process does.
 
         The lock is not touched. Whether a process of another host still runs is unknown; it counts as the holder.
         """

@@ -86,7 +86,8 @@ def test_the_layout_of_a_training_job_follows_the_links(linked: Project, launche
     best, seeing, blind = (layout(each["candidate"]) for each in (result["best"], *planned))
     assert best[1] in (3, 6), "pipeline stages span the hosts"
     assert seeing[1] in (3, 6)
-    assert times[seeing] < times[blind]
+    assert times[seeing] < 1.25 * times[best]  # six ranks share the cores of one machine
+    assert times[seeing] < 0.9 * times[blind]
 
 
 def layout(candidate: dict[str, Any]) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Instances of two kinds: some only prefill, the others only decode. A text such as 2xtp2+1xtp4 lists both.
 
-The terms are those of the planners of NVIDIA Dynamo (ai-dynamo/aiconfigurator `README.md`): workers of each kind with a
+The terms are those of the planners of Dynamo (ai-dynamo/aiconfigurator `README.md`): workers of each kind with a
 parallelism of their own, whose rates should match.
 """
 

@@ -17,7 +17,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.common.program import release
 
 TOKENIZER = 1.25e-6
-"""Seconds per token of a tokenizer: 50 ms for 40,000 tokens (NVIDIA/TensorRT-LLM pull request 13377). Engines serialize
+"""Seconds per token of a tokenizer: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines serialize
 it, because tokenizers are not safe for threads (vllm-project/vllm pull request 34789)."""
 
 
