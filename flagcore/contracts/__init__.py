@@ -16,6 +16,17 @@ from flagcore.contracts.chip import (
 )
 from flagcore.contracts.export import Exporter, ExportJob, Replicas, ServerGroup, ServerGroups
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
+from flagcore.contracts.optional import (
+    labels_of,
+    memory_components,
+    model_parts,
+    require_job_records,
+    require_prober,
+    stage_layers,
+    start_seconds,
+    step_limit,
+    untested_reason,
+)
 from flagcore.contracts.platform import (
     Costs,
     HostSetup,
@@ -52,15 +63,6 @@ from flagcore.contracts.workload import (
     StepShortener,
     UntestedEngine,
     Workload,
-    labels_of,
-    memory_components,
-    model_parts,
-    require_job_records,
-    require_prober,
-    stage_layers,
-    start_seconds,
-    step_limit,
-    untested_reason,
 )
 
 __all__ = [

@@ -169,7 +169,7 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
 def test_without_a_setting_a_hanging_trial_is_ended_by_its_prediction(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flagcore.contracts.workload.START_SECONDS", 0.5)
+    monkeypatch.setattr("flagcore.contracts.optional.START_SECONDS", 0.5)
     monkeypatch.setattr("flagcore.stages.limit.SLACK", 0.1)
     control = {"max_trials": 2, "repeats": 0, "max_time_per_task": None}
     tune(flag, project, does="hang", when="1x1", control=control)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.contracts.workload import require_job_records
+from flagcore.contracts.optional import require_job_records
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
