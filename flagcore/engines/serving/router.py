@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ MAX_BODY = 1 << 28
 PROTOCOLS = ("nixl", "p2p", "folder", "bootstrap")
 """nixl: the prefill's answer has the place of its cache. p2p: both have the addresses in the request's id. folder: the
 cache is found by the prompt. bootstrap: both get the request at once, with a number by which they meet."""
+CONNECT_SECONDS = 5.0
+"""The limit of a connection to an instance. Chosen: above a lost packet's retry, below what a client waits."""
+AVOIDED_SECONDS = 10.0
+"""How long an instance that could not be reached gets no further request if another one can take it. Chosen."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -37,11 +42,12 @@ REMOTE_DECODE = {
 
 @dataclass(slots=True)
 class Place:
-    """One instance: its URL, the port for caches, and the number of its requests in flight."""
+    """One instance: its URL, the port for caches, the number of its requests in flight, and when it last failed."""
 
     url: str
     transfer_port: int = 0
     busy: int = 0
+    failed_at: float = -AVOIDED_SECONDS
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -92,13 +98,21 @@ class Router:
             request = await _read_request(reader)
             if request is None:
                 return
-            with contextlib.suppress(ConnectionError):
-                try:
-                    await self._answer(request, writer)
-                except Upstream as failure:
-                    await _reply(writer, failure.status, failure.body)
+            answer = asyncio.ensure_future(self._answer_or_fail(request, writer))
+            gone = asyncio.ensure_future(_closed(reader))
+            try:
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _cancel(answer, gone)  # the instances end the request of a client that has gone
         finally:
             writer.close()
+
+    async def _answer_or_fail(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            try:
+                await self._answer(request, writer)
+            except Upstream as failure:
+                await _reply(writer, failure.status, failure.body)
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
         if request.path == "/health":
@@ -112,7 +126,7 @@ class Router:
                 return await _reply(writer, 400, _problem("the body is not JSON"))
             await self._generate(request, body, writer)
         else:
-            await _relay(self.decode[0], request, writer)
+            await _relay(self.decode[0], request, writer, asyncio.Event())
         return None
 
     async def _generate(self, request: Request, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -120,14 +134,7 @@ class Router:
             if self.protocol == "bootstrap":
                 room = {"bootstrap_host": prefill.host, "bootstrap_port": prefill.transfer_port}
                 both = request.to({**body, **room, "bootstrap_room": random.getrandbits(62)})
-                first = asyncio.ensure_future(_exchange(prefill, both))
-                try:
-                    await _relay(decode, both, writer)
-                    with contextlib.suppress(Upstream):  # the answer has been sent
-                        await first
-                finally:
-                    first.cancel()
-                return
+                return await self._meet(prefill, decode, both, writer)
             headers = {}
             if self.protocol == "p2p":
                 places = f"___prefill_addr_{prefill.transfer_address}___decode_addr_{decode.transfer_address}"
@@ -136,7 +143,19 @@ class Router:
             if self.protocol == "nixl":
                 body = {**body, "kv_transfer_params": json.loads(answer)["kv_transfer_params"]}
         with _least_busy(self.decode, decode) as decode:
-            await _relay(decode, request.to(body, **headers), writer)
+            await _relay(decode, request.to(body, **headers), writer, asyncio.Event())
+        return None
+
+    async def _meet(self, prefill: Place, decode: Place, request: Request, writer: asyncio.StreamWriter) -> None:
+        """Send a request to both instances. If `prefill` fails first, stop: `decode` would wait for its cache."""
+        begun = asyncio.Event()
+        first = asyncio.ensure_future(_exchange(prefill, request))
+        relay = asyncio.ensure_future(_relay(decode, request, writer, begun))
+        try:
+            await asyncio.wait((first, relay), return_when=asyncio.FIRST_EXCEPTION)
+            await (relay if relay.done() or begun.is_set() else first)
+        finally:
+            await _cancel(first, relay)
 
     def _prompt_only(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body for the instance that prefills: it answers with one token, which is dropped."""
@@ -149,8 +168,9 @@ class Router:
 
 @contextlib.contextmanager
 def _least_busy(places: Sequence[Place], place: Place | None = None) -> Any:
-    """Yield the given place, or the one with the fewest requests, and count the request there."""
-    place = place or min(places, key=lambda each: each.busy)
+    """Yield the given place, or the one with the fewest requests that has not just failed. Count the request there."""
+    recent = time.monotonic() - AVOIDED_SECONDS
+    place = place or min(places, key=lambda each: (each.failed_at > recent, each.busy))
     place.busy += 1
     try:
         yield place
@@ -181,9 +201,12 @@ async def _sent(place: Place, request: Request) -> AsyncIterator[asyncio.StreamR
     """Send a request to an instance and yield its answer. Raises Upstream if it cannot be reached."""
     parts = urlsplit(place.url)
     try:
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=CHUNK_BYTES)
-    except OSError as error:
-        raise Upstream(503, _problem(f"{place.url} cannot be reached: {error}")) from None
+        opened = asyncio.open_connection(parts.hostname, parts.port or 80, limit=CHUNK_BYTES)
+        reader, writer = await asyncio.wait_for(opened, CONNECT_SECONDS)
+    except (OSError, asyncio.TimeoutError) as error:
+        place.failed_at = time.monotonic()
+        reason = str(error) or f"no connection within {CONNECT_SECONDS:g} s"
+        raise Upstream(503, _problem(f"{place.url} cannot be reached: {reason}")) from None
     try:
         own = {"Host": parts.netloc, "Connection": "close", "Content-Length": str(len(request.body))}
         own |= {"Content-Type": "application/json"} if request.body else {}
@@ -195,6 +218,7 @@ async def _sent(place: Place, request: Request) -> AsyncIterator[asyncio.StreamR
         await writer.drain()
         yield reader
     except (ConnectionError, asyncio.IncompleteReadError) as error:
+        place.failed_at = time.monotonic()
         raise Upstream(502, _problem(f"{place.url} closed the connection: {error}")) from None
     finally:
         writer.close()
@@ -205,28 +229,47 @@ async def _exchange(place: Place, request: Request) -> bytes:
     async with _sent(place, request) as reader:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         body = await reader.read()
+        if (length := _content_length(head)) is not None and len(body) < length:
+            raise asyncio.IncompleteReadError(body, length)
     status = int(head.split(" ", 2)[1])
     if status != 200:
         raise Upstream(status, body)
     return body
 
 
-async def _relay(place: Place, request: Request, writer: asyncio.StreamWriter) -> None:
-    """Forward an instance's answer as it arrives. Raises Upstream if nothing has arrived; otherwise the client gets
-    an incomplete answer.
+def _content_length(head: str) -> int | None:
+    lines = (line.partition(":") for line in head.split("\r\n")[1:])
+    return next((int(value) for name, _, value in lines if name.lower() == "content-length"), None)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    """Return when the client has closed the connection. Further data is dropped."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(CHUNK_BYTES):
+            pass
+
+
+async def _relay(place: Place, request: Request, writer: asyncio.StreamWriter, begun: asyncio.Event) -> None:
+    """Forward an instance's answer as it arrives; the first part sets `begun`. Raises Upstream if nothing has arrived;
+    otherwise the client gets an incomplete answer.
     """
-    has_begun = False
     try:
         async with _sent(place, request) as reader:
             while data := await reader.read(CHUNK_BYTES):
-                has_begun = True
+                begun.set()
                 writer.write(data)
                 await writer.drain()
     except Upstream:
-        if not has_begun:
+        if not begun.is_set():
             raise
     else:
-        if not has_begun:
+        if not begun.is_set():
             raise Upstream(502, _problem(f"{place.url} closed the connection without an answer"))
 
 

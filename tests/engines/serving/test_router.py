@@ -23,12 +23,23 @@ class Server:
         self.name, self.status, self.got = name, status, list[tuple[str, dict[str, Any], str]]()
         self.dies_after: int | None = None
         """The number of bytes of an answer before the connection is reset; None: it is not."""
+        self.answers, self.left = asyncio.Event(), asyncio.Event()
+        """`answers` is set when it may answer, `left` once the client has closed the connection before that."""
+        self.answers.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         self.got.append((head.split()[1], json.loads(body or "{}"), headers.get("x-request-id", "")))
+        if not self.answers.is_set():
+            client = asyncio.ensure_future(reader.read(1))
+            permitted = asyncio.ensure_future(self.answers.wait())
+            await asyncio.wait((client, permitted), return_when=asyncio.FIRST_COMPLETED)
+            permitted.cancel()
+            if client.done():
+                self.left.set()
+                return
         data = json.dumps({"from": self.name, "kv_transfer_params": PARAMS}).encode()
         answer = f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
         writer.write(answer[: self.dies_after])
@@ -46,8 +57,10 @@ async def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[in
     data = json.dumps(body).encode()
     method = "POST" if body else "GET"
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    answer = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
+    try:
+        answer = await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
     head, _, text = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(text or b"{}")
 
@@ -147,6 +160,56 @@ def test_a_part_of_an_answer_is_not_continued_by_an_error() -> None:
 
 def test_an_answer_is_not_followed_by_the_refusal_of_the_other_instance() -> None:
     async def check(port: int, servers: list[Server], router: Router) -> None:
-        assert await ask(port, path="/generate", input_ids=[1]) == (200, {"from": "d0", "kv_transfer_params": PARAMS})
+        servers[0].answers.clear()
+        answer = asyncio.ensure_future(ask(port, path="/generate", input_ids=[1]))
+        while not servers[2].got or not router.decode[0].busy:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # the answer has been forwarded
+        servers[0].answers.set()
+        assert await answer == (200, {"from": "d0", "kv_transfer_params": PARAMS})
 
     routed("bootstrap", check, 503)
+
+
+@pytest.mark.parametrize("dies_after", [0, 60])
+def test_an_instance_that_prefills_and_dies_ends_the_request(dies_after: int) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[0].dies_after = dies_after
+        servers[2].answers.clear()  # it waits for the cache
+        assert (await ask(port, path="/generate", input_ids=[1]))[0] == 502
+        await asyncio.wait_for(servers[2].left.wait(), 5)
+
+    routed("bootstrap", check)
+
+
+def test_a_part_of_the_place_of_the_cache_is_an_error() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[0].dies_after = 60
+        assert (await ask(port, prompt="a", max_tokens=8))[0] == 502
+
+    routed("nixl", check)
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_a_client_that_leaves_ends_its_request(waiting: int) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[waiting].answers.clear()
+        client = asyncio.ensure_future(ask(port, prompt="a", max_tokens=8))
+        while not servers[waiting].got:
+            await asyncio.sleep(0.001)
+        client.cancel()
+        await asyncio.wait_for(servers[waiting].left.wait(), 5)
+        while any(each.busy for each in (*router.prefill, *router.decode)):
+            await asyncio.sleep(0.001)
+
+    routed("folder", check)
+
+
+def test_an_instance_that_failed_is_avoided() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        router.prefill[0].url = "http://127.0.0.1:1"
+        found = [(await ask(port, prompt="a", max_tokens=8))[0] for _ in range(3)]
+        assert found == [503, 200, 200]
+        assert len(servers[1].got) == 2
+
+    routed("folder", check)
