@@ -62,7 +62,6 @@ ENGINE = {
     "reduce_doubling": (2e-6, 0.7),
     "grouped_share": (0.8, 0.25),
     "grouped_work": (0.6, 0.4),
-    "exchanged_share": (0.7, 0.4),
     "spread": (0.7, 0.4),
     "eager_kernels": (55.0, 0.2),
     "eager_experts": (20.0, 0.7),

@@ -34,8 +34,8 @@ class Overheads:
     small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
     `reduce`, plus `reduce_doubling` for each doubling of the ranks beyond two. `grouped_share` is the rate of reading
     experts' weights relative to other matrix products, `grouped_work` the relative rate of their arithmetic. Both are
-    multiplied by `exchanged_share` if attention ranks exchange their tokens, because engines then have other kernels.
-    Only the share `spread` of an iteration's tokens chooses experts independently.
+    multiplied by `exchanged_share` if attention ranks exchange their tokens. Only the share `spread` of an iteration's
+    tokens chooses experts independently.
 
     An iteration that is not a captured graph launches `eager_kernels` kernels per layer, plus `eager_experts` and
     `eager_latent` for such layers; the host may then be slower than the device.
