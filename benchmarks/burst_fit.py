@@ -1,12 +1,11 @@
 """Fits the kernels of a chip family and the front ends of two engines to published bursts of requests.
 
-    python benchmarks/burst_fit.py RECORDS.jsonl [--family ampere] [--evaluations 120] [--hosts 1 2 4 8 16]
+    python benchmarks/burst_fit.py RECORDS.jsonl [--family ampere] [--evaluations 120] [--cpus 1 2 4 8 16]
 
 RECORDS are job records with a `measured` part and `request_rate: inf`. Nelder-Mead fits six parameters to the
 logarithms of output throughput and, with half the weight, mean TTFT and TPOT, with a soft L1 loss. The output has the
 parameters and, for each model, the errors of a fit without this model. Records of other families take the front ends
-only. With `--hosts` nothing is fitted: the output has the errors of closed loops if the host is slower by each factor,
-which multiplies the times of front end, tokenizer, iteration and sequence.
+only. With `--cpus` nothing is fitted: the output has the errors of closed loops if hosts have each number of CPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,8 @@ from scipy.optimize import minimize
 
 from flagcore import plugins
 from flagcore.contracts import Costs
-from flagcore.engines.serving.model.work import TOKENIZER, Overheads
+from flagcore.domain.cluster import Cluster
+from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.predict import predict
 from flagcore.physics.kernels.roofline import Curve, Roofline
 
@@ -75,29 +76,25 @@ def predicted(run: Run, values: dict[str, float], family: str) -> dict[str, floa
     return {name: figures[name] for name in FIGURES}
 
 
-HOST = ("request", "entry", "iteration", "sequence")
-"""The times of the host, in addition to the tokenizer."""
-
-
-def slow_hosts(runs: Sequence[Run], factors: Sequence[float]) -> None:
-    """Print the mean errors of output throughput, and of the medians of TTFT and TPOT, by the factor of the host."""
+def print_by_cpus(runs: Sequence[Run], counts: Sequence[int]) -> None:
+    """Print the mean errors of output throughput, and of the medians of TTFT and TPOT, by the CPUs of the host."""
     names = {"output_tokens_per_s": "output_tokens_per_s", "ttft_s.p50": "ttft_p50_s", "tpot_s.p50": "tpot_p50_s"}
-    for factor in factors:
+    for cpus in counts:
         ratios = []
         for run in runs:
-            slower = {name: factor * getattr(run.points.known, name) for name in HOST}
-            overheads = replace(run.points.known, **slower, prompt_token=factor * TOKENIZER)
-            figures = _figures(run, run.points.costs, overheads)
+            figures = _figures(run, run.points.costs, run.points.known, cpus)
             ratios.append([figures[name] / run.measured[key] for name, key in names.items()])
         errors = np.abs(np.array(ratios) - 1).mean(axis=0)
-        print(f"host {factor:g} times slower: " + ", ".join(f"{n} {e:.3f}" for n, e in zip(names, errors, strict=True)))
+        print(f"{cpus} CPUs: " + ", ".join(f"{n} {e:.3f}" for n, e in zip(names, errors, strict=True)))
 
 
-def _figures(run: Run, costs: Costs, overheads: Overheads) -> dict[str, float]:
-    """Return the predicted figures of a run whose prompts are text."""
+def _figures(run: Run, costs: Costs, overheads: Overheads, cpus: int | None = None) -> dict[str, float]:
+    """Return the predicted figures of a run on a host with `cpus`, enough by default."""
     points, engine = run.points, plugins.workload(run.points.engine)
     task = points.tasks[run.row]
-    task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
+    group = replace(task.cluster.groups[0], cpus_per_node=cpus)
+    spec = replace(task.spec, objective="output_tokens_per_s")
+    task = replace(task, spec=spec, cluster=Cluster(groups=(group,)))
     columns = {knob: column[run.row : run.row + 1] for knob, column in points.columns.items()}
     found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
     return {name: float(figure[0]) for name, figure in found.figures.items()}
@@ -130,16 +127,17 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--family", default="ampere")
     parser.add_argument("--evaluations", type=int, default=120)
-    parser.add_argument("--hosts", type=float, nargs="+")
+    parser.add_argument("--cpus", type=int, nargs="+")
     options = parser.parse_args()
     every = [
         Run(points, row, line["measured"])
         for points in serving_fit.read([str(options.records)])
         for row, line in enumerate(points.lines)
     ]
-    runs = [run for run in every if run.points.tasks[run.row].spec.serve.loads[0].request_rate is not None]
-    if options.hosts:
-        slow_hosts([run for run in every if run not in runs], options.hosts)
+    is_burst = [run.points.tasks[run.row].spec.serve.loads[0].request_rate is not None for run in every]
+    runs = list(compress(every, is_burst))
+    if options.cpus:
+        print_by_cpus([run for run, burst in zip(every, is_burst, strict=True) if not burst], options.cpus)
         return
     fitted = [run for run in runs if run.points.family == options.family]
     values = values_of(fit(fitted, options.family, options.evaluations))

@@ -102,9 +102,10 @@ def read(files: Sequence[str]) -> list[Points]:
         for index, line in enumerate(lines):
             job = read_job(line, plugins.engines())
             chip, devices = loaded.find_chip(job.chip), min(job.devices_per_node, job.devices)
-            key = (chip.name, job.devices, job.work.engine)
+            key = (chip.name, job.devices, job.cpus_per_node, job.work.engine)
             if key not in chips:
-                group = NodeGroup(chip=chip, nodes=job.devices // devices, devices_per_node=devices)
+                nodes, cpus = job.devices // devices, job.cpus_per_node
+                group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
                 chips[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
             workload = plugins.workload(job.work.engine)
@@ -114,7 +115,7 @@ def read(files: Sequence[str]) -> list[Points]:
             version = task.spec.serve.engine_version
             groups[(*key, job.model, job.work.precision, version)].append((index, line, task, columns))
     points = []
-    for (chip, devices, engine, model, precision, _), rows in groups.items():
+    for (chip, devices, cpus, engine, model, precision, _), rows in groups.items():
         lines_of, tasks = [row[1] for row in rows], [row[2] for row in rows]
         loads = [task.spec.serve.loads[0] for task in tasks]
         lens = [(load.input_len, load.output_len, load.concurrency or 1) for load in loads]
@@ -127,7 +128,7 @@ def read(files: Sequence[str]) -> list[Points]:
                 family=FAMILIES[chip[0]],
                 name=f"{chip} {model.name.split('/')[-1]}",
                 columns={knob: np.concatenate([row[3][knob] for row in rows]) for knob in rows[0][3]},
-                costs=chips[chip, devices, engine][0],
+                costs=chips[chip, devices, cpus, engine][0],
                 lines=tuple(lines_of),
                 tasks=tuple(tasks),
                 known=plugins.workload(engine).overheads_for(tasks[0], on_host=False),

@@ -69,6 +69,7 @@ def split(**arguments: float | list[float]) -> Split:
         "captured": 512.0,
         "pass_tokens": 1e9,
         "cache_bytes": 2.0,
+        "crowding": 1.0,
         **arguments,
     }
     rows = max(np.size(value) for value in counts.values())

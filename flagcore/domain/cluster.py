@@ -52,7 +52,7 @@ class NodeGroup:
     """Identical nodes with identical chips.
 
     `memory_bytes` is the memory budget of one device, from the spec or the driver. `name` is that of the spec, and
-    `speed` the speed of the kernels relative to the chip.
+    `speed` the speed of the kernels relative to the chip. `cpus_per_node` are the CPUs for engines, None if unknown.
     """
 
     chip: Chip
@@ -61,6 +61,7 @@ class NodeGroup:
     memory_bytes: int | None = None
     name: str = ""
     speed: float = 1.0
+    cpus_per_node: int | None = None
 
     @property
     def title(self) -> str:

@@ -45,6 +45,7 @@ class ClusterSpec:
     nodes: int = 1
     devices_per_node: int | None = None
     memory_bytes_per_device: int | None = None
+    cpus_per_node: int | None = None
     hosts: tuple[str, ...] = ()
     spares: int = 0
     min_nodes: int | None = None
@@ -221,8 +222,8 @@ class Task:
 class Job:
     """A job record. Knobs that are not in `candidate` have the engine's defaults.
 
-    `chip` is a name or an alias. `nic_bytes_per_second` is the network rate, None if not given. `rank` is the global
-    rank to predict. `notes` is text of the source about engine settings.
+    `chip` is a name or an alias. `nic_bytes_per_second` is the network rate and `cpus_per_node` the number of CPUs of a
+    host, None if not given. `rank` is the global rank to predict. `notes` is text of the source about engine settings.
     """
 
     id: str
@@ -234,5 +235,6 @@ class Job:
     work: TrainSpec | ServeSpec
     candidate: Mapping[str, KnobValue]
     nic_bytes_per_second: float | None = None
+    cpus_per_node: int | None = None
     rank: int | None = None
     notes: str = ""

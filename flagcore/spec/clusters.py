@@ -109,6 +109,7 @@ def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
         nodes=group.nodes,
         devices_per_node=devices,
         memory_bytes_per_device=size_of(group.memory_per_device, (*at, "memory_per_device"), file),
+        cpus_per_node=group.cpus_per_node,
         nic_bytes_per_second=group.nic_bytes_per_second,
         nic_latency_seconds=group.nic_latency_seconds,
         price_per_device_hour=group.price_per_device_hour,

@@ -32,6 +32,7 @@ class _Cluster(Section):
     devices: Devices | None = None
     devices_per_node: Devices
     nodes: Devices | None = None
+    cpus_per_node: Devices | None = None
     nic_bytes_per_second: Rate | None = None
     interconnect: Any = None
     notes: Any = None
@@ -140,6 +141,7 @@ def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
         "devices": _devices(cluster),
         "devices_per_node": cluster.devices_per_node,
         "nic_bytes_per_second": cluster.nic_bytes_per_second,
+        "cpus_per_node": cluster.cpus_per_node,
     }
 
 

@@ -371,4 +371,5 @@ def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], supp
         memory_bytes=requested.memory_bytes_per_device or memory,
         name=requested.name,
         speed=requested.speed,
+        cpus_per_node=requested.cpus_per_node,
     )

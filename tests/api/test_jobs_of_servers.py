@@ -43,6 +43,13 @@ def rate(engine: str, **candidate: Any) -> float:
     return float(warnings["output_tokens_per_s"])
 
 
+def test_a_record_may_have_the_cpus_of_a_host() -> None:
+    clusters = ({**RECORD["cluster"], "cpus_per_node": count} for count in (96, 2))
+    many, few = estimate_jobs([{**RECORD, "cluster": cluster} for cluster in clusters])
+    assert many["output_tokens_per_s"] == answer()["output_tokens_per_s"]
+    assert few["output_tokens_per_s"] < 0.8 * many["output_tokens_per_s"]
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_an_unknown_key_of_the_engine_is_reported_with_the_nearest(engine: str) -> None:
     warnings = answer(engine, tensor_model_paralel_size=2)

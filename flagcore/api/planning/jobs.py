@@ -131,7 +131,14 @@ class _Jobs:
             problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
+        cluster = (
+            chip.name,
+            job.devices // devices,
+            devices,
+            job.nic_bytes_per_second,
+            job.cpus_per_node,
+            job.work.engine,
+        )
         platform, workload = self._platform(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
@@ -146,11 +153,13 @@ class _Jobs:
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
-    def _load_platform(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
+    def _load_platform(
+        self, chip: str, nodes: int, devices: int, network: float | None, cpus: int | None, engine: str
+    ) -> _Platform:
         known_chip = self._loaded.find_chip(chip)
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
-        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices)
+        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
         group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
         return _Platform(group, group_costs, self._loaded.engine_support(known_chip, engine))
 

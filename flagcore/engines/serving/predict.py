@@ -67,9 +67,9 @@ def predict(
     `flagcore.engines.serving.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     serve = task.spec.serve
-    split = split_of(settings, graph_tokens)
-    memory, times = _memory_and_times(task, settings, split, costs, overheads)
     kinds = kinds or uniform_kinds(settings.instances)
+    split = split_of(settings, graph_tokens, 1.0 if costs.synchronous else crowding(task, kinds, settings))
+    memory, times = _memory_and_times(task, settings, split, costs, overheads)
     context = Candidates(
         kinds=kinds,
         serve=serve,
@@ -112,6 +112,19 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Cost
     return np.where(kinds.role > 0, seconds / prompt, 0.0)
 
 
+def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray:
+    """Return the busy processes per CPU of a host, at least 1; 1 if the CPUs are unknown.
+
+    An instance has a front end, a scheduler for each attention rank and a process for each device (vLLM,
+    `docs/design/arch_overview.md`). Fewer CPUs delay launches and requests (Chung et al. 2026, arXiv 2603.22774).
+    """
+    group = task.cluster.groups[0]
+    processes = kinds.total(1 + settings.data + settings.devices)
+    hosts = np.ceil(kinds.total(settings.devices) / group.devices_per_node)
+    per_cpu = processes / hosts / (group.cpus_per_node or np.inf)
+    return np.maximum(per_cpu, 1.0)[kinds.owner]
+
+
 def _memory_and_times(
     task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads
 ) -> tuple[ServingMemory, IterationCosts]:
@@ -124,7 +137,7 @@ def _memory_and_times(
         memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
     if settings.host_s is not None:
-        changed = times.fixed + (settings.host_s - overheads.iteration)
+        changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
         times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
     return memory, times
 
@@ -167,7 +180,9 @@ def _file_weight_bytes(task: Task) -> float | None:
     return weight_bytes if weight_bytes < NARROW_BYTES else None
 
 
-def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
+def split_of(
+    settings: Settings, captured_tokens: int = GRAPH_TOKENS, processes_per_cpu: FloatArray | float = 1.0
+) -> Split:
     """Return how candidates split the work."""
     names = ("tensor", "data", "expert", "pipeline", "instances", "pass_tokens")
     counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
@@ -178,6 +193,7 @@ def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
         cores=np.maximum(settings.devices / ranks, 1.0),
         captured=np.where(settings.graphs > 0, captured, 0.0),
         cache_bytes=settings.cache_element_bytes.astype(np.float64),
+        crowding=np.broadcast_to(np.asarray(processes_per_cpu, dtype=np.float64), ranks.shape),
     )
 
 

@@ -141,7 +141,7 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
-    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
+    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
     if context.kinds.role is not None:
         other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs

@@ -16,10 +16,11 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import simulate, simulated_load
-from flagcore.engines.serving.common.heterogeneous import InstanceKinds
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform_kinds
 from flagcore.engines.serving.common.weights import parameters
 from flagcore.engines.serving.model.closed_loop import PARTS
 from flagcore.engines.serving.model.work import UNFITTED, overheads_of
+from flagcore.engines.serving.predict import crowding
 from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.sglang.profile import RECEIVE
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
@@ -66,6 +67,25 @@ def predicted(on: Task | None = None, **arguments: object) -> Predictions:
 
 def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
     return found.figures[name].tolist()
+
+
+def with_cpus(count: int | None) -> Task:
+    plain = task()
+    return replace(plain, cluster=Cluster(groups=(replace(plain.cluster.groups[0], cpus_per_node=count),)))
+
+
+def test_hosts_with_few_cpus_are_slower() -> None:
+    rates = [figure(predicted(with_cpus(count), tensor=8))[0] for count in (None, 10, 5, 2)]
+    assert rates[0] == rates[1] > 1.2 * rates[2] > 1.2 * rates[3]
+    latencies = [figure(predicted(with_cpus(count), tensor=8), "ttft_s.mean")[0] for count in (10, 2)]
+    assert latencies[1] > 2.0 * latencies[0]
+
+
+def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
+    layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
+    kinds = uniform_kinds(layouts.instances)
+    assert crowding(with_cpus(2), kinds, layouts).tolist() == [5.0, 12.0, 8.5, 2.0]
+    assert crowding(with_cpus(None), kinds, layouts).tolist() == [1.0] * 4
 
 
 def test_every_figure_of_the_domain_is_predicted() -> None:

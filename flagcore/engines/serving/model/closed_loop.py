@@ -71,7 +71,7 @@ def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) 
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = overheads.request + overheads.entry + np.where(decodes_only, tpot, wait + pieces * mixed)
+        ttft = _front_end(costs, overheads) + np.where(decodes_only, tpot, wait + pieces * mixed)
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
@@ -86,10 +86,14 @@ def _with_prompts_only(
     _, mixed, tokens = _iterations(costs, overheads, loop, np.full_like(loop.flight, 1e-9), context)
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, loop.role == 1
     return SteadyState(
-        np.where(prefills, overheads.request + overheads.entry + seconds, state.ttft),
+        np.where(prefills, _front_end(costs, overheads) + seconds, state.ttft),
         np.where(prefills, 0.0, state.tpot),
         np.where(prefills, loop.output / seconds, state.rate),
     )
+
+
+def _front_end(costs: IterationCosts, overheads: Overheads) -> FloatArray:
+    return costs.crowding * (overheads.request + overheads.entry)
 
 
 def _iterations(
@@ -155,8 +159,7 @@ def parts(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decodin
         "prefill_s": prompt - prefill_comm,
         "decode_s": decode_steps * (device - decode_comm),
         "collectives_s": prefill_comm + decode_steps * decode_comm,
-        "host_s": overheads.request
-        + overheads.entry
+        "host_s": _front_end(costs, overheads)
         + prefill_wait
         + pieces * costs.fixed
         + decode_steps * (costs.fixed + costs.sequence * decoding + launch_wait),

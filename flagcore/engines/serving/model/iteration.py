@@ -37,7 +37,7 @@ class IterationCosts:
     tokens of all ranks; `sampled`, the output head for sequences that get a token; `messages` and `exchanged`, the
     communication in `local` and `shared`. `cached` is the time per cached token of a sequence, `pair` per query and key
     of a prompt, both over all layers. `fixed` is added to each iteration, `sequence` for each running sequence.
-    Iterations of more than `captured` tokens take at least `floor`.
+    Iterations of more than `captured` tokens take at least `floor`. These three include `crowding` (see `Split`).
     """
 
     local: FloatArray
@@ -51,6 +51,7 @@ class IterationCosts:
     sequence: FloatArray
     floor: FloatArray
     captured: FloatArray
+    crowding: FloatArray
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -97,7 +98,7 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     if model.multi_latent_attention:
         launches += overheads.eager_latent * model.num_layers
-    rows, host = split.tensor.shape, launches * kernels.launch_seconds()
+    host = launches * kernels.launch_seconds() * split.crowding
     eager_s = np.where(split.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
     return IterationCosts(
         local=local * passes / column.cores,
@@ -107,10 +108,11 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
         sampled=head / column.cores,
         cached=cached / split.cores,
         pair=pair / split.cores,
-        fixed=np.full(rows, overheads.iteration) + eager_s,
-        sequence=np.full(rows, overheads.sequence),
-        floor=np.full(rows, 0.0 if costs.synchronous else host),
+        fixed=overheads.iteration * split.crowding + eager_s,
+        sequence=overheads.sequence * split.crowding,
+        floor=np.zeros_like(host) if costs.synchronous else host,
         captured=split.captured,
+        crowding=split.crowding,
     )
 
 
@@ -263,6 +265,7 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
         work = linear(kernels, rows, inner, outer, serving) / overheads.grouped_work
         read = linear(kernels, one, inner, local_experts * outer, serving) / overheads.grouped_share
         time = time + (work**3 + read**3) ** (1 / 3)
+    time = time / np.where(split.data > 1.0, overheads.exchanged_share, 1.0)
     traffic = kernels.memory_seconds(routed * 2.0 * (2.0 * h + (gates + 1.0) * width))
     router = linear(kernels, tokens / split.data, h, count, serving, wide=True)
     small_kernels = overheads.experts.get(precision, max(overheads.experts.values(), default=0.0))

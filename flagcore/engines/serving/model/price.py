@@ -36,7 +36,7 @@ class Price:
     """The iteration times of one candidate (a row of `costs`) on its lane, with the engine's overheads."""
 
     def __init__(self, costs: IterationCosts, row: int, lane: Lane, overheads: Overheads) -> None:
-        self.lane, self.overheads = lane, overheads
+        self.lane, self.overheads = lane, overheads.slowed(float(costs.crowding[row]))
         self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
         self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -33,8 +33,9 @@ class Overheads:
     `attention`, `latent` (latent attention, in addition), `ffn` and `experts` (by precision of the weights) are the
     small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
     `reduce`, plus `reduce_doubling` for each doubling of the ranks beyond two. `grouped_share` is the rate of reading
-    experts' weights relative to other matrix products, `grouped_work` the relative rate of their arithmetic. Only the
-    share `spread` of an iteration's tokens chooses experts independently.
+    experts' weights relative to other matrix products, `grouped_work` the relative rate of their arithmetic. Both are
+    multiplied by `exchanged_share` if attention ranks exchange their tokens. Only the share `spread` of an iteration's
+    tokens chooses experts independently.
 
     An iteration that is not a captured graph launches `eager_kernels` kernels per layer, plus `eager_experts` and
     `eager_latent` for such layers; the host may then be slower than the device.
@@ -58,6 +59,7 @@ class Overheads:
     reduce_doubling: float = 0.0
     grouped_share: float = 1.0
     grouped_work: float = 1.0
+    exchanged_share: float = 1.0
     spread: float = 1.0
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
@@ -65,6 +67,13 @@ class Overheads:
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
+
+    def slowed(self, factor: float) -> Overheads:
+        """Return these overheads with a front end that is slower by a factor."""
+        if factor == 1.0:
+            return self
+        names = ("request", "entry", "prompt_token")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +111,8 @@ class Split:
 
     One instance has `tensor` x `data` x `pipeline` devices; the tensor and data ranks form `expert` groups of experts.
     Iterations of up to `captured` tokens are graphs, and one pass through the model has at most `pass_tokens`. On CPUs
-    `cores` work together on each rank. `cache_bytes` is the size of a cached value.
+    `cores` work together on each rank. `cache_bytes` is the size of a cached value. `crowding` is the number of the
+    engine's busy processes per CPU of a host, at least 1: times of the host are longer by this factor.
     """
 
     tensor: FloatArray
@@ -114,6 +124,7 @@ class Split:
     captured: FloatArray
     pass_tokens: FloatArray
     cache_bytes: FloatArray
+    crowding: FloatArray
 
     @property
     def communicators(self) -> FloatArray:

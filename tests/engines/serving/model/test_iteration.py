@@ -62,6 +62,28 @@ def test_attention_ranks_exchange_tokens_with_experts() -> None:
     assert found.shared[1, -1] > found.shared[0, -1]
 
 
+def test_kernels_behind_an_exchange_have_their_own_rate() -> None:
+    half = replace(OVER, exchanged_share=0.5)
+    arguments = {"tensor": [2.0, 1.0], "data": [1.0, 2.0], "expert": [2.0, 2.0]}
+    usual, slower = (times(EXPERTS, overheads=overheads, **arguments) for overheads in (OVER, half))
+    assert slower.shared[0] == pytest.approx(usual.shared[0])
+    work, slower_work = ((found.shared - found.exchanged)[1, -1] for found in (usual, slower))
+    assert 1.5 * work < slower_work < 2.0 * work
+
+
+def test_a_crowded_host_takes_longer() -> None:
+    found = times(captured=0.0, crowding=[1.0, 5.0])
+    assert found.local[1] == pytest.approx(found.local[0])
+    lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
+    over = replace(OVER, request=3e-3, entry=1e-3, prompt_token=1e-6)
+    free, crowded = (Price(found, row, lane, over) for row in (0, 1))
+    assert crowded.decode(8) == pytest.approx(5 * free.decode(8), rel=1e-2)
+    front_end = [
+        (each.overheads.request, each.overheads.entry, each.overheads.prompt_token) for each in (free, crowded)
+    ]
+    assert front_end[1] == pytest.approx([5 * seconds for seconds in front_end[0]])
+
+
 def test_batches_without_a_graph_wait_for_the_host() -> None:
     found = times(captured=[512.0, 0.0])
     lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
