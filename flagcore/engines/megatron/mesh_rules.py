@@ -164,6 +164,10 @@ def _of_replicas(task: Task, table: Meshes) -> Sequence[Rule]:
 
     checks = {
         "replicas_shape": ("meshes that split the data need the same TP and PP, to reduce their gradients", shapes),
+        "replicas_context": (
+            "meshes that split the data have CP 1 or PP 1",
+            (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
+        ),
         "replicas_experts": ("meshes that split the data need EP 1", (size[EP] > 1).any(axis=1)),
         "replicas_mtp": (
             "meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica",

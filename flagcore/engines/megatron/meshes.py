@@ -105,6 +105,15 @@ class Meshes:
         own |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
         return {name: own.get(name, column) for name, column in columns.items()}
 
+    def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
+        """Return the columns of each mesh of candidates that split the data over `number` meshes."""
+        counts = self.microbatches(columns, batch)
+        replicas = self.codes[DP][columns[MESHES]][:, :number].sum(axis=1)
+        return [
+            {**self.columns(columns, place), MICROBATCHES: counts[:, place], ALL_REPLICAS: replicas}
+            for place in range(number)
+        ]
+
     def microbatches(self, columns: Columns, batch: int) -> IntArray:
         """Return the micro-batches of each replica of all meshes, for candidates that split the data: (rows, meshes).
 
@@ -203,13 +212,10 @@ def by_replicas(
     if code is None or table is None:
         return
     for rows, order in _by_order(table, code, np.flatnonzero(table.splits_data[code])):
-        some, meshes = {name: column[rows] for name, column in columns.items()}, []
-        counts = table.microbatches(some, task.spec.train.global_batch_size)
-        replicas = table.codes[DP][code[rows]][:, : len(order)].sum(axis=1)
-        for place, group in enumerate(order):
-            own = {**table.columns(some, place), MICROBATCHES: counts[:, place], ALL_REPLICAS: replicas}
-            meshes.append((own, replace(costs.groups[group], further={}, between=costs.between)))
-        yield rows, meshes
+        some = {name: column[rows] for name, column in columns.items()}
+        own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
+        costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
+        yield rows, list(zip(own, costs_here, strict=True))
 
 
 def _by_order(table: Meshes, code: IntArray, rows: IntArray) -> Iterator[tuple[IntArray, list[int]]]:

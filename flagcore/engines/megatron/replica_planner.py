@@ -81,7 +81,8 @@ def _options(task: Task, costs: Costs, group: int) -> Options:
     """
     columns = mesh_columns(task, group)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
-    kept = np.flatnonzero((columns[EP] == 1) & (task.spec.model.num_layers % columns[PP] == 0))
+    legal = (columns[EP] == 1) & ((columns[CP] == 1) | (columns[PP] == 1))
+    kept = np.flatnonzero(legal & (task.spec.model.num_layers % columns[PP] == 0))
     columns = {name: column[kept] for name, column in columns.items()}
     count = np.maximum(columns[PP], task.spec.train.global_batch_size // (columns[MBS] * columns[DP]))
     few, many = (_work_seconds(task, columns, costs, count * times) for times in (1, 2))

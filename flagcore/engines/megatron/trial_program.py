@@ -171,6 +171,7 @@ def job(
         },
         "output": folder,
         "probe": probe,
+        "shares": shares(task, candidate),
         "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
     }
 
