@@ -26,6 +26,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import N_
 
 MESHES = "meshes"
 KNOB = Knob(
@@ -223,6 +224,16 @@ def _by_order(table: Meshes, code: IntArray, rows: IntArray) -> Iterator[tuple[I
     orders, which = np.unique(table.groups[code[rows]], axis=0, return_inverse=True)
     for number, order in enumerate(orders.tolist()):
         yield rows[which.reshape(-1) == number], [group for group in order if group >= 0]
+
+
+def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
+    """Return which rows split layers, and which split the data over the node groups."""
+    code, table = columns.get(MESHES), Meshes.of(task)
+    if code is None:
+        return {}
+    several = (code == 0) | (table.number(code) > 1)
+    apart = table.splits_data[code]
+    return {N_("layer split"): several & ~apart, N_("data split"): several & apart}
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:

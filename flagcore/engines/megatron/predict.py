@@ -225,8 +225,9 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 
 def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
-    """Return the passes of the first row's pipeline, the slowest one if there are several; None if they are unknown."""
-    return max(pipelines(task, columns, costs), key=lambda each: each.predicted_s or 0.0, default=None)
+    """Return the passes of the first row's pipeline; None if they are unknown, or there are several."""
+    found = pipelines(task, columns, costs)
+    return found[0] if len(found) == 1 else None
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
