@@ -29,7 +29,11 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     order, mixed = rows_by_time(problem), _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
         return None
-    ways = workload.splits(problem.platform.task, problem.space.columns(order)) if isinstance(workload, DerivedValues) else {}
+    ways = (
+        workload.splits(problem.platform.task, problem.space.columns(order))
+        if isinstance(workload, DerivedValues)
+        else {}
+    )
     split = next((name for name, rows in ways.items() if rows[0]), "")
     others = [
         plan | {"split": name}

@@ -32,7 +32,12 @@ def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
     if len(task.cluster.groups) == 1:
         return tuple(rules)
     table = Meshes.of(task)
-    return (*(_on_each_mesh(table, rule) for rule in rules), *_of_texts(task, table), *_of_batch(table), *_of_replicas(task, table))
+    return (
+        *(_on_each_mesh(table, rule) for rule in rules),
+        *_of_texts(task, table),
+        *_of_batch(table),
+        *_of_replicas(task, table),
+    )
 
 
 def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:

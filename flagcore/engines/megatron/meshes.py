@@ -5,9 +5,9 @@ full`. Each has the name of a node group, sizes (1 if they are missing), and opt
 of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
 first mesh.
 
-With ` | ` between the meshes, the data is split instead of the layers: each mesh has whole replicas, `CHIP tp2 dp16 x6 |
-OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (`micro_batch_size` if it is missing), `x` the number of
-micro-batches of each replica (by default the same for all replicas).
+With ` | ` between the meshes, the data is split instead of the layers: each mesh has whole replicas, such as `CHIP tp2
+dp16 x6 | OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (`micro_batch_size` if it is missing), `x` the
+number of micro-batches of each replica (by default the same for all replicas).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flagcore.i18n import N_
 MESHES = "meshes"
 KNOB = Knob(
     name=MESHES,
-    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute. With + they are parts "
-    "of one pipeline, in its order; with | each has whole replicas.",
+    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute. With + they are in "
+    "the order of one pipeline, with | each has whole replicas.",
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
@@ -145,7 +145,9 @@ def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas
 @lru_cache(maxsize=64)
 def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
     apart = np.array([False, *(REPLICAS in text for text in texts)])
-    rows = [[_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts]
+    rows = [
+        [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
+    ]
     longest = max((len(row) for row in rows), default=1)
     groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
     codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}
@@ -202,9 +204,7 @@ def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntA
         yield rows, some, _ordered(task.cluster, costs, order)
 
 
-def by_replicas(
-    task: Task, columns: Columns, costs: Costs
-) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
+def by_replicas(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
     """Group rows that split the data by the node groups of their meshes, which `by_groups` leaves out. Yield the rows
     and, for each mesh, their columns without meshes and the costs of its node group.
     """

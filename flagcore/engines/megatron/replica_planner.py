@@ -161,9 +161,7 @@ def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int)
     return level
 
 
-def shares(
-    samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int
-) -> tuple[IntArray, FloatArray]:
+def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> tuple[IntArray, FloatArray]:
     """Return the numbers of micro-batches with the fastest slowest replica, and its seconds (inf if there are none).
 
     All arguments and the numbers are (rows, kinds). A micro-batch of all replicas of a kind has `samples` samples.

@@ -19,7 +19,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import SettingValue, TrainSpec
 from flagcore.engines.megatron.command.release import DISTRIBUTION
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.engines.megatron.mesh_trials import hosts_of
+from flagcore.engines.megatron.mesh_trials import hosts_of, shares
 from flagcore.engines.megatron.options import DEFAULTS, runs
 from flagcore.engines.megatron.predict import with_layout
 from flagcore.engines.megatron.trial.job import Candidate as JobCandidate

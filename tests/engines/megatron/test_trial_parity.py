@@ -74,7 +74,9 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "data, distributed optimizer": {**DP2, **DISTOPT},
     "data, unequal": {**DP2, "shares": [share(6), share(2)]},
     "data, unequal, pipeline, overlaps, recomputation": {
-        **{**DP2, **PP2, **OVERLAPS},
+        **DP2,
+        **PP2,
+        **OVERLAPS,
         "shares": [share(6, micro_batch_size=2), share(4, micro_batch_size=1, **UNIFORM)],
     },
     "tensor": TP2,

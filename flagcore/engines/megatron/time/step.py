@@ -126,9 +126,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
     ordered = _in_replica(layout)
-    pipeline_s, message = pipeline_time(
-        train, ordered, costs, Placement.of(ordered, costs), distinct_stages, times
-    )
+    pipeline_s, message = pipeline_time(train, ordered, costs, Placement.of(ordered, costs), distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)

@@ -123,9 +123,7 @@ def _for_schedule(items: list[Any]) -> Any:
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 
-def _forward_step(
-    batches: Iterator[Batch], model: Any, *, weight: float
-) -> tuple[torch.Tensor, Callable[..., Any]]:
+def _forward_step(batches: Iterator[Batch], model: Any, *, weight: float) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = next(batches)
     return model(batch.tokens, batch.positions, None, labels=batch.labels), partial(_loss, weight=weight)
 
