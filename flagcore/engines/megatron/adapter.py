@@ -24,6 +24,7 @@ from flagcore.engines.megatron import (
     mesh_planner,
     meshes,
     options,
+    pipelines,
     probing,
     production,
     published,
@@ -92,8 +93,8 @@ class Megatron:
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
-    passes = staticmethod(prediction.passes)
-    pipelines = staticmethod(prediction.pipelines)
+    passes = staticmethod(pipelines.passes)
+    pipelines = staticmethod(pipelines.pipelines)
     stage_layers = staticmethod(prediction.stage_layers)
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)

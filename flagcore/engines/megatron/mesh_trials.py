@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
@@ -65,7 +66,7 @@ def data_problem() -> str:
     return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
 
 
-def shares(task: Task, candidate: Candidate) -> list[dict[str, object]]:
+def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
     """Return the replicas of each mesh of a candidate that splits the data, as the trial program's `Share`; empty for
     others.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import Labels, ModelPart, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.balance import ends, layouts, split_layers
@@ -33,7 +33,6 @@ from flagcore.engines.megatron.meshes import (
     Meshes,
     by_groups,
     by_replicas,
-    groups_of_row,
 )
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
@@ -44,7 +43,6 @@ from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.replicas import on_rank, together, with_stage
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
-from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
@@ -205,8 +203,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
-    row = {knob: values[:1] for knob, values in columns.items()}
-    row, costs, rank = on_rank(task, row, costs, rank)
+    row, costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, costs)
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
@@ -222,30 +219,6 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
         compute_time_s=compute,
         optimizer_time_s=optimizer,
     )
-
-
-def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
-    """Return the passes of the first row's pipeline; None if they are unknown, or there are several."""
-    found = pipelines(task, columns, costs)
-    return found[0] if len(found) == 1 else None
-
-
-def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
-    """Return the passes of the pipelines of the first row that differ: one for each kind of chips with replicas of its
-    own. It is empty if they are unknown.
-    """
-    row = {knob: values[:1] for knob, values in columns.items()}
-    order = groups_of_row(task, row)
-    parts = [(some, group_costs) for _, some, group_costs in by_groups(task, row, costs)]
-    for _, meshes in by_replicas(task, row, costs):
-        parts = meshes
-    found = []
-    for number, (some, group_costs) in enumerate(parts):
-        if (made := step.passes(*inputs(task, some, group_costs), group_costs)) is None:
-            return []
-        groups = order[number : number + 1] if len(parts) > 1 else order
-        found.append(replace(made, groups=tuple(groups[group] for group in made.groups)))
-    return found
 
 
 def training(task: Task) -> Training:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,8 @@ NEARBY = {2: 64, 3: 8}
 
 CP, EP = SIZES["cp"], SIZES["ep"]
 SHAPE = (TP, PP, CP)
-Options = dict[str, FloatArray]
+Options = dict[str, Any]
+"""Columns of the sizes of a node group, and figures of its replicas."""
 
 
 def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
@@ -58,7 +60,8 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
     for size in range(2, len(names) + 1):
         for some in combinations(range(len(names)), size):
             rows = _crossed(task, [options[group] for group in some], [groups[group] for group in some])
-            counts, seconds = shares(*(np.stack([each[key] for each in rows], axis=1) for key in SOLVE), batch)
+            samples, start, pace = (np.stack([each[key] for each in rows], axis=1) for key in SOLVE)
+            counts, seconds = shares(samples, start, pace, batch)
             seconds = seconds + np.maximum.reduce([each["after"] for each in rows])
             for place in np.argsort(seconds)[:PLANNED].tolist():
                 if np.isfinite(seconds[place]):
@@ -106,33 +109,31 @@ def _crossed(task: Task, options: Sequence[Options], costs: Sequence[Costs]) -> 
     """
     keys = [np.stack([each[knob] for knob in SHAPE], axis=1) for each in options]
     shapes = set.intersection(*({tuple(key) for key in own.tolist()} for own in keys))
-    places = [
-        {shape: np.flatnonzero((own == shape).all(axis=1)) for shape in shapes} for own in keys
-    ]  # rows of each shape
-    batch, bounds, chosen = task.spec.train.global_batch_size, [], []
-    total = [np.zeros(each[DP].size) for each in options]
+    places = [{shape: np.flatnonzero((own == shape).all(axis=1)) for shape in shapes} for own in keys]
+    batch = task.spec.train.global_batch_size
+    total = [np.zeros(each[DP].size, dtype=np.int64) for each in options]
     for shape in shapes:
         replicas = sum(int(each[DP][own[shape][0]]) for each, own in zip(options, places, strict=True))
-        for own, rows in zip(total, places, strict=True):
-            own[rows[shape]] = replicas
+        for own_total, own in zip(total, places, strict=True):
+            own_total[own[shape]] = replicas
     complete = [_fitting(task, each, on, number) for each, on, number in zip(options, costs, total, strict=True)]
+    bounds: list[FloatArray] = [np.zeros(0)]
+    chosen: list[IntArray] = [np.zeros((0, len(options)), dtype=np.int64)]
     for shape in sorted(shapes):
-        own = [_fastest(each, rows[shape]) for each, rows in zip(complete, places, strict=True)]
-        rows = np.array(list(product(*own)), dtype=np.int64).reshape(-1, len(own))
+        fastest = [_fastest(each, own[shape]) for each, own in zip(complete, places, strict=True)]
+        rows = np.array(list(product(*fastest)), dtype=np.int64).reshape(-1, len(fastest))
         samples, start, pace = (
             np.stack([each[key][rows[:, number]] for number, each in enumerate(complete)], axis=1) for key in SOLVE
         )
         after = np.maximum.reduce([each["after"][rows[:, number]] for number, each in enumerate(complete)])
         bounds.append(_level(samples, start, pace, batch) + after)
         chosen.append(rows)
-    if not bounds:
-        return [{name: column[:0] for name, column in each.items()} for each in complete]
     bound, every = np.concatenate(bounds), np.concatenate(chosen)
     best = every[np.argsort(bound)[:SOLVED]]
     return [{name: column[best[:, number]] for name, column in each.items()} for number, each in enumerate(complete)]
 
 
-def _fitting(task: Task, options: Options, costs: Costs, replicas: FloatArray) -> Options:
+def _fitting(task: Task, options: Options, costs: Costs, replicas: IntArray) -> Options:
     """Return the options with the seconds `after` the replicas; `start` is inf where they do not fit."""
     known = np.flatnonzero(replicas > 0)
     after, start = np.full(replicas.shape, np.inf), np.full(replicas.shape, np.inf)

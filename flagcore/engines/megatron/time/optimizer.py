@@ -40,8 +40,9 @@ ranks."""
 class AcrossGroups:
     """Costs of collectives among the replicas of several node groups, of which the group of `inside` has `here`.
 
-    A ring over all n replicas sends as many bytes over each of its links: (n - 1) / n of the payload, twice that in an
-    all-reduce (arXiv 1802.05799). The slower of the links inside the group and `between` groups determines the time.
+    They are hierarchical: reduced inside each group, then `between` the groups by the parts of each rank, over its own
+    port, and gathered inside (FlagCX 0c72129, `runner/c2c_algo.cc`). The group with the fewest replicas has the largest
+    parts.
     """
 
     inside: CollectiveCosts
@@ -49,11 +50,10 @@ class AcrossGroups:
     here: FloatArray
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        sent, two = 1.0 - 1.0 / ranks, np.full_like(ranks, 2)
-        own = self.inside.seconds(kind, payload_bytes, as_integers(self.here), stride)
-        own = own * sent / np.maximum(1.0 - 1.0 / self.here, 0.5)
-        across = self.between.seconds(kind, payload_bytes, two, np.ones_like(two)) * sent / 0.5
-        return np.where(self.here < ranks, np.maximum(own, across), own)
+        here = as_integers(self.here)
+        groups, distance = -(-ranks // here), here * stride
+        part = self.between.seconds(kind, payload_bytes / self.here, groups, distance)
+        return self.inside.seconds(kind, payload_bytes, here, stride) + part
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         return self.inside.compute_share(ranks, stride)
