@@ -13,6 +13,8 @@ from tests.hosts.bed import Bed
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 20_000
+SHARES = 1 << 18
+"""The weight of a host's processes, so that others on this machine do not slow them down; 1024 is that of others."""
 
 
 @contextmanager
@@ -23,6 +25,7 @@ def quotas(bed: Bed, shares: Mapping[str, float]) -> Iterator[None]:
         for host, share in shares.items():
             group = joined[host] = CGROUP / f"flagcore-{os.getpid()}-{host}"
             group.mkdir()
+            (group / "cpu.shares").write_text(str(SHARES))
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
             bed.join(host, group)
