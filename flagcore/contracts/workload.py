@@ -157,7 +157,12 @@ class PipelineTimeline(Protocol):
     """Optional: the timeline of a pipeline."""
 
     def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the pass times of the candidate in the first row of `columns`; None if unknown."""
+        """Return the pass times of the candidate in the first row of `columns`; None if they are unknown, or differ
+        between its pipelines.
+        """
+
+    def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
+        """Return the pass times of each different pipeline of this candidate; empty if they are unknown."""
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
         """Return the numbers of layers per stage for each row whose split the engine derives, empty for other rows."""
@@ -260,6 +265,11 @@ class DerivedValues(Protocol):
     def values_alone(self, task: Task, group: int) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return values of knobs with which a node group may be the fastest without the others; `task` has derived
         values. Knobs without values have all of them.
+        """
+
+    def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
+        """Return which candidates divide the work over the node groups in each of the engine's ways, by the name of the
+        way; candidates on one group are in none.
         """
 
 

@@ -15,9 +15,11 @@ PAYS = 1.02
 
 
 def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return a table of the mixed plan, each kind alone and their sum, and one line on the gain."""
+    """Return a table of the mixed plans, each kind alone and their sum, and one line on the gain."""
     alone = mixing["alone"]
-    rows = [{**mixing["mixed"], "plan": _("mixed")}, *({**each, "plan": _("alone")} for each in alone)]
+    plans = [mixing["mixed"], *mixing["others"]]
+    rows = [{**each, "plan": _(each["split"]) if each["split"] else _("mixed")} for each in plans]
+    rows += [{**each, "plan": _("alone")} for each in alone]
     table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
     rate = sum(each["tokens_per_second"] for each in alone)
     devices = sum(each["devices"] for each in alone)

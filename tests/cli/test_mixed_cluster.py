@@ -97,6 +97,23 @@ def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable
     assert 0 <= mixing["idle"]["cpu"] < 1
 
 
+def test_an_estimate_compares_splits_of_layers_and_of_data(flag: Flag, spec: Callable[..., str]) -> None:
+    mixing = api.estimate(spec(LARGE, LARGE)).mixing
+    assert mixing is not None
+    plans = [mixing["mixed"], *mixing["others"]]
+    assert {each["split"] for each in plans} == {"layer split", "data split"}
+    assert plans[0]["step_time_s"] <= plans[1]["step_time_s"]
+    for each in plans:
+        assert ("|" in (each["candidate"]["meshes"] or "")) == (each["split"] == "data split")
+    table = flag("estimate", spec(LARGE, LARGE)).out
+    assert all(text in table for text in ("layer split", "data split"))
+    only = {"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}}
+    found = api.estimate(spec(LARGE, LARGE, auto_tuner=only)).mixing
+    assert found is not None
+    assert found["mixed"]["split"] == "data split"
+    assert all(0 <= share < 1 for share in found["idle"].values())
+
+
 def test_meshes_do_not_run_in_trials(flag: Flag, spec: Callable[..., str], project: Project) -> None:
     space = {"space": {"meshes": ["cpu#1 dp2 + cpu#2 dp2"]}}
     completed = flag("tune", spec(LARGE, LARGE, command=True, auto_tuner=space), "--run-dir", str(project.run_dir))

@@ -20,20 +20,35 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     """Return the fastest plan of a mixed cluster and those of each kind alone as plain data; None for one node group,
     or if no plan has a time.
 
+    `split` is how the mixed plan divides the work over the kinds, `others` are the fastest plans that divide it in the
+    other ways of the engine.
     `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
     `best_alone`. `idle` is the share of a step in which the devices of a kind have no work. `limit` is the bottleneck
     of the mixed plan, `slowest` the kind with the slowest stage.
     """
-    order, mixed = rows_by_time(problem)[:1], _plan(problem)
+    order, mixed = rows_by_time(problem), _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
         return None
+    ways = (
+        workload.splits(problem.platform.task, problem.space.columns(order))
+        if isinstance(workload, DerivedValues)
+        else {}
+    )
+    split = next((name for name, rows in ways.items() if rows[0]), "")
+    others = [
+        plan | {"split": name}
+        for name, rows in ways.items()
+        if name != split and rows.any() and (plan := _plan(problem, order[rows]))
+    ]
+    order = order[:1]
     plans = (_alone(spec, problem, group, plugins, workload) for group in range(len(spec.cluster.groups)))
     alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
     busy = _busy(problem, workload, order)
     return {
-        "mixed": mixed,
+        "mixed": mixed | {"split": split},
+        "others": others,
         "alone": alone,
         "of_sum": mixed["tokens_per_second"] / total if alone else None,
         "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
@@ -56,10 +71,12 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: W
         return None
 
 
-def _plan(problem: Problem) -> dict[str, Any] | None:
-    """Return the fastest candidate of a problem, None if nothing fits or no time is known."""
+def _plan(problem: Problem, rows: IntArray | None = None) -> dict[str, Any] | None:
+    """Return the first of `rows` as a plan, by default the fastest candidate of a problem; None if nothing fits or no
+    time is known.
+    """
     cluster, train = problem.platform.task.cluster, problem.platform.task.spec.train
-    for row in rows_by_time(problem)[:1].tolist():
+    for row in (rows_by_time(problem) if rows is None else rows)[:1].tolist():
         if (seconds := problem.predictions.row(row).step_time_s) is not None:
             return {
                 "chips": cluster.chips,
@@ -78,14 +95,14 @@ def _busy(problem: Problem, workload: Workload, row: IntArray) -> dict[str, tupl
     task, columns = problem.platform.task, problem.space.columns(row)
     if not isinstance(workload, PipelineTimeline):
         return {}
-    passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
-    if passes is None:
+    found = workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
+    if not found:
         return {}
-    seconds = np.array(passes.forward_s) + np.array(passes.backward_s)
     step = float(problem.predictions.step_time_s[row[0]])
-    found = {}
+    busy = {}
     for number, group in enumerate(task.cluster.groups):
-        here = seconds[np.array(passes.groups) == number]
-        share = passes.microbatches * float(here.mean()) / step if here.size else 0.0
-        found[group.title] = (share, float(here.max(initial=0.0)))
-    return found
+        sums = [(p.microbatches, np.add(p.forward_s, p.backward_s)[np.array(p.groups) == number]) for p in found]
+        own = [(count, here) for count, here in sums if here.size]
+        share = max((count * float(here.mean()) / step for count, here in own), default=0.0)
+        busy[group.title] = (share, max((float(here.max()) for _, here in own), default=0.0))
+    return busy

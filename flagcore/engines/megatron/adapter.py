@@ -22,7 +22,9 @@ from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import (
     launching,
     mesh_planner,
+    meshes,
     options,
+    pipelines,
     probing,
     production,
     published,
@@ -40,7 +42,6 @@ from flagcore.engines.megatron.failures import FAILURES
 from flagcore.engines.megatron.importing.command import spec_of_command
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.mesh_rules import merges_with_meshes, with_meshes
-from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
     DP,
@@ -92,7 +93,8 @@ class Megatron:
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
-    passes = staticmethod(prediction.passes)
+    passes = staticmethod(pipelines.passes)
+    pipelines = staticmethod(pipelines.pipelines)
     stage_layers = staticmethod(prediction.stage_layers)
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
@@ -113,9 +115,10 @@ class Megatron:
     read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
-    derived_knobs: Collection[str] = (MESHES,)
+    derived_knobs: Collection[str] = (meshes.MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)
+    splits = staticmethod(meshes.splits)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
@@ -180,7 +183,7 @@ def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]
     equal = [columns[knob] == other[knob] for knob in plain]
     above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
     result: BoolArray = np.logical_and.reduce([*equal, *above])
-    return result & (columns[MESHES] == 0) if MESHES in columns else result
+    return result & (columns[meshes.MESHES] == 0) if meshes.MESHES in columns else result
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:

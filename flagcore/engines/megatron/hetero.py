@@ -14,6 +14,7 @@ from flagcore.domain.spec import KIND, Spec, Task
 from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.knobs import columns as row_of
 from flagcore.engines.megatron.mesh_rules import tied
+from flagcore.engines.megatron.mesh_trials import data_problem
 from flagcore.engines.megatron.meshes import MESHES, RECOMPUTE, RECOMPUTE_CODES, SIZES, Meshes
 from flagcore.engines.megatron.predict import stage_layers
 from flagcore.engines.megatron.split import EXPERT_TENSOR
@@ -101,6 +102,8 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
         return [Mesh(group=number, sizes=tuple(own.values())) for number, own in enumerate(each)]
     table = Meshes.of(task)
     row = 1 + table.texts.index(str(values[MESHES]))
+    if table.splits_data[row]:
+        raise LaunchError(f"{MESHES} = {values[MESHES]} {data_problem()}")
     return [
         Mesh(
             group=group,

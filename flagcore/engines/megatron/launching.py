@@ -16,7 +16,7 @@ from flagcore.engines.megatron import hetero, production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
-from flagcore.engines.megatron.mesh_trials import hosts_of, on_groups, runs_meshes
+from flagcore.engines.megatron.mesh_trials import data_problem, hosts_of, on_groups, runs_meshes, shares
 from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.options import schedule
 from flagcore.engines.megatron.predict import with_layout
@@ -111,6 +111,8 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     LaunchError if the launch cannot be built.
     """
     train, values = platform.task.spec.train, with_layout(platform, candidate)
+    if (for_real or train.command is not None) and shares(platform.task, candidate):
+        raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
     if train.command is not None:
         mixed = hetero.mixed_job(platform, candidate)
         return own_launch(platform, values, folder, mixed, for_real=for_real)

@@ -139,7 +139,7 @@ def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, s
 
 def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     """Return the figures of all legal sizes of one node group."""
-    train, columns = training(task), _columns(task, group)
+    train, columns = training(task), mesh_columns(task, group)
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
     run = costs_in_run(costs)
     pace = Pace.of(train, layout, run, Blocks.of(train, layout, run))
@@ -180,7 +180,7 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     )
 
 
-def _columns(task: Task, group: int) -> dict[str, IntArray]:
+def mesh_columns(task: Task, group: int) -> dict[str, IntArray]:
     """Return the columns of all legal sizes of one node group; `word` is the number of the way to recompute."""
     nodes, batch, space = task.cluster.groups[group], task.spec.train.global_batch_size, task.spec.space
     words, experts = recompute_words(task), task.spec.model.num_moe_experts

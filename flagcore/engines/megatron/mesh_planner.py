@@ -24,6 +24,7 @@ from flagcore.engines.megatron.mesh_options import MeshOptions, mesh_options, re
 from flagcore.engines.megatron.mesh_rules import tied
 from flagcore.engines.megatron.mesh_trials import require_runnable, runs_meshes
 from flagcore.engines.megatron.meshes import DP, MESHES, PP, RECOMPUTE, SIZES, Meshes, group_names, mesh_text
+from flagcore.engines.megatron.replica_planner import planned_replicas
 from flagcore.engines.megatron.split import derived
 
 PLANNED = 256
@@ -55,7 +56,10 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
     listed = task.spec.space.get(MESHES, AUTO)
     if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or runs_meshes(task.spec)):
         return platform
-    found = _with_space(task, {MESHES: (None, *planned(engine_task(task), platform.costs, plan=any_sizes))})
+    texts = planned(engine_task(task), platform.costs, plan=any_sizes)
+    if not hetero.runs_meshes(task.spec):
+        texts += planned_replicas(engine_task(task), platform.costs)
+    found = _with_space(task, {MESHES: (None, *texts)})
     return replace(platform, task=_with_space(found, values_alone(found)) if plan else found)
 
 

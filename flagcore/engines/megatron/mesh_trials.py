@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.knobs import columns as row_of
-from flagcore.engines.megatron.meshes import MESHES, OWN, PP, SPLIT, Meshes, encoded, groups_of_row
+from flagcore.engines.megatron.meshes import (
+    DP,
+    MBS,
+    MESHES,
+    MICROBATCHES,
+    OWN,
+    PP,
+    RECOMPUTE,
+    SPLIT,
+    Meshes,
+    encoded,
+    groups_of_row,
+)
 from flagcore.errors import SpecError
 
 EQUAL = "mesh_equal_sizes"
@@ -24,17 +37,48 @@ def runs_meshes(spec: Spec) -> bool:
     return spec.train.command is None and spec.on_each_host
 
 
+OF_DATA = "replicas_release"
+"""The rule about the engines of a data split. Source: FlagScale v0.3 (5c75bb7) has `--hetero-mode dp`
+(`megatron/megatron/arguments.py`), da4935e has no such argument; Megatron-LM's `pretrain_gpt.py` (0.16) has one
+micro-batch size and number of micro-batches for all replicas (`num_microbatches_calculator.py`)."""
+
+
 def require_runnable(task: Task) -> None:
     """Raise SpecError for listed meshes that trials cannot run."""
     listed = task.spec.space.get(MESHES, AUTO)
     table = Meshes.of(task)
     for number, text in enumerate(table.texts if not isinstance(listed, str) else (), start=1):
+        if table.splits_data[number]:
+            if not runs_meshes(task.spec):
+                problem, fix = data_problem(), "remove it: flagcore's own trial program runs it, without train.command"
+                raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
+            continue
         there = table.groups[number] >= 0
         sizes = [values[number][there] for knob, values in table.codes.items() if knob != PP]
         if any((size != size[0]).any() for size in sizes):
             problem = "has meshes of other sizes, which megatron-core cannot run"
             fix = f"give all meshes the same sizes and recompute except pp, or plan with `flag estimate` ({EQUAL})"
             raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
+
+
+def data_problem() -> str:
+    """Return why no engine but flagcore's trial program runs a data split."""
+    return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
+
+
+def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:
+    """Return the replicas of each mesh of a candidate that splits the data, as the trial program's `Share`; empty for
+    others.
+    """
+    table, row = Meshes.of(task), row_of(task, candidate.as_dict())
+    code, found = int(row[MESHES][0]) if MESHES in row else 0, []
+    if not table.splits_data[code]:
+        return []
+    number = int(table.number(row[MESHES])[0])
+    for own in table.of_replicas(row, number, task.spec.train.global_batch_size):
+        values = {knob: BY_NAME[knob].axis(()).decode(int(own[knob][0])) for knob in (MBS, *RECOMPUTE)}
+        found.append({"replicas": int(own[DP][0]), "microbatches": int(own[MICROBATCHES][0]), "values": values})
+    return found
 
 
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
@@ -48,6 +92,9 @@ def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
     table = Meshes.of(task)
     number = 1 + table.texts.index(str(text))
     own = {knob: BY_NAME[knob].axis(()).decode(int(table.codes[knob][number, 0])) for knob in OWN}
+    if table.splits_data[number]:
+        replicas = int(table.codes[DP][number][table.groups[number] >= 0].sum())
+        return values | own | {DP: replicas, MBS: int(table.codes[MBS][number, 0]) or values[MBS], SPLIT: None}
     return values | own | {PP: int(table.lengths[number]), SPLIT: "balanced"}
 
 

@@ -4,6 +4,10 @@ The knob `meshes` lists the meshes of a candidate in the order of the pipeline, 
 full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
 of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
 first mesh.
+
+With ` | ` between the meshes, the data is split instead of the layers: each mesh has whole replicas, such as `CHIP tp2
+dp16 x6 | OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (`micro_batch_size` if it is missing), `x` the
+number of micro-batches of each replica (by default the same for all replicas).
 """
 
 from __future__ import annotations
@@ -19,14 +23,16 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import N_
 
 MESHES = "meshes"
 KNOB = Knob(
     name=MESHES,
-    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute, in pipeline order.",
+    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute. With + they are in "
+    "the order of one pipeline, with | each has whole replicas.",
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
@@ -40,13 +46,18 @@ SIZES = {
     "dp": "data_parallel_size",
     "pp": "pipeline_model_parallel_size",
 }
-_SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
+_SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp|mbs|x)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
+PIPELINE, REPLICAS = " + ", " | "
+"""Separators of meshes: of the parts of a pipeline, and of replicas."""
 RECOMPUTE = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
 RECOMPUTE_CODES = {"": (0, 0, 0, 0), "selective": (1, 1, 0, 0), "full": (1, 2, 1, 1)}
 """Codes of the recompute knobs; `full` recomputes each layer, `blockN` the first N layers of a stage."""
 OWN = (*SIZES.values(), *RECOMPUTE)
 """Knobs that each mesh sets for itself."""
 MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
+MICROBATCHES, ALL_REPLICAS = "microbatches", "replicas"
+"""Columns of a mesh with replicas: the micro-batches of each of them, and the replicas of all meshes."""
+_OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
 DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
 
 
@@ -55,13 +66,17 @@ class Meshes:
     """The listed meshes, numbered from 1 as in the column of the knob.
 
     `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
-    of the knobs in `OWN`, in the same shape. `lengths` is the number of all stages.
+    of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of a pipeline.
+
+    `splits_data` is whether each mesh has whole replicas. Then `codes` also has the micro-batch size of each mesh and
+    its micro-batches per replica, 0 where the text does not say.
     """
 
     texts: tuple[str, ...]
     groups: IntArray
     codes: Mapping[str, IntArray]
     lengths: IntArray
+    splits_data: BoolArray
 
     @classmethod
     def of(cls, task: Task) -> Meshes:
@@ -81,14 +96,35 @@ class Meshes:
         without a column are left out.
         """
         code = columns[MESHES]
-        own = {knob: values[code, mesh] for knob, values in self.codes.items()}
+        own, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
         if MBS in columns:
             samples = columns[MBS] * self.codes[DP][code, 0]
-            own[MBS] = np.maximum(samples // np.maximum(own[DP], 1), 1)
+            in_pipeline = np.maximum(samples // np.maximum(own[DP], 1), 1)
+            own[MBS] = np.where(apart, np.where(own[MBS] > 0, own[MBS], columns[MBS]), in_pipeline)
         if SP in columns:
             own[SP] = columns[SP] * (own[TP] > 1)
-        own |= {PP: self.lengths[code], SPLIT: np.ones_like(code)}
+        own |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
         return {name: own.get(name, column) for name, column in columns.items()}
+
+    def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
+        """Return the columns of each mesh of candidates that split the data over `number` meshes."""
+        counts = self.microbatches(columns, batch)
+        replicas = self.codes[DP][columns[MESHES]][:, :number].sum(axis=1)
+        return [
+            {**self.columns(columns, place), MICROBATCHES: counts[:, place], ALL_REPLICAS: replicas}
+            for place in range(number)
+        ]
+
+    def microbatches(self, columns: Columns, batch: int) -> IntArray:
+        """Return the micro-batches of each replica of all meshes, for candidates that split the data: (rows, meshes).
+
+        Where the text has none, all replicas have the same number, rounded down.
+        """
+        code = columns[MESHES]
+        size, counts = self.codes[MBS][code], self.codes[MICROBATCHES][code]
+        samples = np.where(size > 0, size, columns[MBS][:, None]) * self.codes[DP][code] * (self.groups[code] >= 0)
+        even = batch // np.maximum(samples.sum(axis=1, keepdims=True), 1)
+        return np.where(counts > 0, counts, even) * (self.groups[code] >= 0)
 
 
 def group_names(cluster: Cluster) -> tuple[str, ...]:
@@ -100,23 +136,28 @@ def group_names(cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "") -> str:
-    """Return the text of one mesh; `sizes` has the keys of `SIZES`."""
-    return " ".join([name, *(f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1), *filter(None, [recompute])])
+def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:
+    """Return the text of one mesh; `sizes` has the keys of `SIZES`, `replicas` the micro-batches of its replicas."""
+    shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
+    return " ".join([name, *shown, *filter(None, [recompute, replicas])])
 
 
 @lru_cache(maxsize=64)
 def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
-    rows = [[_parse(part, text, names) for part in text.split(" + ")] for text in texts]
+    apart = np.array([False, *(REPLICAS in text for text in texts)])
+    rows = [
+        [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
+    ]
     longest = max((len(row) for row in rows), default=1)
     groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
-    codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in OWN}
+    codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}
     for number, row in enumerate(rows, start=1):
         for place, (group, values) in enumerate(row):
             groups[number, place] = group
             for knob, value in values.items():
                 codes[knob][number, place] = value
-    return Meshes(texts, groups, codes, np.where(groups >= 0, codes[PP], 0).sum(axis=1))
+    lengths = np.where(apart, codes[PP][:, 0], np.where(groups >= 0, codes[PP], 0).sum(axis=1))
+    return Meshes(texts, groups, codes, lengths, apart)
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
@@ -125,8 +166,9 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
     values = dict(zip(RECOMPUTE, RECOMPUTE_CODES[""], strict=True))
     wrong = [] if name in names else [name]
     for word in words:
-        if size := _SIZE.fullmatch(word):
-            values[SIZES[size[1]]] = int(size[2])
+        size = _SIZE.fullmatch(word)
+        if size and (size[1] in SIZES or REPLICAS in text):
+            values[SIZES.get(size[1]) or _OF_REPLICAS[size[1]]] = int(size[2])
         elif word in RECOMPUTE_CODES:
             values |= zip(RECOMPUTE, RECOMPUTE_CODES[word], strict=True)
         elif block := _BLOCK.fullmatch(word):
@@ -134,7 +176,8 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
         else:
             wrong.append(word)
     if wrong:
-        fix = f"write e.g. {names[0]} tp2 dp4 pp2 full + {names[-1]} tp4 dp2; chips: {', '.join(names)}"
+        split = f"{names[0]} tp2 dp4 pp2 full + {names[-1]} tp4 dp2 (one pipeline)"
+        fix = f"write e.g. {split}, or {names[0]} dp8 x3 | {names[-1]} dp8 x1 (replicas); chips: {', '.join(names)}"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=f"has the unknown {wrong[0]!r}", fix=fix)
     return names.index(name), values
 
@@ -155,12 +198,42 @@ def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntA
     if code is None or not code.any():
         yield np.arange(next(iter(columns.values())).size), columns, costs
         return
-    groups = Meshes.of(task).groups[code]
-    orders, which = np.unique(groups, axis=0, return_inverse=True)
-    for number, order in enumerate(orders.tolist()):
-        rows = np.flatnonzero(which.reshape(-1) == number)
+    table = Meshes.of(task)
+    for rows, order in _by_order(table, code, np.flatnonzero(~table.splits_data[code])):
         some = {name: column[rows] for name, column in columns.items()}
-        yield rows, some, _ordered(task.cluster, costs, [group for group in order if group >= 0])
+        yield rows, some, _ordered(task.cluster, costs, order)
+
+
+def by_replicas(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
+    """Group rows that split the data by the node groups of their meshes, which `by_groups` leaves out. Yield the rows
+    and, for each mesh, their columns without meshes and the costs of its node group.
+    """
+    code = columns.get(MESHES)
+    table = Meshes.of(task) if code is not None and code.any() else None
+    if code is None or table is None:
+        return
+    for rows, order in _by_order(table, code, np.flatnonzero(table.splits_data[code])):
+        some = {name: column[rows] for name, column in columns.items()}
+        own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
+        costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
+        yield rows, list(zip(own, costs_here, strict=True))
+
+
+def _by_order(table: Meshes, code: IntArray, rows: IntArray) -> Iterator[tuple[IntArray, list[int]]]:
+    """Yield those of `rows` with the same node groups, and these groups in the order of their meshes."""
+    orders, which = np.unique(table.groups[code[rows]], axis=0, return_inverse=True)
+    for number, order in enumerate(orders.tolist()):
+        yield rows[which.reshape(-1) == number], [group for group in order if group >= 0]
+
+
+def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
+    """Return which rows split layers, and which split the data over the node groups."""
+    code, table = columns.get(MESHES), Meshes.of(task)
+    if code is None:
+        return {}
+    several = (code == 0) | (table.number(code) > 1)
+    apart = table.splits_data[code]
+    return {N_("layer split"): several & ~apart, N_("data split"): several & apart}
 
 
 def groups_of_row(task: Task, columns: Columns) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import Labels, ModelPart, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.balance import ends, layouts, split_layers
@@ -25,16 +25,24 @@ from flagcore.engines.megatron.memory.training import (
     used_bytes,
 )
 from flagcore.engines.megatron.mesh_trials import plain_values
-from flagcore.engines.megatron.meshes import MESHES, PP, Meshes, by_groups, groups_of_row
+from flagcore.engines.megatron.meshes import (
+    ALL_REPLICAS,
+    MESHES,
+    MICROBATCHES,
+    PP,
+    Meshes,
+    by_groups,
+    by_replicas,
+)
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Mesh, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.relief import fit_splits
+from flagcore.engines.megatron.replicas import on_rank, together, with_stage
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
-from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
@@ -59,6 +67,9 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
         part = _predicted(task, some, group_costs)
         capacity = np.nan if part.capacity_bytes is None else part.capacity_bytes
         parts.append(replace(part, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else part)
+        order.append(rows)
+    for rows, meshes in by_replicas(task, columns, costs):
+        parts.append(together([_predicted(task, *each) for each in meshes], [each[PP] for each, _ in meshes]))
         order.append(rows)
     return parts[0] if len(parts) == 1 else Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
@@ -129,7 +140,7 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     for rows, some, group_costs in by_groups(task, columns, costs):
         found |= zip(rows.tolist(), _stage_layers(task, some, group_costs), strict=True)
-    return [found[row] for row in range(len(found))]
+    return [found.get(row, []) for row in range(columns[PP].size)]
 
 
 def _stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
@@ -164,9 +175,10 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights and the peak bytes by component for a rank of the given stage of each row."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for rows, some, group_costs in by_groups(task, columns, costs):
+    for rows, some, group_costs in with_stage(task, columns, stages, costs):
         train, layout = inputs(task, some, group_costs)
         index, placement = stages[rows].astype(np.float64), Placement.of(layout, group_costs)
+        index = index % layout.pipeline
         tables = [
             component_table(train, each, index, on.memory.workspace_bytes())
             for each, on in zip(placement.layouts, group_costs.groups, strict=True)
@@ -191,7 +203,8 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
-    train, layout = inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs)
+    row, costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
+    train, layout = inputs(task, row, costs)
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(memory.peak)
@@ -206,13 +219,6 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
         compute_time_s=compute,
         optimizer_time_s=optimizer,
     )
-
-
-def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
-    """Return the passes of the first row's pipeline, None if they are unknown."""
-    _, row, group_costs = next(by_groups(task, {knob: values[:1] for knob, values in columns.items()}, costs))
-    found, order = step.passes(*inputs(task, row, group_costs), group_costs), groups_of_row(task, row)
-    return found and replace(found, groups=tuple(order[group] for group in found.groups))
 
 
 def training(task: Task) -> Training:
@@ -254,8 +260,12 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     layers = np.maximum(count("recompute_num_layers"), 1.0)
     split = Split.of(task)
     first, last = split.ends(columns)
+    replicas, counts = columns.get(ALL_REPLICAS), columns.get(MICROBATCHES)
+    is_apart = replicas is not None and counts is not None
+    number = task.spec.train.global_batch_size / (micro_batch * data) if counts is None else counts.astype(np.float64)
     return Layout(
-        data=data,
+        data=data if replicas is None else replicas.astype(np.float64),
+        here=(data,) if is_apart else (),
         tensor=tensor,
         pipeline=count("pipeline_model_parallel_size"),
         virtual=split.virtual(columns).astype(np.float64),
@@ -263,7 +273,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         expert=count("expert_model_parallel_size"),
         expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
         micro_batch=micro_batch,
-        microbatches=np.maximum(task.spec.train.global_batch_size / (micro_batch * data), 1.0),
+        microbatches=np.maximum(number, 1.0),
         sharded_optimizer=count("use_distributed_optimizer"),
         sequence_parallel=count("sequence_parallel"),
         selective=(granularity == SELECTIVE).astype(np.float64),

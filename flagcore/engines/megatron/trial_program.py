@@ -19,7 +19,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import SettingValue, TrainSpec
 from flagcore.engines.megatron.command.release import DISTRIBUTION
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.engines.megatron.mesh_trials import hosts_of
+from flagcore.engines.megatron.mesh_trials import hosts_of, shares
 from flagcore.engines.megatron.options import DEFAULTS, runs
 from flagcore.engines.megatron.predict import with_layout
 from flagcore.engines.megatron.trial.job import Candidate as JobCandidate
@@ -171,6 +171,7 @@ def job(
         },
         "output": folder,
         "probe": probe,
+        "shares": shares(task, candidate),
         "nodes": len(hosts_of(task, candidate)) if spec.on_each_host and probe is None else 1,
     }
 

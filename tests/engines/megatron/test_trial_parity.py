@@ -63,10 +63,22 @@ def selective(*modules: str) -> dict[str, Any]:
     return recompute("selective", modules=list(modules))
 
 
+def share(microbatches: int, **values: Any) -> dict[str, Any]:
+    """Return the share of one replica."""
+    return {"replicas": 1, "microbatches": microbatches, "values": values}
+
+
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "micro batches of 1": {"micro_batch_size": 1},
     "data": DP2,
     "data, distributed optimizer": {**DP2, **DISTOPT},
+    "data, unequal": {**DP2, "shares": [share(6), share(2)]},
+    "data, unequal, pipeline, overlaps, recomputation": {
+        **DP2,
+        **PP2,
+        **OVERLAPS,
+        "shares": [share(6, micro_batch_size=2), share(4, micro_batch_size=1, **UNIFORM)],
+    },
     "tensor": TP2,
     "tensor, sequence": {**TP2, **SP},
     "pipeline": PP2,
@@ -100,6 +112,7 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "data": DP2,
+    "data, unequal": {**DP2, "shares": [share(1), share(7)]},
     "expert": {**DP2, **EP2},
     "expert, distributed optimizer": {**DP2, **EP2, **DISTOPT},
     "tensor, sequence": {**TP2, **SP},
@@ -163,6 +176,7 @@ SHORT = {
         "tensor, sequence, interleaved pipeline, recomputation",
         "context, distributed optimizer, recomputation",
         "uneven first stage",
+        "data, unequal, pipeline, overlaps, recomputation",
         "data and interleaved pipeline, overlaps",
     },
     "experts": {"expert, distributed optimizer", "tensor, sequence, expert"},

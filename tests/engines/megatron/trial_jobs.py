@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,15 @@ TRAIN: dict[str, Any] = {
 DEVICE: dict[str, Any] = {"type": "cpu", "backend": "gloo", "preload": [], "threads_per_rank": 1}
 
 
-def make_job(output: Path, model: dict[str, Any], *, train: dict[str, Any] | None = None, **knobs: Any) -> Any:
-    """Return a job as its file has it; `train` changes the common training settings."""
+def make_job(
+    output: Path,
+    model: dict[str, Any],
+    *,
+    train: dict[str, Any] | None = None,
+    shares: Sequence[dict[str, Any]] = (),
+    **knobs: Any,
+) -> Any:
+    """Return a job as its file has it; `train` changes the common training settings, `shares` split the data."""
     return copy.deepcopy(
         {
             "model": model,
@@ -70,6 +78,7 @@ def make_job(output: Path, model: dict[str, Any], *, train: dict[str, Any] | Non
             "candidate": {"micro_batch_size": 2, **knobs},
             "device": DEVICE,
             "output": str(output),
+            "shares": list(shares),
         }
     )
 

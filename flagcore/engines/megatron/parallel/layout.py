@@ -185,6 +185,8 @@ class Layout(ArrayRecord):
 
     `further` are the meshes after the first, on the further node groups of the costs. They have the `pipeline`,
     `virtual`, `microbatches` and `split` of the first one. It is empty if all node groups have the same sizes.
+
+    If each node group has whole replicas, `data` counts those of all groups, and `here` has those of this one.
     """
 
     data: FloatArray
@@ -205,6 +207,7 @@ class Layout(ArrayRecord):
     last_layers: FloatArray
     split: FloatArray
     further: tuple[Mesh, ...] = ()
+    here: tuple[FloatArray, ...] = ()
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return the first row of each distinct combination of the named fields, and each candidate's combination."""

@@ -123,7 +123,7 @@ class Messages:
 
         Schedules that fold the pipeline cross the groups in both directions and have the slowest message everywhere.
         """
-        if costs.between is None:
+        if costs.between is None or not costs.further:
             mean = _mean_send(costs.collectives, train, layout, layout.pipeline)
             return cls(mean, (mean,))
         counts = placement.stages(layout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.engines.megatron.time.exchange import as_integers
@@ -32,6 +34,42 @@ HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
 """Adam on the host: memory traffic per parameter (fp32 weight, gradient and two moments read, three of them written),
 and the memory bandwidth of one rank. The traffic is counted. The bandwidth is an estimate: 200 GB/s of a socket over 8
 ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossGroups:
+    """Costs of collectives among the replicas of several node groups, of which the group of `inside` has `here`.
+
+    They are hierarchical: reduced inside each group, then `between` the groups by the parts of each rank, over its own
+    port, and gathered inside (FlagCX 0c72129, `runner/c2c_algo.cc`). The group with the fewest replicas has the largest
+    parts.
+    """
+
+    inside: CollectiveCosts
+    between: CollectiveCosts
+    here: FloatArray
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        here = as_integers(self.here)
+        groups, distance = -(-ranks // here), here * stride
+        part = self.between.seconds(kind, payload_bytes / self.here, groups, distance)
+        return self.inside.seconds(kind, payload_bytes, here, stride) + part
+
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return self.inside.compute_share(ranks, stride)
+
+
+def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
+    """Return the sizes that the collectives of gradients see, and their costs.
+
+    If each node group has whole replicas, the ranks of a replica are consecutive: those that hold the same weights are
+    TP x PP apart.
+    """
+    if not layout.here or costs.between is None:
+        return layout, costs.collectives
+    apart = {name: getattr(layout, name) * layout.pipeline for name in ("tensor", "expert_tensor")}
+    ranks = layout.here[0] * layout.context
+    return replace(layout, **apart), AcrossGroups(costs.collectives, costs.between, ranks)
 
 
 def optimizer_time(

@@ -16,7 +16,7 @@ from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Place
 from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
-from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
+from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
 from flagcore.engines.megatron.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
 from flagcore.engines.schedules.formulas import pipeline_seconds
@@ -125,14 +125,15 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
-    pipeline_s, message = pipeline_time(train, layout, costs, placement, distinct_stages, times)
+    ordered = _in_replica(layout)
+    pipeline_s, message = pipeline_time(train, ordered, costs, Placement.of(ordered, costs), distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
     meshes = list(zip(placement.layouts, groups, params, strict=True))
     largest = [_largest_params(placement, distinct_stages, pairs, number) for number, pairs in enumerate(params)]
     gradients_s = [
-        gradient_time(train, mesh, each.collectives, pair, slowest)
+        gradient_time(train, *reduction(mesh, each), pair, slowest)
         for (mesh, each, _), pair in zip(meshes, largest, strict=True)
     ]
     optimizer_s = [
@@ -161,7 +162,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     params = _params(train, placement, all_stages)
     times = _stage_times(train, costs.groups, Blocks.of(train, layout, costs), placement, all_stages, params)
-    messages, waits, sends_s, _ = sends(train, layout, costs, placement, all_stages[-1])
+    messages, waits, sends_s, _ = sends(train, _in_replica(layout), costs, placement, all_stages[-1])
     delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
     longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
     forward = tuple(float(time.forward.total[0] + more) for time, more in zip(times, longer[0], strict=True))
@@ -185,6 +186,11 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
     )
     return replace(result, predicted_s=pipeline_seconds(result))
+
+
+def _in_replica(layout: Layout) -> Layout:
+    """Return the sizes that messages between stages see: the ranks of one replica, if they are consecutive."""
+    return replace(layout, data=np.ones_like(layout.data)) if layout.here else layout
 
 
 def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:

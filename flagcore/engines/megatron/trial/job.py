@@ -112,8 +112,33 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The replicas of one kind of hosts, if the data is split unevenly: how many they are, the micro-batches of each,
+    and what differs from the candidate.
+    """
+
+    replicas: int
+    microbatches: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One replica of an uneven data split: its first sample in a step, its micro-batches, and the weight of its mean
+    loss. All weights add up to the number of replicas, over which Megatron takes the mean of the gradients.
+    """
+
+    first_sample: int
+    microbatches: int
+    weight: float
+
+
+@dataclass(frozen=True)
 class Job:
-    """One trial, or the probe of one of its ranks."""
+    """One trial, or the probe of one of its ranks.
+
+    With `shares` the ranks of a replica are consecutive, and `replica` is that of this rank.
+    """
 
     model: Model
     train: Train
@@ -122,6 +147,21 @@ class Job:
     output: Path
     probe: Probe | None = None
     nodes: int = 1
+    shares: tuple[Share, ...] = ()
+    replica: Replica | None = None
+
+    def on_replica(self, number: int) -> Job:
+        """Return the job of the ranks of data-parallel replica `number`."""
+        first_sample = 0
+        for share in self.shares:
+            candidate = dataclasses.replace(self.candidate, **share.values)
+            samples = candidate.micro_batch_size * share.microbatches
+            if number < share.replicas:
+                weight = samples * candidate.data_parallel_size / self.train.global_batch_size
+                own = Replica(first_sample + number * samples, share.microbatches, weight)
+                return dataclasses.replace(self, candidate=candidate, replica=own)
+            number, first_sample = number - share.replicas, first_sample + share.replicas * samples
+        return self
 
     @property
     def world_size(self) -> int:
@@ -145,7 +185,9 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of each data-parallel replica in one step."""
+        """Micro-batches of each data-parallel replica, or of this one, in one step."""
+        if self.replica:
+            return self.replica.microbatches
         return self.train.global_batch_size // (self.candidate.micro_batch_size * self.candidate.data_parallel_size)
 
     def enough_microbatches(self, stage: int) -> int:
@@ -200,6 +242,7 @@ def parse_job(data: Any) -> Job:
             output=Path(data["output"]),
             probe=None if data.get("probe") is None else _build(Probe, data["probe"]),
             nodes=int(data.get("nodes", 1)),
+            shares=tuple(_build(Share, share) for share in data.get("shares", ())),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise JobError(f"the job has a missing or unknown key: {error}") from None

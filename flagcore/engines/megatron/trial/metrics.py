@@ -98,7 +98,11 @@ def effective(job: Job, built: BuiltModel, num_microbatches: int, layers_per_sta
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "layers_per_stage": layers_per_stage,
-        "micro_batch_size": job.train.global_batch_size // (num_microbatches * replicas),
+        "micro_batch_size": (
+            job.candidate.micro_batch_size
+            if job.replica
+            else job.train.global_batch_size // (num_microbatches * replicas)
+        ),
         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
         "sequence_parallel": config.sequence_parallel,
         "use_recompute": recomputes,

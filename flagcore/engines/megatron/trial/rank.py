@@ -32,6 +32,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     the imports, is written to the metrics.
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
+    job = job.on_replica(groups.get_data_parallel_rank())
     log = metrics.StepLog(job.output) if number == 0 else None
     cpu_start = time.process_time()
     steps: list[Step] = []
@@ -63,7 +64,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     _make_groups(job)
     rank_device.set_baseline()
     groups_end = time.perf_counter()
-    built = build(job, rank_device.device)
+    built = build(job.on_replica(groups.get_data_parallel_rank()), rank_device.device)
     rank_device.reset_after_build()
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
@@ -99,6 +100,7 @@ def _make_groups(job: Job) -> None:
         expert_tensor_parallel_size=candidate.expert_tensor_parallel_size,
         distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
+        order="tp-cp-ep-pp-dp" if job.shares else "tp-cp-ep-dp-pp",
         get_embedding_ranks=functools.partial(_embedding_ranks, job) if job.model.mtp_num_layers else None,
     )
 

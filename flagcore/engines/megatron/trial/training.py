@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step
             optimizer_s=optimizer_end - backward_end,
             own_forward_backward_s=own_backward_end - own_start,
             own_optimizer_s=own_end - own_backward_end,
-            loss=_float_if_finite(_mean_loss(losses, rank_device.device)),
+            loss=_float_if_finite(_mean_loss(job, losses, rank_device.device)),
             grad_norm=_float_if_finite(grad_norm),
         )
         if number == 0 and rank_device.needs_memory_step:
@@ -99,7 +100,7 @@ def clear_gradients(built: BuiltModel) -> None:
 def forward_backward(job: Job, built: BuiltModel, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
     """Run Megatron's schedule over `batches`; return the losses, which only the last pipeline stage has."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, weight=job.replica.weight if job.replica else 1.0),
         data_iterator=_for_schedule([iter(batches) for _ in built.chunks]),
         model=_for_schedule(built.chunks),
         num_microbatches=len(batches),
@@ -122,26 +123,27 @@ def _for_schedule(items: list[Any]) -> Any:
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 
-def _forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def _forward_step(batches: Iterator[Batch], model: Any, *, weight: float) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = next(batches)
-    return model(batch.tokens, batch.positions, None, labels=batch.labels), _loss
+    return model(batch.tokens, batch.positions, None, labels=batch.labels), partial(_loss, weight=weight)
 
 
-def _loss(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean loss over this rank's tokens of one micro-batch.
+def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the weighted mean loss over this rank's tokens of one micro-batch, and the mean as `loss`.
 
-    The schedule multiplies it by the context-parallel size, and divides it in place, hence the clone.
+    The schedule multiplies it by the context-parallel size and divides it by the replica's number of micro-batches, in
+    place, hence the clone.
     """
     loss = token_losses.float().mean()
-    return loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
+    return weight * loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
-def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+def _mean_loss(job: Job, losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
     """Return the mean loss of the global batch on all ranks; only the last pipeline stage computed it."""
-    total = torch.zeros(2, device=device)
+    total, samples = torch.zeros(2, device=device), job.candidate.micro_batch_size if job.replica else 1
     for loss in losses:
-        total[0] += loss["loss"]
-        total[1] += 1
+        total[0] += loss["loss"] * samples
+        total[1] += samples
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
@@ -165,7 +167,7 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
     replicas, replica = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
     batches = []
     for index in range(count):
-        first = (index * replicas + replica) * size
+        first = job.replica.first_sample + index * size if job.replica else (index * replicas + replica) * size
         rows = torch.stack([_token_row(job, step, row) for row in range(first, first + size)])
         positions = torch.arange(job.train.seq_length).expand(size, -1)
         parts = (_own_chunks(part).to(device) for part in (rows[:, :-1], rows[:, 1:], positions))
