@@ -229,8 +229,8 @@ class Passes:
     batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
     `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
     that is kept until the gradients of weights are computed. `schedule` is a name in
-    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage. `predicted_s` is the predicted
-    time of the pipeline in a step; None: unknown.
+    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage, `layers` its number of layers;
+    empty: unknown. `predicted_s` is the predicted time of the pipeline in a step; None: unknown.
     """
 
     schedule: str
@@ -244,4 +244,18 @@ class Passes:
     sender_waits: bool
     weight_share: float = 0.4
     groups: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
     predicted_s: float | None = None
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the pipeline's predicted time in which each stage has no pass to run; empty: unknown."""
+        if not self.predicted_s:
+            return ()
+        times = zip(self.forward_s, self.backward_s, strict=True)
+        return tuple(max(1.0 - self.microbatches * sum(time) / self.predicted_s, 0.0) for time in times)
+
+    def idle_of(self, group: int) -> float | None:
+        """Return the mean idle share of the stages on a node group, 1.0 if it has none; None: unknown."""
+        own = [share for share, number in zip(self.idle, self.groups, strict=False) if number == group]
+        return sum(own) / len(own) if own else 1.0 if self.idle else None

@@ -9,6 +9,7 @@ import numpy as np
 
 from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
+from flagcore.domain.prediction import Passes
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
@@ -21,8 +22,8 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     or if no plan has a time.
 
     `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
-    `best_alone`. `idle` is the share of a step in which the devices of a kind have no work. `limit` is the bottleneck
-    of the mixed plan, `slowest` the kind with the slowest stage.
+    `best_alone`. `idle` is the share of the pipeline's time in which the devices of a kind have no work. `limit` is
+    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage.
     """
     order, mixed = rows_by_time(problem)[:1], _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
@@ -31,16 +32,22 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
-    busy = _busy(problem, workload, order)
+    titles = [group.title for group in problem.platform.task.cluster.groups]
+    passes, idle, slowest = _passes(problem, workload, order), dict[str, float](), ""
+    if passes is not None:
+        shares = {title: passes.idle_of(number) for number, title in enumerate(titles)}
+        idle = {title: share for title, share in shares.items() if share is not None}
+        seconds = np.add(passes.forward_s, passes.backward_s)
+        slowest = titles[passes.groups[int(seconds.argmax())]]
     return {
         "mixed": mixed,
         "alone": alone,
         "of_sum": mixed["tokens_per_second"] / total if alone else None,
         "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
         "best_alone": best["chips"] if best else "",
-        "idle": {name: 1.0 - share for name, (share, _) in busy.items()},
+        "idle": idle,
         "limit": limit(problem.predictions.row(int(order[0]))),
-        "slowest": max(busy, key=lambda name: busy[name][1], default=""),
+        "slowest": slowest,
     }
 
 
@@ -71,21 +78,9 @@ def _plan(problem: Problem) -> dict[str, Any] | None:
     return None
 
 
-def _busy(problem: Problem, workload: Workload, row: IntArray) -> dict[str, tuple[float, float]]:
-    """Return the share of a step in which the devices of each kind are busy, and the longest time of a micro-batch on
-    one of its stages; empty if the passes are unknown.
-    """
+def _passes(problem: Problem, workload: Workload, row: IntArray) -> Passes | None:
+    """Return the passes of a candidate; None if they are unknown."""
     task, columns = problem.platform.task, problem.space.columns(row)
     if not isinstance(workload, PipelineTimeline):
-        return {}
-    passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
-    if passes is None:
-        return {}
-    seconds = np.array(passes.forward_s) + np.array(passes.backward_s)
-    step = float(problem.predictions.step_time_s[row[0]])
-    found = {}
-    for number, group in enumerate(task.cluster.groups):
-        here = seconds[np.array(passes.groups) == number]
-        share = passes.microbatches * float(here.mean()) / step if here.size else 0.0
-        found[group.title] = (share, float(here.max(initial=0.0)))
-    return found
+        return None
+    return workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)

@@ -85,13 +85,15 @@ def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] 
         return None
     task, columns = problem.platform.task, problem.space.columns(np.array([row]))
     passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
-    return None if passes is None or len(passes.forward_s) < 2 else asdict(passes)
+    is_one_stage = passes is not None and len(passes.forward_s) < 2 and len(task.cluster.groups) < 2
+    return None if passes is None or is_one_stage else asdict(passes)
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,
+            "title": group.title,
             "vendor": group.chip.vendor,
             "nodes": group.nodes,
             "devices_per_node": group.devices_per_node,

@@ -31,11 +31,19 @@ LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", 
 
 def pipeline(run: RunData) -> Section | None:
     """Return the timeline of the best configuration; None without a pipeline."""
+    passes = passes_of(run)
+    if passes is None or len(passes.forward_s) < 2:
+        return None
+    return Section(anchor="pipeline", title=_("Pipeline"), blocks=_blocks(passes))
+
+
+def passes_of(run: RunData) -> Passes | None:
+    """Return the passes of the best configuration; None if they are unknown."""
     data = run.insight.get("pipeline")
     if not data:
         return None
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Section(anchor="pipeline", title=_("Pipeline"), blocks=_blocks(Passes(**fields)))
+    return Passes(**fields)
 
 
 def microbatches_to_show(passes: Passes, most: int) -> int | None:

@@ -1,0 +1,41 @@
+"""The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of the timeline and the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagcore import api
+from tests.report.page.conftest import Runs
+
+
+def test_each_stage_has_the_chip_and_the_idle_time_of_the_timeline(runs: Runs) -> None:
+    page = runs("mixed").page
+    plan, timeline, memory = (
+        page.rows(anchor, caption)
+        for anchor, caption in (
+            ("kinds", "Each stage"),
+            ("pipeline", "Seconds per"),
+            ("memory", "Memory of a device of"),
+        )
+    )
+    assert [row["chip"].text for row in plan] == ["old", "old", "new"]
+    assert sum(row["layers"].value or 0 for row in plan) == 4
+    idle = [row["~idle, %"].value for row in plan]
+    assert idle == pytest.approx([row["~idle, %"].value for row in timeline])
+    assert [row["~in use"].value for row in plan] == [row["~in use"].value for row in memory]
+    assert len({row["~in use"].value for row in plan}) == 3
+
+
+def test_each_kind_is_as_idle_as_an_estimate_says(runs: Runs) -> None:
+    made = runs("mixed")
+    mixing = api.estimate(made.folder / "spec.yaml").mixing
+    assert mixing is not None
+    assert mixing["mixed"]["candidate"] == made.result["best"]["candidate"]
+    rows = {row["chip"].text: row for row in made.page.rows("kinds", "Each kind")}
+    assert {name: row["~idle, %"].value for name, row in rows.items()} == pytest.approx(mixing["idle"])
+    assert [rows[name]["stages"].value for name in ("new", "old")] == [1, 2]
+    assert sum(row["devices"].value or 0 for row in rows.values()) == 4
+
+
+def test_other_runs_have_no_kinds_of_chips(runs: Runs) -> None:
+    assert "kinds" not in runs("pipeline").page.sections
