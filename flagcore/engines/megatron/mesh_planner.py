@@ -31,7 +31,8 @@ PLANNED = 256
 NEAR = 1.5
 """Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
 MAX_SIZES = 16
-"""Maximum number of sizes of a node group with as many stages: so many of the fastest, and of those with most room."""
+"""Maximum number of sizes of a node group with as many stages, with and without EP: so many of the fastest, and of those
+with most room."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
@@ -203,14 +204,15 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
     beats &= ~(beats.T & (np.arange(one.size)[:, None] >= np.arange(one.size)))  # of equal options, the first
     kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
     some = options[kept]
-    return some[np.flatnonzero(_rank(some.pp, some.layer) | _rank(some.pp, -room[2][kept]))]
+    alike = 2 * some.pp + (some.ep > 1)
+    return some[np.flatnonzero(_rank(alike, some.layer) | _rank(alike, -room[2][kept]))]
 
 
-def _rank(stages: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` lowest by a figure of those with as many stages."""
-    order = np.lexsort((figure, stages))
+def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
+    """Return which options are among the `MAX_SIZES` lowest by a figure of those with the same number `alike`."""
+    order = np.lexsort((figure, alike))
     place = np.empty_like(order)
-    place[order] = np.arange(order.size) - np.searchsorted(stages[order], stages[order])
+    place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
     return place < MAX_SIZES
 
 
