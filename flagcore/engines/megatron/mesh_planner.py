@@ -37,6 +37,8 @@ MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
 """What is equal on all meshes of a trial."""
+LARGE = 64
+"""Node groups with more devices are planned alone with the sizes of their meshes only."""
 STEPS = 24
 """Halvings of the interval of the slowest stage's time."""
 
@@ -67,11 +69,14 @@ def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone.
+    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone; empty for a
+    node group that is not `LARGE`, whose whole space is searched.
 
     Candidates without meshes need no others: their sizes are also those of meshes. PP and DP are left out, because
     virtual stages, which meshes cannot have, favour longer pipelines.
     """
+    if group is not None and task.cluster.groups[group].devices <= LARGE:
+        return {}
     table = Meshes.of(task)
     number, rows = table.number(np.arange(table.lengths.size)), table.groups >= 0
     if group is not None:

@@ -212,7 +212,10 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(model: Model) -> None:
+def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore.engines.megatron.mesh_planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
     platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
