@@ -262,6 +262,11 @@ class DerivedValues(Protocol):
         values. Knobs without values have all of them.
         """
 
+    def with_derived_split(self, task: Task, columns: Columns) -> tuple[Task, Columns] | None:
+        """Return a task and its candidate with the split of layers that is derived from the times of the stages; None
+        if the candidate has it.
+        """
+
 
 @runtime_checkable
 class LearnsFromTrials(Protocol):

@@ -23,7 +23,8 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
 
     `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
     `best_alone`. `idle` is the share of the pipeline's time in which the devices of a kind have no work. `limit` is
-    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage.
+    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage. `layers` are those of its stages;
+    `balanced` has the layers of the derived split and its step time if the plan has another split, else it is None.
     """
     order, mixed = rows_by_time(problem)[:1], _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
@@ -48,7 +49,22 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
         "idle": idle,
         "limit": limit(problem.predictions.row(int(order[0]))),
         "slowest": slowest,
+        "layers": list(passes.layers) if passes else [],
+        "balanced": _balanced(problem, workload, order),
     }
+
+
+def _balanced(problem: Problem, workload: Workload, row: IntArray) -> dict[str, Any] | None:
+    """Return the layers and the step time of a candidate with the derived split; None if it has that split."""
+    task, columns, costs = problem.platform.task, problem.space.columns(row), problem.platform.costs
+    if not isinstance(workload, DerivedValues) or not isinstance(workload, PipelineTimeline):
+        return None
+    found = workload.with_derived_split(engine_task(task, effects_of_row(task, columns)), columns)
+    passes = workload.passes(*found, costs) if found else None
+    if found is None or passes is None:
+        return None
+    seconds = float(workload.predict(*found, costs).step_time_s[0])
+    return {"layers": list(passes.layers), "step_time_s": seconds}
 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ from flagcore.engines.megatron.rules import (
     TP,
 )
 from flagcore.engines.megatron.settings import recompute_modules
-from flagcore.engines.megatron.split import SPLIT
+from flagcore.engines.megatron.split import SPLIT, with_derived_split
 
 
 class UselessSelectiveRecompute:
@@ -116,6 +116,7 @@ class Megatron:
     derived_knobs: Collection[str] = (MESHES,)
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)
+    with_derived_split = staticmethod(with_derived_split)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)

@@ -31,7 +31,7 @@ PLANNED = 256
 NEAR = 1.5
 """Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
 MAX_SIZES = 16
-"""Maximum number of sizes of a node group with as many stages, with and without EP: so many of the fastest, and of those
+"""Maximum number of sizes of a node group with as many stages, with and without EP: the fastest, and those
 with most room."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
