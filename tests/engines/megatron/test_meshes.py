@@ -20,7 +20,8 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import divisors
-from flagcore.engines.megatron.mesh_planner import planned
+from flagcore.engines.megatron.mesh_options import mesh_options
+from flagcore.engines.megatron.mesh_planner import _useful, planned
 from flagcore.engines.megatron.mesh_trials import as_asked, hosts_of, plain_values, require_runnable
 from flagcore.engines.megatron.meshes import MESHES, SIZES
 from flagcore.errors import SpecError
@@ -226,6 +227,15 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
             _, predictions = predicted(job, replace(made.groups[number], further={}, between=None))
             best.append(float(predictions.step_time_s[predictions.fits].min()))
         assert best[0] <= 1.01 * best[1]
+
+
+def test_sizes_with_experts_in_parallel_do_not_crowd_out_the_others() -> None:
+    job = replace_space(task(model=replace(EXPERTS, num_moe_experts=16)), {"use_distributed_optimizer": (True,)})
+    options = mesh_options(job, replace(pair().groups[1], further={}, between=None), 1)
+    some = options[np.flatnonzero((options.samples == 16) & (options.context == 1))]
+    few = _useful(some[np.flatnonzero(some.ep == 1)], 12.0, np.inf, equal=())
+    every = _useful(some, 12.0, np.inf, equal=())
+    assert np.count_nonzero(every.ep == 1) == few.ep.size > 20
 
 
 def replace_space(job: Task, lists: Mapping[str, Any]) -> Task:

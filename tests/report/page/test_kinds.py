@@ -1,4 +1,4 @@
-"""The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of the timeline and the plan."""
+"""The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of timeline and plan."""
 
 from __future__ import annotations
 
