@@ -156,13 +156,10 @@ class Breakdown(Protocol):
 class PipelineTimeline(Protocol):
     """Optional: the timeline of a pipeline."""
 
-    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the pass times of the candidate in the first row of `columns`; None if they are unknown, or differ
-        between its pipelines.
-        """
-
     def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
-        """Return the pass times of each different pipeline of this candidate; empty if they are unknown."""
+        """Return the pass times of each different pipeline of the candidate in the first row of `columns`; empty if
+        they are unknown.
+        """
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
         """Return the numbers of layers per stage for each row whose split the engine derives, empty for other rows."""
@@ -270,6 +267,11 @@ class DerivedValues(Protocol):
     def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
         """Return which candidates divide the work over the node groups in each of the engine's ways, by the name of the
         way; candidates on one group are in none.
+        """
+
+    def with_derived_split(self, task: Task, columns: Columns) -> tuple[Task, Columns] | None:
+        """Return a task and its candidate with the split of layers that is derived from the times of the stages; None
+        if the candidate has it.
         """
 
 

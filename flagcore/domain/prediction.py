@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -229,8 +229,8 @@ class Passes:
     batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
     `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
     that is kept until the gradients of weights are computed. `schedule` is a name in
-    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage. `predicted_s` is the predicted
-    time of the pipeline in a step; None: unknown.
+    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage, `layers` its number of layers;
+    empty: unknown. `predicted_s` is the predicted time of the pipeline in a step; None: unknown.
     """
 
     schedule: str
@@ -244,4 +244,27 @@ class Passes:
     sender_waits: bool
     weight_share: float = 0.4
     groups: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
     predicted_s: float | None = None
+
+    def idle(self, seconds: float) -> tuple[float, ...]:
+        """Return the share of `seconds` in which each stage has no pass to run."""
+        times = zip(self.forward_s, self.backward_s, strict=True)
+        return tuple(max(1.0 - self.microbatches * sum(time) / seconds, 0.0) for time in times)
+
+
+def longest(pipelines: Sequence[Passes]) -> float | None:
+    """Return the predicted seconds of the slowest pipeline; None if one is unknown."""
+    seconds = [each.predicted_s for each in pipelines if each.predicted_s]
+    return max(seconds) if seconds and len(seconds) == len(pipelines) else None
+
+
+def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
+    """Return the mean idle share of the stages on a node group until the slowest pipeline ends, 1.0 if it has none;
+    None: unknown.
+    """
+    if (seconds := longest(pipelines)) is None:
+        return None
+    shares = [zip(each.idle(seconds), each.groups, strict=False) for each in pipelines]
+    own = [share for each in shares for share, number in each if number == group]
+    return sum(own) / len(own) if own else 1.0

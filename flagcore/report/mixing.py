@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.domain.knob import Knobs
 from flagcore.i18n import _
-from flagcore.report.formats import render
+from flagcore.report.formats import render, shown
 from flagcore.report.text import values_text
 
 PAYS = 1.02
@@ -48,4 +48,9 @@ def verdict(mixing: Mapping[str, Any]) -> str:
     if idle:
         limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}
         text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
+    balanced = mixing["balanced"]
+    if balanced and balanced["layers"] != mixing["layers"]:
+        layers, better = (", ".join(map(str, each)) for each in (mixing["layers"], balanced["layers"]))
+        figures = {"layers": layers, "better": better, "seconds": shown(balanced["step_time_s"])}
+        text += " " + _("Layers {layers}; balanced: {better}, ~{seconds} s/step.", **figures)
     return text

@@ -227,7 +227,7 @@ class _Readings:
     """Collects telemetry about once per second, and returns means and peaks of all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        groups = platform.task.cluster.groups
+        self._groups = groups = platform.task.cluster.groups
         counts = {host: groups[index].devices_per_node for host, index in platform.group_of_hosts.items()}
         starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
         self._readers: list[tuple[int, Telemetry]] = [
@@ -285,12 +285,28 @@ class _Readings:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return the means by name, and the peaks with the prefix `peak_`, over all devices."""
+        """Return the means by name, and the peaks with the prefix `peak_`, over all devices. With several node groups,
+        the power of measured steps is the mean of a device of all groups, and is left out if a group has no readings.
+        """
         values_by_name: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
                 values_by_name.setdefault(name, []).extend(values)
-        return _means_and_peaks(values_by_name)
+        found: dict[str, float | None] = {**_means_and_peaks(values_by_name)}
+        if len(self._groups) > 1 and STEP_POWER in found:
+            found |= {STEP_POWER: self._mean_step_watts()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _mean_step_watts(self) -> float | None:
+        """Return the mean power of a device in measured steps, None if a node group has no readings."""
+        total, first = 0.0, 0
+        for group in self._groups:
+            own = range(first, first + group.devices)
+            values = [value for number in own for value in self._samples.get(number, {}).get(STEP_POWER, ())]
+            if not values:
+                return None
+            total, first = total + statistics.fmean(values) * group.devices, first + group.devices
+        return total / first
 
     def by_device(self) -> dict[int, dict[str, float]]:
         """Return the means and peaks of each device by its number over all nodes."""

@@ -138,3 +138,18 @@ def test_a_slower_group_has_fewer_layers_and_is_named(flag: Flag, spec: Callable
     fast, slow = (each["step_time_s"] for each in mixing["alone"])
     assert 2.0 < slow / fast < 4.5
     assert [each["chips"] for each in mixing["alone"]] == ["new", "old"]
+
+
+def test_a_fixed_layout_is_compared_with_the_balanced_one(flag: Flag, spec: Callable[..., str]) -> None:
+    groups = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
+    path = Path(spec(*groups, auto_tuner={"space": {"meshes": ["new dp2 + old dp2"]}}))
+    data = yaml.safe_load(path.read_text())
+    data["train"]["settings"] = {"pipeline_model_parallel_layout": "Et*2|t*2L"}
+    path.write_text(yaml.safe_dump(data))
+    mixing = api.estimate(path).mixing
+    assert mixing is not None
+    assert mixing["layers"] == [2, 2]
+    first, second = mixing["balanced"]["layers"]
+    assert first > 2 > second
+    assert mixing["balanced"]["step_time_s"] < mixing["mixed"]["step_time_s"]
+    assert f"{first}, {second}" in flag("estimate", str(path)).out

@@ -546,3 +546,25 @@ def test_power_in_measured_steps_is_told_apart_from_that_of_the_start(
     telemetry = done.telemetry
     assert telemetry["step_power_watts"] == 550.0
     assert telemetry["power_watts"] < 550.0
+
+
+@pytest.mark.parametrize(("read", "watts"), [((0, 1, 2), 250.0), ((0, 1), None), ((2,), None)])
+def test_the_power_of_a_mixed_job_is_that_of_all_its_groups(
+    read: tuple[int, ...], watts: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
+    group = replace(TASK.cluster.groups[0], nodes=1, devices_per_node=2)
+    task = replace(TASK, cluster=replace(TASK.cluster, groups=(group, group)))
+    readers = [Reads(power_watts=each) for each in (100.0, 300.0, 300.0)]
+    telemetry = tuple(readers[number] for number in read)
+    platform = small.platform(task, telemetry=telemetry, read_devices=devices(*read))
+
+    class Stepping(Engine):
+        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+            done = iter([(9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
+            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
+
+    done = measured(Ran(ended(), polls=4), tmp_path, Stepping(), platform=platform).measurement
+    assert done is not None
+    assert done.telemetry.get("step_power_watts") == watts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
+from flagcore.domain.prediction import Passes, idle_of
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
@@ -23,8 +25,9 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     `split` is how the mixed plan divides the work over the kinds, `others` are the fastest plans that divide it in the
     other ways of the engine.
     `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
-    `best_alone`. `idle` is the share of a step in which the devices of a kind have no work. `limit` is the bottleneck
-    of the mixed plan, `slowest` the kind with the slowest stage.
+    `best_alone`. `idle` is the share of the pipeline's time in which the devices of a kind have no work. `limit` is
+    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage. `layers` are those of its stages;
+    `balanced` has the layers of the derived split and its step time if the plan has another split, else it is None.
     """
     order, mixed = rows_by_time(problem), _plan(problem)
     if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
@@ -45,7 +48,14 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
-    busy = _busy(problem, workload, order)
+    titles = [group.title for group in problem.platform.task.cluster.groups]
+    pipelines = _pipelines(problem, workload, order)
+    shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
+    stages = [
+        (seconds, titles[group])
+        for each in pipelines
+        for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
+    ]
     return {
         "mixed": mixed | {"split": split},
         "others": others,
@@ -53,10 +63,25 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
         "of_sum": mixed["tokens_per_second"] / total if alone else None,
         "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
         "best_alone": best["chips"] if best else "",
-        "idle": {name: 1.0 - share for name, (share, _) in busy.items()},
+        "idle": {title: share for title, share in shares.items() if share is not None},
         "limit": limit(problem.predictions.row(int(order[0]))),
-        "slowest": max(busy, key=lambda name: busy[name][1], default=""),
+        "slowest": max(stages, default=(0.0, ""))[1],
+        "layers": [count for each in pipelines for count in each.layers],
+        "balanced": _balanced(problem, workload, order),
     }
+
+
+def _balanced(problem: Problem, workload: Workload, row: IntArray) -> dict[str, Any] | None:
+    """Return the layers and the step time of a candidate with the derived split; None if it has that split."""
+    task, columns, costs = problem.platform.task, problem.space.columns(row), problem.platform.costs
+    if not isinstance(workload, DerivedValues) or not isinstance(workload, PipelineTimeline):
+        return None
+    found = workload.with_derived_split(engine_task(task, effects_of_row(task, columns)), columns)
+    pipelines = workload.pipelines(*found, costs) if found else ()
+    if found is None or len(pipelines) != 1:
+        return None
+    seconds = float(workload.predict(*found, costs).step_time_s[0])
+    return {"layers": list(pipelines[0].layers), "step_time_s": seconds}
 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
@@ -88,21 +113,9 @@ def _plan(problem: Problem, rows: IntArray | None = None) -> dict[str, Any] | No
     return None
 
 
-def _busy(problem: Problem, workload: Workload, row: IntArray) -> dict[str, tuple[float, float]]:
-    """Return the share of a step in which the devices of each kind are busy, and the longest time of a micro-batch on
-    one of its stages; empty if the passes are unknown.
-    """
+def _pipelines(problem: Problem, workload: Workload, row: IntArray) -> Sequence[Passes]:
+    """Return the passes of each pipeline of a candidate; empty if they are unknown."""
     task, columns = problem.platform.task, problem.space.columns(row)
     if not isinstance(workload, PipelineTimeline):
-        return {}
-    found = workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
-    if not found:
-        return {}
-    step = float(problem.predictions.step_time_s[row[0]])
-    busy = {}
-    for number, group in enumerate(task.cluster.groups):
-        sums = [(p.microbatches, np.add(p.forward_s, p.backward_s)[np.array(p.groups) == number]) for p in found]
-        own = [(count, here) for count, here in sums if here.size]
-        share = max((count * float(here.mean()) / step for count, here in own), default=0.0)
-        busy[group.title] = (share, max((float(here.max()) for _, here in own), default=0.0))
-    return busy
+        return ()
+    return workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)

@@ -55,7 +55,7 @@ from flagcore.engines.megatron.rules import (
     TP,
 )
 from flagcore.engines.megatron.settings import recompute_modules
-from flagcore.engines.megatron.split import SPLIT
+from flagcore.engines.megatron.split import SPLIT, with_derived_split
 
 
 class UselessSelectiveRecompute:
@@ -93,7 +93,6 @@ class Megatron:
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
-    passes = staticmethod(pipelines.passes)
     pipelines = staticmethod(pipelines.pipelines)
     stage_layers = staticmethod(prediction.stage_layers)
     sizes = staticmethod(prediction.sizes)
@@ -119,6 +118,7 @@ class Megatron:
     with_derived_values = staticmethod(mesh_planner.with_meshes)
     values_alone = staticmethod(mesh_planner.values_alone)
     splits = staticmethod(meshes.splits)
+    with_derived_split = staticmethod(with_derived_split)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)

@@ -32,11 +32,14 @@ PLANNED = 256
 NEAR = 1.5
 """Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
 MAX_SIZES = 16
-"""Maximum number of sizes of a node group with as many stages: so many of the fastest, and of those with most room."""
+"""Maximum number of sizes of a node group with as many stages, with and without EP: the fastest, and those
+with most room."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
 """What is equal on all meshes of a trial."""
+LARGE = 64
+"""Node groups with more devices are planned alone with the sizes of their meshes only."""
 STEPS = 24
 """Halvings of the interval of the slowest stage's time."""
 
@@ -70,11 +73,14 @@ def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -
 
 
 def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone.
+    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone; empty for a
+    node group that is not `LARGE`, whose whole space is searched.
 
     Candidates without meshes need no others: their sizes are also those of meshes. PP and DP are left out, because
     virtual stages, which meshes cannot have, favour longer pipelines.
     """
+    if group is not None and task.cluster.groups[group].devices <= LARGE:
+        return {}
     table = Meshes.of(task)
     number, rows = table.number(np.arange(table.lengths.size)), table.groups >= 0
     if group is not None:
@@ -207,14 +213,15 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
     beats &= ~(beats.T & (np.arange(one.size)[:, None] >= np.arange(one.size)))  # of equal options, the first
     kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
     some = options[kept]
-    return some[np.flatnonzero(_rank(some.pp, some.layer) | _rank(some.pp, -room[2][kept]))]
+    alike = 2 * some.pp + (some.ep > 1)
+    return some[np.flatnonzero(_rank(alike, some.layer) | _rank(alike, -room[2][kept]))]
 
 
-def _rank(stages: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` lowest by a figure of those with as many stages."""
-    order = np.lexsort((figure, stages))
+def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
+    """Return which options are among the `MAX_SIZES` lowest by a figure of those with the same number `alike`."""
+    order = np.lexsort((figure, alike))
     place = np.empty_like(order)
-    place[order] = np.arange(order.size) - np.searchsorted(stages[order], stages[order])
+    place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
     return place < MAX_SIZES
 
 

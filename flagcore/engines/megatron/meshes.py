@@ -244,6 +244,20 @@ def groups_of_row(task: Task, columns: Columns) -> list[int]:
     return [group for group in Meshes.of(task).groups[code[0]].tolist() if group >= 0]
 
 
+def stage_devices(task: Task, columns: Columns) -> list[int]:
+    """Return the devices of each stage of the first row."""
+    code, stages = columns.get(MESHES), int(columns[PP][0])
+    if ALL_REPLICAS in columns:
+        return [int(columns[SIZES["tp"]][0] * columns[SIZES["cp"]][0] * columns[ALL_REPLICAS][0])] * stages
+    if code is None or not code[0]:
+        return [task.cluster.devices // stages] * stages
+    table = Meshes.of(task)
+    there = table.groups[code[0]] >= 0
+    tensor, context, data, stages_of = (table.codes[SIZES[name]][code[0]][there] for name in ("tp", "cp", "dp", "pp"))
+    devices: list[int] = np.repeat(tensor * context * data, stages_of).tolist()
+    return devices
+
+
 def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
     """Return the costs of some node groups; those of all for no group."""
     if not groups:

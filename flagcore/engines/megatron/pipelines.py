@@ -13,12 +13,6 @@ from flagcore.engines.megatron.predict import inputs
 from flagcore.engines.megatron.time import step
 
 
-def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
-    """Return the passes of the first row's pipeline; None if they are unknown, or there are several."""
-    found = pipelines(task, columns, costs)
-    return found[0] if len(found) == 1 else None
-
-
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     """Return the passes of the pipelines of the first row that differ: one for each kind of chips with replicas of its
     own. It is empty if they are unknown.

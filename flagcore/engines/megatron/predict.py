@@ -21,7 +21,6 @@ from flagcore.engines.megatron.memory.training import (
     component_table,
     memory_in_use,
     rank_memory,
-    stage_of_rank,
     used_bytes,
 )
 from flagcore.engines.megatron.mesh_trials import plain_values
@@ -33,6 +32,7 @@ from flagcore.engines.megatron.meshes import (
     Meshes,
     by_groups,
     by_replicas,
+    stage_devices,
 )
 from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
@@ -204,11 +204,16 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
     row, costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
-    train, layout = inputs(task, row, costs)
-    costs = costs.groups[sum(rank >= first for first in costs.further)]
-    memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
+    _, row, group_costs = next(by_groups(task, row, costs))
+    train, layout = inputs(task, row, group_costs)
+    ends, placement = np.cumsum(stage_devices(task, row)), Placement.of(layout, group_costs)
+    index = np.minimum(np.searchsorted(ends, [rank], side="right"), ends.size - 1).astype(np.float64)
+    group = int(placement.group(index)[0])
+    layout, costs = placement.layouts[group], group_costs.groups[group]
+    first_rank = index * layout.tensor * layout.context * layout.data
+    memory = rank_memory(train, layout, first_rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(memory.peak)
-    times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
+    times = [float(time[0]) for time in rank_time(train, layout, costs, index)]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)
     return RankPrediction(
         rank=rank,

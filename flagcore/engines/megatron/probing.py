@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import columns
+from flagcore.engines.megatron.meshes import stage_devices
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import inputs, rank_figures
 from flagcore.engines.megatron.reading import INVALID_JSON
@@ -21,8 +23,7 @@ from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, re
 
 def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
     """Return the first rank of each stage; the pipeline is the outermost dimension of Megatron's ranks."""
-    stages = int(columns["pipeline_model_parallel_size"][0])
-    return tuple(stage * (task.cluster.devices // stages) for stage in range(stages))
+    return tuple(accumulate(stage_devices(task, columns)[:-1], initial=0))
 
 
 def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:

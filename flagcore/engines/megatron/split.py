@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -140,6 +140,16 @@ class Split:
         first, last = self.ends(c)
         stages = c[PIPELINE] - (first > 0) - (last > 0)
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
+
+
+def with_derived_split(task: Task, columns: Columns) -> tuple[Task, Columns] | None:
+    """Return a task without settings of its layers and its candidates with a derived split; None if they have it."""
+    train = task.spec.train
+    settings = {name: value for name, value in train.settings.items() if name not in (LAYOUT, FIRST, LAST)}
+    if len(settings) == len(train.settings) and balanced(columns).all():
+        return None
+    changed = replace(task, spec=replace(task.spec, work=replace(train, settings=settings)))
+    return changed, {**columns, SPLIT: np.where(balanced(columns), columns[SPLIT], BALANCED)}
 
 
 def balanced(c: Columns) -> BoolArray:

@@ -12,6 +12,7 @@ from flagcore.report.names import NAMES
 from flagcore.report.page.accuracy import accuracy
 from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, cell, table
 from flagcore.report.page.improvements import improvements
+from flagcore.report.page.kinds import kinds
 from flagcore.report.page.resources import memory, step_time
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import funnel, progress
@@ -29,6 +30,7 @@ def page(run: RunData) -> Page:
         trials(run),
         funnel(run),
         improvements(run),
+        kinds(run),
         step_time(run),
         memory(run),
         pipeline(run),

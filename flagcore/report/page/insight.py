@@ -43,7 +43,7 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
         return data
     return data | {
         "stages": _stages(problem, workload, row),
-        "pipeline": _pipeline(problem, workload, row),
+        "pipelines": _pipelines(problem, workload, row),
         "knobs": what_if(problem, row),
     }
 
@@ -80,18 +80,20 @@ def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str,
     return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
-def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
+def _pipelines(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
     if not isinstance(workload, PipelineTimeline):
-        return None
+        return []
     task, columns = problem.platform.task, problem.space.columns(np.array([row]))
-    passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
-    return None if passes is None or len(passes.forward_s) < 2 else asdict(passes)
+    pipelines = workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
+    is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
+    return [] if is_one_stage else [asdict(each) for each in pipelines]
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,
+            "title": group.title,
             "vendor": group.chip.vendor,
             "nodes": group.nodes,
             "devices_per_node": group.devices_per_node,

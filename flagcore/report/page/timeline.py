@@ -30,12 +30,30 @@ LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", 
 
 
 def pipeline(run: RunData) -> Section | None:
-    """Return the timeline of the best configuration; None without a pipeline."""
-    data = run.insight.get("pipeline")
-    if not data:
-        return None
+    """Return the timelines of the best configuration; None without pipelines."""
+    pipelines = pipelines_of(run)
+    blocks: list[Block] = []
+    for passes in pipelines:
+        if len(passes.forward_s) > 1:
+            if len(pipelines) > 1:
+                blocks.append(Text(kind_names(run)[passes.groups[0]]))
+            blocks += _blocks(passes)
+    return Section(anchor="pipeline", title=_("Pipeline"), blocks=tuple(blocks)) if blocks else None
+
+
+def pipelines_of(run: RunData) -> list[Passes]:
+    """Return the passes of each different pipeline of the best configuration; empty if they are unknown."""
+    return [_passes(data) for data in run.insight.get("pipelines") or ()]
+
+
+def _passes(data: dict[str, Any]) -> Passes:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Section(anchor="pipeline", title=_("Pipeline"), blocks=_blocks(Passes(**fields)))
+    return Passes(**fields)
+
+
+def kind_names(run: RunData) -> list[str]:
+    """Return the names of the node groups."""
+    return [str(chip.get("title") or chip["name"]) for chip in run.insight.get("chips") or ()]
 
 
 def microbatches_to_show(passes: Passes, most: int) -> int | None:

@@ -20,7 +20,8 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import divisors
-from flagcore.engines.megatron.mesh_planner import planned
+from flagcore.engines.megatron.mesh_options import mesh_options
+from flagcore.engines.megatron.mesh_planner import _useful, planned
 from flagcore.engines.megatron.mesh_trials import as_asked, hosts_of, plain_values, require_runnable
 from flagcore.engines.megatron.meshes import MESHES, SIZES
 from flagcore.errors import SpecError
@@ -148,7 +149,7 @@ def _rows(job: Task, texts: tuple[str, ...]) -> dict[str, list[Any]]:
 def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str) -> None:
     job, made = task(text), pair()
     row = WORKLOAD.columns(job, {MESHES: text, "micro_batch_size": 2, "sequence_parallel": True})
-    passes = WORKLOAD.passes(job, row, made)
+    (passes,) = WORKLOAD.pipelines(job, row, made)
     assert passes is not None
     assert set(passes.groups) == {0, 1}
     assert max(passes.forward_s) > 1.05 * min(passes.forward_s)
@@ -212,7 +213,10 @@ def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(model: Model) -> None:
+def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore.engines.megatron.mesh_planner.LARGE", 0)
     made, whole = pair(devices=4), replace_space(task(model=model, devices=4), {})
     platform = WORKLOAD.with_derived_values(small.platform(whole, costs=made))
     for number, group in enumerate(whole.cluster.groups):
@@ -223,6 +227,15 @@ def test_sizes_of_planned_meshes_have_the_best_of_each_group_alone(model: Model)
             _, predictions = predicted(job, replace(made.groups[number], further={}, between=None))
             best.append(float(predictions.step_time_s[predictions.fits].min()))
         assert best[0] <= 1.01 * best[1]
+
+
+def test_sizes_with_experts_in_parallel_do_not_crowd_out_the_others() -> None:
+    job = replace_space(task(model=replace(EXPERTS, num_moe_experts=16)), {"use_distributed_optimizer": (True,)})
+    options = mesh_options(job, replace(pair().groups[1], further={}, between=None), 1)
+    some = options[np.flatnonzero((options.samples == 16) & (options.context == 1))]
+    few = _useful(some[np.flatnonzero(some.ep == 1)], 12.0, np.inf, equal=())
+    every = _useful(some, 12.0, np.inf, equal=())
+    assert np.count_nonzero(every.ep == 1) == few.ep.size > 20
 
 
 def replace_space(job: Task, lists: Mapping[str, Any]) -> Task:

@@ -30,7 +30,7 @@ sys.exit("ValueError: </pre><b>it is</b> | broken")
 """
 FINISHED = ("dense", "pipeline", "experts", "serving", "engines", "resumed", "estimate")
 SERVED = ("serving", "engines")
-KINDS = (*FINISHED, "failed", "interrupted", "killed")
+KINDS = (*FINISHED, "mixed", "failed", "interrupted", "killed")
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,17 @@ class Runs:
     def estimate(self, where: Path) -> None:
         project = self.project(where)
         api.tune(project.spec(control={"max_trials": 4}), run_dir=where, fidelity="estimate")
+
+    def mixed(self, where: Path) -> None:
+        """Groups of different speed, with two stages on the slow one."""
+        path = Path(self.project(where).spec())
+        spec = yaml.safe_load(path.read_text())
+        del spec["train"]["command"]
+        group = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1e9}
+        spec["cluster"] = {"groups": [{**group, "name": "new"}, {**group, "name": "old", "speed": 0.5}]}
+        spec["auto_tuner"] = {"space": {"meshes": ["old pp2 + new dp2"]}}
+        path.write_text(yaml.safe_dump(spec))
+        api.tune(str(path), run_dir=where, fidelity="estimate")
 
     def failed(self, where: Path) -> None:
         project = self.project(where)

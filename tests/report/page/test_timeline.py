@@ -109,7 +109,7 @@ def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]
         task,
         {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "num_layers_per_virtual_pipeline_stage": virtual},
     )
-    passes = WORKLOAD.passes(task, columns, costs)
+    (passes,) = WORKLOAD.pipelines(task, columns, costs)
     assert passes is not None
     parts = WORKLOAD.predict(task, columns, costs).time_s
     parts_s = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
@@ -147,7 +147,7 @@ def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
 def section_of(passes: Passes, *without: str) -> Section:
     front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
     as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
-    section = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
+    section = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipelines": [as_read]}))
     assert section is not None
     return section
 

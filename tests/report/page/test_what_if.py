@@ -79,7 +79,7 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
     best = problem.space.candidate(staged[0])
     insight_data = insight(problem, WORKLOAD, best)
     assert [stage["rank"] for stage in insight_data["stages"]] == [0, 1, 2, 3]
-    assert len(insight_data["pipeline"]["forward_s"]) == 4
+    assert len(insight_data["pipelines"][0]["forward_s"]) == 4
     worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
     assert all(rule in insight_data["messages"] for rule in problem.space.illegal)

@@ -184,6 +184,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         sender_waits=bool(waits[0]),
         weight_share=train.weight_share,
         groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
+        layers=tuple(int(each.layers[0]) for each in all_stages),
     )
     return replace(result, predicted_s=pipeline_seconds(result))
 
