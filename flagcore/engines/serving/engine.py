@@ -38,7 +38,7 @@ from flagcore.contracts import (
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
@@ -281,11 +281,13 @@ class Engine:
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
-        """Return a warning if speculation is searched, but the acceptance is unknown."""
+        """Return warnings about an unknown release, and if speculation is searched, but the acceptance is unknown."""
+        warnings = unknown_release("serve.engine_version", self.name, spec.serve.engine_version, self.program.releases)
         speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
         if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
-            return ()
-        return ("speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set",)
+            return tuple(warnings)
+        text = "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
+        return (*warnings, text)
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]

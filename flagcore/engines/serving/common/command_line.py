@@ -57,7 +57,8 @@ class Program:
 
     `program` is the default command, and `commands` are all commands of users. `model_flags` are flags of the model,
     which may also follow the command; `expert_switch` is the flag of expert parallelism if it is a switch. `packages`
-    are the pip packages that may install the engine. `reserved` are the flags that the user cannot set, with the
+    are the pip packages that may install the engine, `releases` a PEP 440 specifier of the known releases, empty if
+    knobs do not depend on them. `reserved` are the flags that the user cannot set, with the
     reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
     `flag_fields`; flags are not checked if both are empty.
 
@@ -76,6 +77,7 @@ class Program:
     model_flags: Sequence[str] = ()
     expert_switch: str = ""
     packages: Sequence[str] = ()
+    releases: str = ""
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()

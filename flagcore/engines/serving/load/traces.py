@@ -11,10 +11,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,8 @@ class Traffic:
 
     `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
     blocks of `BLOCK` tokens, which requests may share; empty if unknown. `texts` are the prompts if the trace has them;
-    then `input_len` may be an estimate. `notes` tell the user about differences from
-    the load and about estimates.
+    with `is_estimated` some lengths are estimates. `notes` tell the user about differences from the load and about
+    estimates.
     """
 
     input_len: IntArray
@@ -54,6 +56,7 @@ class Traffic:
     blocks: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
     notes: tuple[str, ...] = ()
+    is_estimated: bool = False
 
     def first(self, count: int | None) -> Traffic:
         """Return the first `count` requests, all for None. If there are fewer, all are returned with a note."""
@@ -67,6 +70,16 @@ class Traffic:
             texts=self.texts[:count],
             notes=(*self.notes, *notes),
         )
+
+
+@lru_cache(maxsize=4)
+def _cached(path: str, modified_ns: int) -> Traffic:
+    return read_trace(path)
+
+
+def cached_trace(path: str) -> Traffic:
+    """Return the result of `read_trace`, without reading an unchanged file again."""
+    return _cached(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 class _InvalidRow(Exception):
