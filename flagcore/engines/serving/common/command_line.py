@@ -63,7 +63,7 @@ class Program:
     `flag_fields`; flags are not checked if both are empty.
 
     `counters` are samples of /metrics, and their names in the metrics of a trial. `shares` are figures of a load that
-    are the increase of one counter relative to that of another. `settings` are regular expressions
+    are the increase of the first counter relative to that of the others together. `settings` are regular expressions
     for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
     expressions for memory; the largest match is used. `failures` are failure patterns, from specific to general.
     `overheads` are times in addition to kernels by the first release to which they apply, the newest first.
@@ -82,7 +82,7 @@ class Program:
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
-    shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[str]] = field(default_factory=dict)
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     memory: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[FailurePattern, ...] = ()

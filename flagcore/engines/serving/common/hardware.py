@@ -102,11 +102,11 @@ def longest_request(loads: tuple[Load, ...], *, estimated: bool = True) -> int:
     lengths = [1]
     for load in loads:
         if load.trace is not None:
-            lengths.append(load.prefix_len + _longest_in_trace(load.trace, load.num_prompts, estimated=estimated))
+            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, estimated=estimated))
             continue
         spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
-        lengths.append(load.prefix_len + sum(upper_lengths))
+        lengths.append(load.prefix_len + load.turns * sum(upper_lengths))
     return max(lengths)
 
 
@@ -115,8 +115,8 @@ MIN_TOKEN_BYTES = 2
 with 3 bytes each."""
 
 
-def _longest_in_trace(path: str, count: int | None, *, estimated: bool) -> int:
-    requests = cached_trace(path).first(count)
+def _longest_in_trace(load: Load, path: str, *, estimated: bool) -> int:
+    requests = cached_trace(path, load.turns).first(load.num_prompts)
     lengths = requests.input_len + requests.output_len
     if requests.is_estimated and estimated:
         sizes = np.array([len(text.encode()) for text in requests.texts])
