@@ -15,6 +15,8 @@ PER_DEVICE, PER_USER = "output_tokens_per_s_per_device", "output_tokens_per_s_pe
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", PER_DEVICE)
 """Rates of the whole cluster; the last is per device. Goodput counts the requests that meet the SLO."""
 
+MIN_REQUESTS = {"p99": 400, "p90": 40}
+"""Requests that a percentile needs. Chosen: four of them are above it."""
 DEFAULT_CONCURRENCY = 64
 """Default number of requests in flight."""
 

@@ -41,6 +41,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob, unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import MIN_REQUESTS, ServeSpec
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
@@ -281,8 +282,12 @@ class Engine:
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
-        """Return warnings about an unknown release, and if speculation is searched, but the acceptance is unknown."""
-        warnings = unknown_release("serve.engine_version", self.name, spec.serve.engine_version, self.program.releases)
+        """Return warnings about an unknown release, about percentiles of few requests, and if speculation is searched,
+        but the acceptance is unknown.
+        """
+        release = spec.serve.engine_version
+        warnings = unknown_release("serve.engine_version", self.name, release, self.program.releases)
+        warnings += few_requests(spec.serve)
         speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
         if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
             return tuple(warnings)
@@ -342,6 +347,16 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     else:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
+
+
+def few_requests(serve: ServeSpec) -> list[str]:
+    """Return a warning if a load has too few requests for a percentile of the SLO."""
+    counts = [load.num_prompts for load in serve.loads if load.num_prompts is not None]
+    needed = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
+    name = max(needed, key=lambda each: needed[each], default="")
+    if not counts or min(counts) >= needed.get(name, 0):
+        return []
+    return [f"serve.slo.{name}: {min(counts)} requests are too few, use serve.profile.num_prompts >= {needed[name]}"]
 
 
 CERTAIN_SHARE = 0.4

@@ -171,6 +171,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
         retained=max(tokens, 0.0) if settings.prefix_caching[row] and load.parts else 0.0,
+        page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),
     )

@@ -117,7 +117,8 @@ class SimulatedLoad:
             return np.zeros(self.input_len[::lanes].size)
         if key not in self.hits:
             self.hits[key] = cached_tokens(self.parts[::lanes], price.lane.retained)
-        return self.hits[key]
+        page = price.lane.page
+        return np.asarray(self.hits[key] // page * page)
 
     def _hit_rate(self, price: Price, lanes: int) -> float:
         """Return the share of the prompt tokens that the prefix caches of `lanes` equal lanes have."""

@@ -46,8 +46,8 @@ def axes(
 ) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
-    For a spec without a space, knobs of DEFAULT_SPACE and CONTEXT are `auto` unless fixed. Raises SpecError for a key of
-    the space that is not a knob, and for a value of a knob that the engine release `version` does not have.
+    For a spec without a space, knobs of DEFAULT_SPACE and CONTEXT are `auto` unless fixed. Raises SpecError for a key
+    of the space that is not a knob, and for a value of a knob that the engine release `version` does not have.
     """
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):

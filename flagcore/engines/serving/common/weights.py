@@ -83,6 +83,11 @@ MAX_WEIGHT_SHARE = 0.85
 """Maximum share of a device's memory for weights by default; the rest is for activations, graphs and cache."""
 
 
+STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
+
+
 def parameters(model: Model) -> float:
     """Return the number of weights of a model."""
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
@@ -105,7 +110,8 @@ def weight_bytes(task: Task) -> float:
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
-    return parameters(task.spec.model) * BYTES.get(task.spec.serve.precision, 2.0)
+    precision = task.spec.serve.precision
+    return parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float) -> float:

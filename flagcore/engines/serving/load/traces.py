@@ -1,8 +1,9 @@
 """Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of several turns), AIPerf
-(JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
-Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
+Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of several turns),
+AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in milliseconds,
+input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV: Timestamp in
+seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
 GeneratedTokens; Azure/AzurePublicDataset).
 """
 

@@ -43,7 +43,7 @@ def traffic(load: Load) -> Traffic:
     if requests.follows is not None and requests.think_s is not None:
         if not requests.think_s.any():
             requests = replace(requests, think_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
-        conversations = int((requests.follows < 0).sum())
+        conversations = int(np.count_nonzero(requests.follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
             note = f"{conversations} conversations never have {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
@@ -122,7 +122,8 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
     total = float(gaps.sum())
     scale = gaps.size * (size / count) / load.request_rate / total if total > 0 else 0.0
-    return np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count][np.cumsum(first) - 1]
+    starts: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
+    return starts[np.cumsum(first) - 1]
 
 
 MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9

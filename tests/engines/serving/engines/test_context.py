@@ -100,3 +100,14 @@ def test_context_is_set_by_default_only_if_the_memory_is_too_small_for_that_of_t
 def test_release_that_is_not_in_the_table_is_named_in_a_warning() -> None:
     assert any("9.9" in line for line in ENGINE.spec_warnings(serving("vllm", engine_version="9.9").spec))
     assert not ENGINE.spec_warnings(serving("vllm", engine_version="0.32.0+cpu").spec)
+
+
+def test_too_few_requests_for_a_percentile_of_the_slo_are_named_in_a_warning() -> None:
+    def warned(count: int, **slo: float) -> bool:
+        job = serving("vllm", loads=(replace(LOAD, num_prompts=count),), slo={f"ttft_s.{k}": v for k, v in slo.items()})
+        return bool(ENGINE.spec_warnings(job.spec))
+
+    assert warned(399, p99=1.0)
+    assert not warned(400, p99=1.0)
+    assert not warned(40, p90=1.0, mean=1.0)
+    assert not warned(8, mean=1.0)
