@@ -38,10 +38,9 @@ from flagcore.contracts import (
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import MIN_REQUESTS, ServeSpec
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
@@ -60,13 +59,13 @@ from flagcore.engines.serving.common.hardware import (
     Hardware,
     count,
 )
-from flagcore.engines.serving.common.knobs import SPECULATION
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
 from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
+from flagcore.engines.serving.spec_warnings import spec_warnings
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.job import Instance, Router
 from flagcore.errors import SpecError, UsageError
@@ -282,17 +281,7 @@ class Engine:
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
-        """Return warnings about an unknown release, about percentiles of few requests, and if speculation is searched,
-        but the acceptance is unknown.
-        """
-        release = spec.serve.engine_version
-        warnings = unknown_release("serve.engine_version", self.name, release, self.program.releases)
-        warnings += few_requests(spec.serve)
-        speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
-        if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
-            return tuple(warnings)
-        text = "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
-        return (*warnings, text)
+        return tuple(spec_warnings(spec, self.program))
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -347,16 +336,6 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     else:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
-
-
-def few_requests(serve: ServeSpec) -> list[str]:
-    """Return a warning if a load has too few requests for a percentile of the SLO."""
-    counts = [load.num_prompts for load in serve.loads if load.num_prompts is not None]
-    needed = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
-    name = max(needed, key=lambda each: needed[each], default="")
-    if not counts or min(counts) >= needed.get(name, 0):
-        return []
-    return [f"serve.slo.{name}: {min(counts)} requests are too few, use serve.profile.num_prompts >= {needed[name]}"]
 
 
 CERTAIN_SHARE = 0.4

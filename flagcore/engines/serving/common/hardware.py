@@ -116,7 +116,7 @@ with 3 bytes each."""
 
 
 def _longest_in_trace(load: Load, path: str, *, estimated: bool) -> int:
-    requests = cached_trace(path, load.turns).first(load.num_prompts)
+    requests = cached_trace(path, load.turns, load.output_len).first(load.num_prompts)
     lengths = requests.input_len + requests.output_len
     if requests.is_estimated and estimated:
         sizes = np.array([len(text.encode()) for text in requests.texts])

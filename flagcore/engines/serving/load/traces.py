@@ -81,28 +81,29 @@ class Traffic:
 
 
 @lru_cache(maxsize=4)
-def _cached(path: str, turns: int, modified_ns: int) -> Traffic:
-    return read_trace(path, turns)
+def _cached(path: str, turns: int, output_len: int, modified_ns: int) -> Traffic:
+    return read_trace(path, turns, output_len)
 
 
-def cached_trace(path: str, turns: int = 1) -> Traffic:
+def cached_trace(path: str, turns: int, output_len: int) -> Traffic:
     """Return the result of `read_trace`, without reading an unchanged file again."""
-    return _cached(path, turns, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+    return _cached(path, turns, output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 class _InvalidRow(Exception):
     """The trace has an invalid row."""
 
 
-def read_trace(path: str, turns: int = 1) -> Traffic:
+def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     """Return the requests of a trace file, of conversations at most `turns` each.
 
-    Raises SpecError with the file, the row and the problem.
+    Prompts and sessions without the length of an answer have `output_len`; they are skipped if it is 0. Raises
+    SpecError with the file, the row and the problem.
     """
     file = Path(path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns)
+        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns, output_len)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_InvalidRow, csv.Error) as error:
@@ -112,13 +113,13 @@ def read_trace(path: str, turns: int = 1) -> Traffic:
     return trace
 
 
-def _json(text: str, turns: int) -> Traffic:
+def _json(text: str, turns: int, output_len: int) -> Traffic:
     rows = _rows(text)
     if not rows:
         raise _InvalidRow("it is empty")
     first = rows[0]
     if any(name in first for name in _TEXT):
-        return _texts(rows, turns)
+        return _texts(rows, turns, output_len)
     if any(name in first for name in _INPUT):
         return _lengths(rows)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
@@ -175,14 +176,17 @@ class _Turn:
     think_s: float = 0.0
 
 
-def _texts(rows: Sequence[Mapping[str, Any]], turns: int) -> Traffic:
+def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Traffic:
     """Read prompts and conversations; turns without a question or an answer end a conversation."""
+    unknown = 0
     times = _times(rows)
     order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
         for turn in _turns(rows[index], index + 1)[:turns]:
+            if turn.prompt and output_len and turn.output_len is None and not turn.answer and _only_asks(rows[index]):
+                turn, unknown = replace(turn, output_len=output_len), unknown + 1
             if not turn.prompt or not (turn.answer or turn.output_len):
                 break
             requests.append(turn)
@@ -190,18 +194,24 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int) -> Traffic:
             previous = len(follows) - 1
             arrivals.append(0.0 if times is None else times[index])
     estimated = sum(turn.input_len is None for turn in requests)
+    default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
     note = f"lengths of {estimated} requests are estimated: {CHARACTERS_PER_TOKEN} characters a token"
     trace = _trace(
         [turn.input_len or estimated_tokens(turn.prompt) for turn in requests],
         [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
         None if times is None else arrivals,
         texts=[turn.prompt for turn in requests],
-        notes=(note,) if estimated else (),
+        notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
     )
     trace = replace(trace, is_estimated=bool(estimated))
     if max(follows, default=-1) < 0:
         return trace
     return replace(trace, follows=np.array(follows), think_s=np.array([turn.think_s for turn in requests]))
+
+
+def _only_asks(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a format without answers."""
+    return "prompt" in row or "turns" in row
 
 
 def estimated_tokens(text: str) -> int:

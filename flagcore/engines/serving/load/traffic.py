@@ -27,7 +27,7 @@ def traffic(load: Load) -> Traffic:
     """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
-        requests = read_trace(load.trace, load.turns).first(load.num_prompts)
+        requests = read_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
         if requests.texts and load.prefix_len:
             problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
             raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
@@ -72,7 +72,11 @@ def in_flight(load: Load) -> Load:
     """
     if load.trace is None or load.concurrency is not None or load.request_rate is not None:
         return load
-    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
+    return (
+        load
+        if read_trace(load.trace, output_len=load.output_len).arrive_s is not None
+        else replace(load, concurrency=DEFAULT_CONCURRENCY)
+    )
 
 
 PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1

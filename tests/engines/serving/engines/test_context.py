@@ -111,3 +111,14 @@ def test_too_few_requests_for_a_percentile_of_the_slo_are_named_in_a_warning() -
     assert not warned(400, p99=1.0)
     assert not warned(40, p90=1.0, mean=1.0)
     assert not warned(8, mean=1.0)
+
+
+def test_objective_that_the_load_determines_is_named_in_a_warning() -> None:
+    def warned(objective: str = "output_tokens_per_s", **load: Any) -> bool:
+        job = serving("vllm", loads=(Load(num_prompts=8, **load),))
+        return bool(ENGINE.spec_warnings(replace(job.spec, objective=objective)))
+
+    assert warned(request_rate=2.0)
+    assert not warned("tpot_s.p99", request_rate=2.0)
+    assert not warned(request_rate=float("inf"))
+    assert not warned(concurrency=4)

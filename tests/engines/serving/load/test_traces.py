@@ -222,3 +222,10 @@ def test_sessions_have_delays_and_keep_together_in_the_order_of_their_arrival(tm
     assert trace.think_s.tolist() == [0, 1.5, 0, 1.5]
     assert trace.arrive_s is not None
     assert trace.arrive_s.tolist() == pytest.approx([0, 0, 0.004, 0.004])
+
+
+def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b"}, {"prompt": "c", "max_tokens": 7}]
+    trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
+    assert trace.output_len.tolist() == [30, 7]
+    assert any("output_len = 30" in note for note in trace.notes)
