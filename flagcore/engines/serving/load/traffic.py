@@ -40,10 +40,11 @@ def traffic(load: Load) -> Traffic:
         )
         if load.turns > 1:
             requests = _conversations(requests, load.turns)
-    if requests.follows is not None and requests.think_s is not None:
-        if not requests.think_s.any():
-            requests = replace(requests, think_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
-        conversations = int(np.count_nonzero(requests.follows < 0))
+    follows, think_s = requests.follows, requests.think_s
+    if follows is not None and think_s is not None:
+        if not think_s.any():
+            requests = replace(requests, think_s=np.where(follows >= 0, load.think_time_s, 0.0))
+        conversations = int(np.count_nonzero(follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
             note = f"{conversations} conversations never have {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
@@ -127,7 +128,8 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
     total = float(gaps.sum())
     scale = gaps.size * (size / count) / load.request_rate / total if total > 0 else 0.0
     starts: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
-    return starts[np.cumsum(first) - 1]
+    arrivals: FloatArray = starts[np.cumsum(first) - 1]
+    return arrivals
 
 
 MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
