@@ -16,7 +16,7 @@ import numpy as np
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
-from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
+from flagcore.engines.serving.load.traces import BLOCK, Traffic, cached_trace
 from flagcore.errors import SpecError
 
 
@@ -27,7 +27,7 @@ def traffic(load: Load) -> Traffic:
     """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
-        requests = read_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
+        requests = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
         if requests.texts and load.prefix_len:
             problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
             raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
@@ -75,7 +75,7 @@ def in_flight(load: Load) -> Load:
         return load
     return (
         load
-        if read_trace(load.trace, output_len=load.output_len).arrive_s is not None
+        if cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
         else replace(load, concurrency=DEFAULT_CONCURRENCY)
     )
 
