@@ -311,7 +311,7 @@ def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candid
 
 def _nothing_legal(space: Space, legal: Legality) -> str:
     messages = {rule.name: rule.message for rule in legal.rules}
-    removed = sorted(space.illegal.items(), key=lambda pair: -pair[1])
+    removed = reversed(list(space.illegal.items()))  # the last rule removed all that the others left
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
     reason = counts or _("the space is empty")
     return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=reason)

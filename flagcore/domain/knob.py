@@ -284,6 +284,14 @@ def in_versions(versions: str, version: str | None) -> bool:
     return SpecifierSet(versions).contains(release, prereleases=True)
 
 
+def unknown_release(key: str, engine: str, version: str | None, versions: str) -> list[str]:
+    """Return a warning if the release in a spec is not among the known `versions` of an engine."""
+    if in_versions(versions, version):
+        return []
+    fallback = "knobs and predictions are those of the nearest known release"
+    return [f"{key} = {version} is not a release of {engine} that flagcore knows ({versions}); {fallback}"]
+
+
 def _parse_listed(knob: Knob, value: object) -> Any:
     """Return the value of a knob with effects that equals `value`; True does not equal 1."""
     equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))

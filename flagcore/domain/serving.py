@@ -15,6 +15,8 @@ PER_DEVICE, PER_USER = "output_tokens_per_s_per_device", "output_tokens_per_s_pe
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", PER_DEVICE)
 """Rates of the whole cluster; the last is per device. Goodput counts the requests that meet the SLO."""
 
+MIN_REQUESTS = {"p99": 400, "p90": 40}
+"""Requests that a percentile needs. Chosen: four of them are above it."""
 DEFAULT_CONCURRENCY = 64
 """Default number of requests in flight."""
 
@@ -47,9 +49,11 @@ class Load:
     Lengths are uniformly distributed from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x
     length to (1 + spread) x length. With the `distribution` lognormal, `input_len` and `output_len` are the means of
     clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
-    `trace` has the lengths and optionally arrival times and texts. `acceptance` is the share of drafted tokens that the
-    model accepts, None if unknown. With `num_prompts` None, the load is a steady state, which
-    can be predicted but not run.
+    `trace` has the lengths and optionally arrival times and texts. Conversations have up to `turns` requests, each sent
+    `think_time_s` after the answer to the one before, or after the delay in the trace; its prompt continues that
+    request and its answer, so `input_len` is the length of the new part. `acceptance` is the share of drafted tokens
+    that the model accepts, None if unknown. With `num_prompts` None, the load is a steady state, which can be predicted
+    but not run.
     """
 
     input_len: int = 1024
@@ -63,6 +67,8 @@ class Load:
     request_rate: float | None = None
     burstiness: float = 1.0
     trace: str | None = None
+    turns: int = 1
+    think_time_s: float = 0.0
     acceptance: float | None = None
     warmup: int = 0
     seed: int = 0

@@ -13,7 +13,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
-from flagcore.domain.serving import RATES, ServeSpec
+from flagcore.domain.serving import MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, from_record, ngettext
 from flagcore.i18n.width import columns, left
@@ -252,8 +252,6 @@ def _is_set(knob: Knob, value: object) -> bool:
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
-MIN_REQUESTS = {"p99": 100, "p90": 10}
-"""Minimum number of requests for which a percentile is not their maximum."""
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
@@ -344,6 +342,8 @@ def serving_load_text(serve: ServeSpec) -> str:
     if serve.highest is not None:
         points = [_("the highest {figure} within the SLO", figure=serve.highest)]
     first = loads[0]
+    if first.turns > 1:
+        points.append(_("conversations of up to {turns} turns", turns=first.turns))
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))
     lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}

@@ -167,6 +167,32 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str
     return {**missing, **found, **fixed}
 
 
+_STRETCHED = ("linear", "dynamic")
+"""Types of rope scaling whose factor stretches `max_position_embeddings`, which other types include."""
+
+
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens that a model of a config.json can attend to, None if unknown.
+
+    Source: `_get_and_verify_max_len` in vLLM 0.32 `config/model.py`. Some files with yarn have the unscaled length.
+    """
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        return None
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = rope if isinstance(rope, Mapping) else {}
+    if any(isinstance(each, Mapping) for each in rope.values()):  # one per kind of layer
+        return None
+    kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
+    if not isinstance(factor, (int, float)) or factor <= 1:
+        return length
+    if kind == "yarn" and isinstance(rope.get("original_max_position_embeddings"), int):
+        original = rope["original_max_position_embeddings"]
+    return max(length, int(original * factor)) if kind in (*_STRETCHED, "yarn") else length
+
+
 def format_of_weights(config: Mapping[str, Any]) -> str | None:
     """Return the number format of quantized weights; None for other weights and for unknown formats."""
     text = config.get("text_config")

@@ -38,6 +38,8 @@ NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
+Turns = Annotated[int, Field(ge=1, le=1000)]
+WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Distribution = Literal["uniform", "lognormal"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
@@ -73,8 +75,12 @@ class ProfileSection(Section):
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
-    """File with texts or lengths, and optional arrival times: JSONL with prompts, ShareGPT-like JSONL, Mooncake JSONL,
-    or CSV of BurstGPT or Azure."""
+    """File with texts or lengths, and optional arrival times: JSONL with prompts, ShareGPT-like JSONL, sessions of
+    AIPerf, Mooncake JSONL, or CSV of BurstGPT or Azure."""
+    turns: Turns = _LOAD.turns
+    """Most requests of a conversation: each is sent after the answer to the one before, and continues its prompt."""
+    think_time_s: WaitSeconds = _LOAD.think_time_s
+    """Seconds from an answer to the next turn, unless the trace has delays."""
     acceptance: Fraction | None = None
     """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
     warmup: NoRequests = _LOAD.warmup

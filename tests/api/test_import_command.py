@@ -180,3 +180,11 @@ def test_every_engine_reads_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in plugins.engines():
         with pytest.raises(FlagError):
             api.read_command(name, ["no-such-program"])
+
+
+def test_flags_that_are_not_known_are_noted_with_the_flag_that_may_be_meant() -> None:
+    command = "vllm serve model --tensor-paralel-size 2 --max-lora-rank 8 --max-model-len 4096"
+    notes = {note.key: note.text for note in api.read_command("vllm", [command], chip="H100-SXM").notes}
+    assert "--tensor-parallel-size" in notes["--tensor-paralel-size"]
+    assert "--max-lora-rank" in notes
+    assert "--max-model-len" not in notes

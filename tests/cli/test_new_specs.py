@@ -85,3 +85,11 @@ def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp
     data = yaml.safe_load(completed.out)
     assert data["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
     assert "--port" in completed.err
+
+
+def test_unknown_chip_is_refused_with_near_names(flag: Flag) -> None:
+    for command in (("init", "--engine", "vllm", "--model", "model"), ("import", "vllm", "vllm serve ./model")):
+        refused = flag(*command, "--chip", "H2000")
+        assert refused.code == 2
+        assert not refused.out
+        assert "H200" in refused.err

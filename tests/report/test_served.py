@@ -63,11 +63,11 @@ def test_percentiles_of_few_requests_are_reported_as_such() -> None:
         points = tuple({**point, "answered": answered} for point in one.measurement.points or ({},))
         return plan(dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, points=points)))
 
-    (note,) = result(found(32), "r")["notes"]
-    assert note.startswith("p99 of 32 requests")
-    assert f"Note: {note}." in plan_text(found(32))
+    (note,) = result(found(64), "r")["notes"]
+    assert note.startswith("p99 of 64 requests")
+    assert f"Note: {note}." in plan_text(found(64))
     assert "p99 and p90 of 8 requests" in plan_text(found(8))
-    assert result(found(100), "r")["notes"] == []
+    assert result(found(400), "r")["notes"] == []
 
 
 BASELINE = trial(0, 100.0, role=Role.BASELINE)

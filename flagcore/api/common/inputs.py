@@ -283,6 +283,12 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
             yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 
 
+def check_chips(cluster: object) -> None:
+    """Raise SpecError for a chip of a spec's cluster that no installed plugin has."""
+    if problems := list(_unknown_chips(cluster, "", ())):
+        raise join_errors(problems)
+
+
 def _require_installed(named_object: Callable[[str], object], name: str, file: str) -> None:
     try:
         named_object(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import validate_engines
+from flagcore.api.common.inputs import check_chips, validate_engines
 from flagcore.contracts import CommandReader, ImportNote
 from flagcore.errors import SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
@@ -63,6 +63,7 @@ def imported(
         problems = [each for each in error.problems if each.key != "model"]
         if problems:
             raise SpecErrors(problems) from None
+    check_chips(data.get("cluster"))
     return ImportedCommand(data=data, notes=tuple(notes))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import validate_engines
+from flagcore.api.common.inputs import check_chips, validate_engines
 from flagcore.api.importing.command import ImportedCommand
 from flagcore.contracts import ImportNote
 from flagcore.spec.models import model_from
@@ -40,6 +40,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
         sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
     validate_engines(data, file=Path(), base=Path())
+    check_chips(cluster)
     return ImportedCommand(data=data, notes=tuple(_comments(data, sections)))
 
 

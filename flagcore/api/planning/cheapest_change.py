@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Workload
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError
 from flagcore.i18n import _
@@ -42,7 +43,8 @@ def _changes(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
 
     `most` is the number of devices of a whole node.
     """
-    widest = replace(spec, space={}, baseline=None)
+    work = replace(spec.work, default_space=True) if isinstance(spec.work, ServeSpec) else spec.work
+    widest = replace(spec, space={}, baseline=None, work=work)
     if spec.space:
         yield _("all knobs in the space"), widest
     if spec.cluster.groups:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from packaging.version import Version
+
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import unknown_release
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
+from flagcore.engines.megatron.command.arguments import known_releases
 from flagcore.engines.megatron.command.checks import command_warnings
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
 
@@ -20,8 +24,13 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate, and the warnings about a user's command."""
-    return [*_unused_settings(spec), *command_warnings(spec)]
+    """Return a line for each setting that has no effect on any candidate, one for an unknown release, and the warnings
+    about a user's command.
+    """
+    known = [Version(each) for each in known_releases()]
+    releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"
+    unknown = unknown_release("train.engine_version", spec.train.engine, spec.train.engine_version, releases)
+    return [*_unused_settings(spec), *unknown, *command_warnings(spec)]
 
 
 def _unused_settings(spec: Spec) -> list[str]:

@@ -59,13 +59,13 @@ from flagcore.engines.serving.common.hardware import (
     Hardware,
     count,
 )
-from flagcore.engines.serving.common.knobs import SPECULATION
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
 from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
+from flagcore.engines.serving.spec_warnings import spec_warnings
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.job import Instance, Router
 from flagcore.errors import SpecError, UsageError
@@ -281,11 +281,7 @@ class Engine:
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
-        """Return a warning if speculation is searched, but the acceptance is unknown."""
-        speculates = SPECULATION in spec.space or SPECULATION in self.program.parse(spec).fixed
-        if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
-            return ()
-        return ("speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set",)
+        return tuple(spec_warnings(spec, self.program))
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]

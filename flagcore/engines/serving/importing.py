@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,17 @@ def _arguments(engine: Engine, words: Sequence[str], notes: Notes) -> tuple[str 
             notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
         else:
             arguments[name] = _value(name, values[0]) if values else True
+            if knob is None and name != engine.program.expert_switch:
+                notes.note(flag, _unknown_flag(engine, name), f"serve.engine_args.{name}")
     return model, arguments
+
+
+def _unknown_flag(engine: Engine, name: str) -> str:
+    """Return the note for a flag that is no knob, with the knob's flag that it may be a misspelling of."""
+    flags = {strip_dashes(each) for knob in engine.knobs for flag in knob.flags for each in (flag.name, flag.off)}
+    similar = get_close_matches(name, sorted({*flags, *engine.program.reserved} - {""}), n=1, cutoff=0.85)
+    hint = f"did you mean --{similar[0]}?" if similar else "it is passed to the engine unchanged"
+    return f"is not known to flagcore: {hint}"
 
 
 def _split(engine: Engine, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -12,7 +12,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
-from flagcore.engines.serving.common.knobs import LAYOUT, divisors
+from flagcore.engines.serving.common.knobs import CONTEXT, LAYOUT, divisors
 
 CACHE_SHARE = 0.25
 """Share of the memory in use that an expert reserves for the cache. With less, an instance gets more devices."""
@@ -28,6 +28,8 @@ def usual_space(
     """
     space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
     usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in defaults.items()}
+    if task.spec.serve.default_space and CONTEXT in usual and CONTEXT not in fixed:
+        usual[CONTEXT] = AUTO
     if Hardware.of(task).on_cores:
         return usual
     for knob in (knob for knob in knobs if knob.name in LAYOUT and knob.name not in fixed):

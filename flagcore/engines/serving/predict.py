@@ -15,7 +15,7 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform_kinds
-from flagcore.engines.serving.common.weights import cache_bytes_per_token, parameters
+from flagcore.engines.serving.common.weights import STORED_BYTES, cache_bytes_per_token, parameters
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
@@ -23,10 +23,6 @@ from flagcore.engines.serving.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
 
 T = TypeVar("T", IterationCosts, ServingMemory)
-STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
-STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
-"""Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
-
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
 """Compute formats of such weights, and of formats that the chip does not support; the first supported one is used."""
 

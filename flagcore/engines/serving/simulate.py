@@ -20,7 +20,7 @@ from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
 from flagcore.engines.serving.settings import Settings
-from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
+from flagcore.engines.serving.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
 
 MAX_SIMULATED = 4096
 """Maximum number of simulated candidates: the best ones in closed form. Their median ratio scales the others."""
@@ -79,7 +79,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     for candidate, kinds in enumerate(members):
         if has_costs[kinds].all():
             candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
-    table = {name: np.full(context.kinds.size, np.nan) for name in FIGURE_NAMES}
+    names = (*FIGURE_NAMES, HIT_RATE) if any(load.parts for load in loads) else FIGURE_NAMES
+    table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
@@ -96,8 +97,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             else:
                 points = _highest(context, loads[0], counts)
             best = _select(points, context.serve.slo, context.objective)
-            for name in FIGURE_NAMES:
-                table[name][rows] = best[name]
+            for name in names:
+                table[name][rows] = best.get(name, np.nan)
     if not simulates_all:
         for name in FIGURE_NAMES:
             ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
@@ -169,6 +170,8 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         ranks=ranks,
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+        retained=max(tokens, 0.0) if settings.prefix_caching[row] and load.parts else 0.0,
+        page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),
     )

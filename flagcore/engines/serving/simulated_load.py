@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
+from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
 from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.reuse import Part, cached_tokens, prompt_parts, turn_order
 from flagcore.engines.serving.model.simulation import Outcome, simulate
+
+HIT_RATE = "cache_hit_rate"
+"""The share of prompt tokens that the prefix cache had."""
 
 WAVES_IN_FLIGHT = 10
 """Simulated requests of a steady state per request in flight, as in published measurements."""
@@ -35,13 +40,22 @@ MIN_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """The requests of a load, drawn once for all candidates."""
+    """The requests of a load, drawn once for all candidates.
+
+    `parts` are those of each prompt that a prefix cache may have. `turn` is the turn of each request in its
+    conversation, `think_s` the mean time before a turn after the first one. `hits` stores cached tokens by the lanes
+    and the size of a cache.
+    """
 
     load: Load
     input_len: IntArray
     output_len: IntArray
     arrivals: FloatArray | None
     is_text: bool = False
+    parts: Sequence[Sequence[Part]] = ()
+    turn: IntArray | None = None
+    think_s: float = 0.0
+    hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
 
     @classmethod
     def draw(cls, load: Load) -> SimulatedLoad:
@@ -53,7 +67,64 @@ class SimulatedLoad:
             ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
             drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
         requests = traffic(drawn_load)
-        return cls(load, requests.input_len, requests.output_len, requests.arrive_s, bool(requests.texts))
+        drawn = cls(
+            load,
+            requests.input_len,
+            requests.output_len,
+            requests.arrive_s,
+            bool(requests.texts),
+            prompt_parts(requests, load.prefix_len),
+        )
+        return drawn if requests.follows is None else drawn._with_turns(requests)
+
+    def _with_turns(self, requests: Traffic) -> SimulatedLoad:
+        """Return the load with the requests of conversations in the order in which they are sent."""
+        assert requests.follows is not None
+        assert requests.think_s is not None
+        flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
+        order, turn = turn_order(requests.follows, flight, self.load.seed)
+        return replace(
+            self,
+            load=self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight),
+            input_len=self.input_len[order],
+            output_len=self.output_len[order],
+            arrivals=None if self.arrivals is None else self.arrivals[order],
+            parts=[self.parts[index] for index in order],
+            turn=turn[order],
+            think_s=float(requests.think_s[requests.follows >= 0].mean()),
+        )
+
+    def _spread(self, between_s: float) -> SimulatedLoad:
+        """Return an open loop of conversations with `between_s` seconds from the arrival of a turn to the next one."""
+        assert self.turn is not None
+        assert self.arrivals is not None
+        arrivals = self.arrivals + self.turn * between_s
+        order = np.argsort(arrivals, kind="stable")
+        return replace(
+            self,
+            input_len=self.input_len[order],
+            output_len=self.output_len[order],
+            arrivals=arrivals[order],
+            parts=[self.parts[index] for index in order],
+            turn=None,
+            hits={},
+        )
+
+    def _hits_of(self, price: Price, lanes: int) -> FloatArray:
+        """Return the prompt tokens in the cache of one of `lanes` lanes, for each of its requests."""
+        key = lanes, price.lane.retained
+        if not self.parts or not price.lane.retained:
+            return np.zeros(self.input_len[::lanes].size)
+        if key not in self.hits:
+            self.hits[key] = cached_tokens(self.parts[::lanes], price.lane.retained)
+        page = price.lane.page
+        return np.asarray(self.hits[key] // page * page)
+
+    def _hit_rate(self, price: Price, lanes: int) -> float:
+        """Return the share of the prompt tokens that the prefix caches of `lanes` equal lanes have."""
+        inputs = self.input_len[::lanes]
+        shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
+        return float(shared.sum() / inputs.sum())
 
     def at(self, value: float) -> SimulatedLoad:
         """Return the load with other clients, or at another rate if it has one."""
@@ -83,8 +154,12 @@ class SimulatedLoad:
     ) -> dict[str, float]:
         """Return the metrics of the load on kinds of lanes with their counts; rates are totals over all lanes.
 
-        With `prefill`, the lanes only decode.
+        With `prefill`, the lanes only decode. Later turns of an open loop arrive after the mean time of an answer,
+        which a first simulation finds.
         """
+        if self.turn is not None and self.arrivals is not None:
+            figures = self._spread(self.think_s).figures(kinds, slo, prefill)
+            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(kinds, slo, prefill)
         lanes = sum(count for _, count in kinds)
         flight, lane_flight = self._in_flight, self.flight(lanes)
         if len(kinds) > 1:
@@ -96,7 +171,8 @@ class SimulatedLoad:
         times = self._one_lane(kinds[0][0], min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request runs on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
-        return figures_of(times, flight / lane_flight, slo)  # the number of full lanes
+        figures = figures_of(times, flight / lane_flight, slo)  # the number of full lanes
+        return figures | {HIT_RATE: self._hit_rate(kinds[0][0], min(lanes, flight))} if self.parts else figures
 
     @property
     def _is_steady(self) -> bool:
@@ -122,7 +198,10 @@ class SimulatedLoad:
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
-            outcome = simulate(price, lengths, arrival_times, simulated)
+            hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
+            if self.turn is not None:  # first turns have no think time
+                think_s = self.think_s * float((self.turn > 0).mean())
+            outcome = simulate(price, lengths, arrival_times, simulated, hits, think_s)
         else:
             outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated)
         times = RequestTimes.from_outcome(outcome)

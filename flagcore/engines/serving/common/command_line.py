@@ -57,12 +57,13 @@ class Program:
 
     `program` is the default command, and `commands` are all commands of users. `model_flags` are flags of the model,
     which may also follow the command; `expert_switch` is the flag of expert parallelism if it is a switch. `packages`
-    are the pip packages that may install the engine. `reserved` are the flags that the user cannot set, with the
+    are the pip packages that may install the engine, `releases` a PEP 440 specifier of the known releases, empty if
+    knobs do not depend on them. `reserved` are the flags that the user cannot set, with the
     reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
     `flag_fields`; flags are not checked if both are empty.
 
     `counters` are samples of /metrics, and their names in the metrics of a trial. `shares` are figures of a load that
-    are the increase of one counter relative to that of another. `settings` are regular expressions
+    are the increase of the first counter relative to that of the others together. `settings` are regular expressions
     for the log by knob; their only group is the value in use, and the first match is used. `memory` are regular
     expressions for memory; the largest match is used. `failures` are failure patterns, from specific to general.
     `overheads` are times in addition to kernels by the first release to which they apply, the newest first.
@@ -76,11 +77,12 @@ class Program:
     model_flags: Sequence[str] = ()
     expert_switch: str = ""
     packages: Sequence[str] = ()
+    releases: str = ""
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
-    shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[str]] = field(default_factory=dict)
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     memory: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[FailurePattern, ...] = ()

@@ -13,6 +13,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.load.traces import cached_trace
 from flagcore.errors import SpecError
 
 CORES = "cores"
@@ -92,14 +93,35 @@ def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int
     return found
 
 
-def longest_request(loads: tuple[Load, ...]) -> int:
-    """Return the tokens of the longest request, prompt and answer, without requests of traces."""
+def longest_request(loads: tuple[Load, ...], *, estimated: bool = True) -> int:
+    """Return the tokens of the longest request, prompt and answer: the upper end of a distribution or a trace.
+
+    Without `estimated`, texts whose tokens are not counted are ignored; otherwise they have at most one token per
+    `MIN_TOKEN_BYTES`. Raises SpecError for an unreadable trace.
+    """
     lengths = [1]
     for load in loads:
+        if load.trace is not None:
+            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, estimated=estimated))
+            continue
         spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
-        lengths.append(load.prefix_len + sum(upper_lengths))
+        lengths.append(load.prefix_len + load.turns * sum(upper_lengths))
     return max(lengths)
+
+
+MIN_TOKEN_BYTES = 2
+"""Fewest bytes of UTF-8 per token that a context is sized for. English has 4 characters per token, Chinese about 1.5
+with 3 bytes each."""
+
+
+def _longest_in_trace(load: Load, path: str, *, estimated: bool) -> int:
+    requests = cached_trace(path, load.turns, load.output_len).first(load.num_prompts)
+    lengths = requests.input_len + requests.output_len
+    if requests.is_estimated and estimated:
+        sizes = np.array([len(text.encode()) for text in requests.texts])
+        lengths = np.maximum(lengths, -(-sizes // MIN_TOKEN_BYTES) + requests.output_len)
+    return int(lengths.max()) if estimated or not requests.is_estimated else 1
 
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:

@@ -31,6 +31,8 @@ from flagcore.errors import SpecError
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
 DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
+CONTEXT = "context_len"
+"""A spec without a space sets it only if the engine does not start otherwise."""
 IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((SIZES, PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
@@ -44,8 +46,8 @@ def axes(
 ) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
-    For a spec without a space, knobs of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the
-    space that is not a knob, and for a value of a knob that the engine release `version` does not have.
+    For a spec without a space, knobs of DEFAULT_SPACE and CONTEXT are `auto` unless fixed. Raises SpecError for a key
+    of the space that is not a knob, and for a value of a knob that the engine release `version` does not have.
     """
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
@@ -60,7 +62,7 @@ def axes(
         extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
         if baseline_value is not None:
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
-        by_default = task.spec.serve.default_space and any(name in DEFAULT_SPACE for name in knob.names)
+        by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
         searched = knob.parse_space(task, AUTO if by_default and knob.name not in fixed else [value])
         if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
             searched = (knob.neutral,)
@@ -291,7 +293,7 @@ DP_KNOB = knob(
     **_SIZE,
 )
 EP_KNOB = knob(EP, "Devices that share the experts.", label="EP", auto=DIVISORS_WITH_EXPERTS, **_SIZE)
-CONTEXT_KNOB = knob("context_len", "Tokens of one sequence, prompt and answer.", flags=())
+CONTEXT_KNOB = knob(CONTEXT, "Tokens of one sequence, prompt and answer.", flags=())
 PREFIX_KNOB = knob(
     "enable_prefix_caching",
     "Whether cached prompt prefixes are reused.",

@@ -14,6 +14,8 @@ from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.common.knobs import DRAFTED, SPECULATION, code
+from flagcore.engines.serving.common.weights import context_limit
+from flagcore.errors import SpecError
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
@@ -88,15 +90,33 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     )
 
 
-def context_rule(task: Task, knob: str) -> Rule:
-    """Return the rule that the context fits the longest request, because engines silently truncate longer answers."""
-    needed = longest_request(task.spec.serve.loads)
-    return Rule(
+def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
+    """Return the rules that the context fits the longest request, because engines silently truncate longer answers,
+    and that it does not exceed the context of the model. Raises SpecError for a request that exceeds the latter.
+    """
+    loads, limit = task.spec.serve.loads, context_limit(task.spec)
+    needed, known = longest_request(loads), longest_request(loads, estimated=False)
+    fits = Rule(
         name="context_length",
         knobs=(knob,),
         message=f"{knob} must be at least the tokens of the longest request, {needed}",
         broken=lambda c: (c[knob] > 0) & (c[knob] < needed),
     )
+    if limit is None:
+        return (fits,)
+    text = f"the model's context of {limit} tokens ({task.spec.serve.weights})"
+    if known > limit:
+        key = "trace" if any(load.trace for load in loads) else "input_len"
+        problem = f"leads to a request of {known} tokens, prompt and answer, which exceed {text}"
+        fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
+        raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
+    exceeds = Rule(
+        name="model_context",
+        knobs=(knob,),
+        message=f"{knob} must not exceed {text}",
+        broken=lambda c: c[knob] > limit,
+    )
+    return fits, exceeds
 
 
 def speculation_rules(

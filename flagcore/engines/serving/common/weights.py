@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+from typing import Any
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.engines.transformer import attended, widths
-from flagcore.errors import SpecError
+from flagcore.errors import FlagError, SpecError
 from flagcore.physics.kernels.roofline import BYTES
+from flagcore.spec import gguf
+from flagcore.spec.huggingface import context_of
 
 _WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
@@ -38,18 +41,51 @@ def check_directory(spec: Spec) -> None:
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
 
 
-def _is_quantized(weights: str) -> bool:
+_LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")
+"""Flags that may extend the context of a model."""
+_ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+"""Variables that disable the engines' own check of the context."""
+
+
+def context_limit(spec: Spec) -> int | None:
+    """Return the tokens that the model of the weights can attend to; None if unknown, or if flags or variables may
+    extend it.
+    """
+    weights = spec.serve.weights
+    names = {strip_dashes(key) for key in spec.serve.engine_args}
+    if weights is None or names & set(_LONGER) or any(name in spec.envs for name in _ALLOWED):
+        return None
+    if os.path.isfile(weights) and not weights.endswith(".json"):
+        try:
+            return gguf.context_length(weights)
+        except FlagError:
+            return None
+    return context_of(_config(weights))
+
+
+def _config(weights: str) -> dict[str, Any]:
+    """Return the config.json of a directory or at a path; empty if it cannot be read."""
     try:
-        with open(os.path.join(weights, _CONFIG), encoding="utf-8") as file:
+        with open(weights if weights.endswith(".json") else os.path.join(weights, _CONFIG), encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError):
-        return False
-    text_config = config.get("text_config") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _is_quantized(weights: str) -> bool:
+    config = _config(weights)
+    text_config = config.get("text_config")
     return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
 
 
 MAX_WEIGHT_SHARE = 0.85
 """Maximum share of a device's memory for weights by default; the rest is for activations, graphs and cache."""
+
+
+STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
 
 
 def parameters(model: Model) -> float:
@@ -74,7 +110,8 @@ def weight_bytes(task: Task) -> float:
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
-    return parameters(task.spec.model) * BYTES.get(task.spec.serve.precision, 2.0)
+    precision = task.spec.serve.precision
+    return parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float) -> float:

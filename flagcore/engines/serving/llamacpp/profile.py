@@ -19,7 +19,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import context_rules, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
@@ -149,7 +149,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
                 (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES], {})) & hardware.on_cores
             ),
         ),
-        context_rule(task, CONTEXT),
+        *context_rules(task, CONTEXT),
         Rule(
             name="context_grain",
             knobs=(CONTEXT,),

@@ -18,7 +18,7 @@ from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
-from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import context_rules, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.lmdeploy import knobs as own
 from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
@@ -82,7 +82,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EAGER} is an option of the PyTorch engine",
             broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
         ),
-        context_rule(task, own.CONTEXT),
+        *context_rules(task, own.CONTEXT),
     )
 
 

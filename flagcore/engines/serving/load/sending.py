@@ -80,12 +80,16 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request; `input_tokens` is 0 for a text, whose tokens the server counts."""
+    """A request; `input_tokens` is 0 for a text, whose tokens the server counts. If it `follows` the one before, it is
+    sent `think_s` seconds after that answer.
+    """
 
     body: bytes
     input_tokens: int
     output_tokens: int
     arrive_s: float | None
+    follows: bool = False
+    think_s: float = 0.0
 
 
 class _LoadSender:
@@ -122,23 +126,34 @@ class _LoadSender:
                 raise result
 
     def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
-        """Return the concurrent tasks: slots that send requests in turn, or requests with their own arrival times."""
+        """Return the concurrent tasks: slots that send conversations in turn, or conversations with their own arrival
+        times. A request that follows none is a conversation of its own.
+        """
+        starts = [index for index, request in enumerate(self._requests) if not request.follows]
+        ends = (*starts[1:], len(self._requests))
+        conversations = [self._requests[start:end] for start, end in zip(starts, ends, strict=True)]
         if self._requests[0].arrive_s is None and concurrency is not None:
-            queue = iter(self._requests)
-            return (self._run_slot(queue) for _ in range(min(concurrency, len(self._requests))))
+            queue = iter(conversations)
+            return (self._run_slot(queue) for _ in range(min(concurrency, len(conversations))))
         slots = asyncio.Semaphore(concurrency or len(self._requests))
-        return (self._send_at_arrival(request, slots) for request in self._requests)
+        return (self._send_at_arrival(conversation, slots) for conversation in conversations)
 
-    async def _run_slot(self, queue: Iterator[_Request]) -> None:
-        for request in queue:
-            await self._send_one(request)
+    async def _run_slot(self, queue: Iterator[Sequence[_Request]]) -> None:
+        for conversation in queue:
+            for request in conversation:
+                if request.think_s:
+                    await asyncio.sleep(request.think_s)
+                await self._send_one(request)
 
-    async def _send_at_arrival(self, request: _Request, slots: asyncio.Semaphore) -> None:
-        due = self._start + (request.arrive_s or 0.0)
+    async def _send_at_arrival(self, conversation: Sequence[_Request], slots: asyncio.Semaphore) -> None:
+        due = self._start + (conversation[0].arrive_s or 0.0)
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
-        async with slots:
-            await self._send_one(request)
+        for request in conversation:
+            if request.think_s:
+                await asyncio.sleep(request.think_s)
+            async with slots:
+                await self._send_one(request)
 
     async def _send_one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import send_request
@@ -201,11 +216,12 @@ class _Stopped(Exception):
 def _requests(model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str]) -> list[_Request]:
     arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
     counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
+    follows = [False] * len(prompts) if requests.follows is None else (requests.follows >= 0).tolist()
+    think_s = [0.0] * len(prompts) if requests.think_s is None else requests.think_s.tolist()
+    columns = zip(prompts, counts, requests.output_len.tolist(), arrive_s, follows, think_s, strict=True)
     return [
-        _Request(body(model, prompt, output_len, path), count, output_len, arrive)
-        for prompt, count, output_len, arrive in zip(
-            prompts, counts, requests.output_len.tolist(), arrive_s, strict=True
-        )
+        _Request(body(model, prompt, output_len, path), count, output_len, *others)
+        for prompt, count, output_len, *others in columns
     ]
 
 

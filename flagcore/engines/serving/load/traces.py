@@ -1,8 +1,9 @@
 """Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines), Mooncake (JSON lines: timestamp in
-milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
-Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
+Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of several turns),
+AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in milliseconds,
+input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV: Timestamp in
+seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
 GeneratedTokens; Azure/AzurePublicDataset).
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ MAX_TOKENS = 10_000_000
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
-_TEXT = ("prompt", "conversations", "messages")
+_TEXT = ("prompt", "conversations", "messages", "turns")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
 _ANSWERS = ("assistant", "gpt")
@@ -44,8 +47,10 @@ class Traffic:
 
     `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
     blocks of `BLOCK` tokens, which requests may share; empty if unknown. `texts` are the prompts if the trace has them;
-    then `input_len` may be an estimate. `notes` tell the user about differences from
-    the load and about estimates.
+    with `is_estimated` some of their lengths are estimates. `follows` is the index of the request of whose conversation
+    a request is the next turn, -1 for the first turn; None without conversations. A turn is sent `think_s` seconds
+    after the answer to that request, and its prompt continues that prompt. The requests of a conversation are
+    contiguous and arrive together. `notes` tell the user about differences from the load and about estimates.
     """
 
     input_len: IntArray
@@ -53,32 +58,52 @@ class Traffic:
     arrive_s: FloatArray | None = None
     blocks: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
+    follows: IntArray | None = None
+    think_s: FloatArray | None = None
     notes: tuple[str, ...] = ()
+    is_estimated: bool = False
 
     def first(self, count: int | None) -> Traffic:
         """Return the first `count` requests, all for None. If there are fewer, all are returned with a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
-        return Traffic(
+        return replace(
+            self,
             input_len=self.input_len[:count],
             output_len=self.output_len[:count],
             arrive_s=None if self.arrive_s is None else self.arrive_s[:count],
             blocks=self.blocks[:count],
             texts=self.texts[:count],
+            follows=None if self.follows is None else self.follows[:count],
+            think_s=None if self.think_s is None else self.think_s[:count],
             notes=(*self.notes, *notes),
         )
+
+
+@lru_cache(maxsize=4)
+def _cached(path: str, turns: int, output_len: int, modified_ns: int) -> Traffic:
+    return read_trace(path, turns, output_len)
+
+
+def cached_trace(path: str, turns: int, output_len: int) -> Traffic:
+    """Return the result of `read_trace`, without reading an unchanged file again."""
+    return _cached(path, turns, output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 class _InvalidRow(Exception):
     """The trace has an invalid row."""
 
 
-def read_trace(path: str) -> Traffic:
-    """Return the requests of a trace file. Raises SpecError with the file, the row and the problem."""
+def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
+    """Return the requests of a trace file, of conversations at most `turns` each.
+
+    Prompts and sessions without the length of an answer have `output_len`; they are skipped if it is 0. Raises
+    SpecError with the file, the row and the problem.
+    """
     file = Path(path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text)
+        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns, output_len)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_InvalidRow, csv.Error) as error:
@@ -88,13 +113,13 @@ def read_trace(path: str) -> Traffic:
     return trace
 
 
-def _json(text: str) -> Traffic:
+def _json(text: str, turns: int, output_len: int) -> Traffic:
     rows = _rows(text)
     if not rows:
         raise _InvalidRow("it is empty")
     first = rows[0]
     if any(name in first for name in _TEXT):
-        return _texts(rows)
+        return _texts(rows, turns, output_len)
     if any(name in first for name in _INPUT):
         return _lengths(rows)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
@@ -140,39 +165,93 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
     return [_number(row["timestamp"], "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
 
 
-def _texts(rows: Sequence[Mapping[str, Any]]) -> Traffic:
-    """Read prompts and conversations; conversations without a question and an answer are skipped."""
-    inputs, outputs, texts, kept = list[int](), list[int](), list[str](), list[Mapping[str, Any]]()
-    for number, row in enumerate(rows, 1):
-        prompt, answer = _prompt_and_answer(row, number)
-        has_output = any(row.get(name) is not None for name in _OUTPUT)
-        if not prompt or not (answer or has_output):
-            continue
-        known = any(name in row for name in _INPUT)
-        inputs.append(_count(row, _INPUT, number) if known else max(1, round(len(prompt) / CHARACTERS_PER_TOKEN)))
-        outputs.append(
-            _count(row, _OUTPUT, number) if has_output else max(1, round(len(answer) / CHARACTERS_PER_TOKEN))
-        )
-        texts.append(prompt)
-        kept.append(row)
-    estimated = sum(not any(name in row for name in _INPUT) for row in kept)
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn: its whole prompt, its lengths with None for unknown ones, and the seconds before it."""
+
+    prompt: str
+    input_len: int | None
+    output_len: int | None
+    answer: str = ""
+    think_s: float = 0.0
+
+
+def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Traffic:
+    """Read prompts and conversations; turns without a question or an answer end a conversation."""
+    unknown = 0
+    times = _times(rows)
+    order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
+    requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
+    for index in order:
+        previous = -1
+        for turn in _turns(rows[index], index + 1)[:turns]:
+            if turn.prompt and output_len and turn.output_len is None and not turn.answer and _only_asks(rows[index]):
+                turn, unknown = replace(turn, output_len=output_len), unknown + 1
+            if not turn.prompt or not (turn.answer or turn.output_len):
+                break
+            requests.append(turn)
+            follows.append(previous)
+            previous = len(follows) - 1
+            arrivals.append(0.0 if times is None else times[index])
+    estimated = sum(turn.input_len is None for turn in requests)
+    default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
     note = f"lengths of {estimated} requests are estimated: {CHARACTERS_PER_TOKEN} characters a token"
-    return _trace(inputs, outputs, _times(kept), texts=texts, notes=(note,) if estimated else ())
+    trace = _trace(
+        [turn.input_len or estimated_tokens(turn.prompt) for turn in requests],
+        [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
+        None if times is None else arrivals,
+        texts=[turn.prompt for turn in requests],
+        notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
+    )
+    trace = replace(trace, is_estimated=bool(estimated))
+    if max(follows, default=-1) < 0:
+        return trace
+    return replace(trace, follows=np.array(follows), think_s=np.array([turn.think_s for turn in requests]))
 
 
-def _prompt_and_answer(row: Mapping[str, Any], number: int) -> tuple[str, str]:
-    """Return the prompt of a row and its answer, which may be empty; of a conversation all turns up to the first
-    answer.
-    """
+def _only_asks(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a format without answers."""
+    return "prompt" in row or "turns" in row
+
+
+def estimated_tokens(text: str) -> int:
+    """Return the approximate tokens of a text."""
+    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
+
+
+def _turns(row: Mapping[str, Any], number: int) -> list[_Turn]:
+    """Return the turns of a row. Each prompt contains all turns and answers before it."""
+    known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
+    output = _optional_count(row, number)
     if isinstance(row.get("prompt"), str):
-        return row["prompt"], ""
-    turns = row.get("conversations", row.get("messages"))
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return [_Turn(row["prompt"], known, output)]
+    messages = row.get("turns", row.get("conversations", row.get("messages")))
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
-    texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
-    roles = [turn.get("from", turn.get("role")) for turn in turns]
-    first = next((place for place, role in enumerate(roles) if role in _ANSWERS), 1)
-    return "\n".join(texts[:first]), texts[first] if len(texts) > first else ""
+    texts = [str(next((part for name in _PARTS if (part := each.get(name))), "")) for each in messages]
+    if "turns" in row:  # a session has no answers
+        delays = [_number(each.get("delay") or 0, "delay", number) / 1e3 for each in messages]
+        return [
+            _Turn("\n".join(texts[: place + 1]), None, _optional_count(each, number) or output, think_s=delays[place])
+            for place, each in enumerate(messages)
+        ]
+    roles = [message.get("from", message.get("role")) for message in messages]
+    ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
+    ends = [end for end in ends if end < len(texts)] or [len(texts)]
+    return [
+        _Turn("\n".join(texts[:end]), known, output, texts[end] if end < len(texts) else "")
+        if place == 0
+        else _Turn("\n".join(texts[:end]), None, None, texts[end])
+        for place, end in enumerate(ends)
+    ]
+
+
+_PARTS = ("value", "content", "text")
+"""Keys of the text of a turn."""
+
+
+def _optional_count(row: Mapping[str, Any], number: int) -> int | None:
+    return _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
 
 
 _CSV = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))

@@ -16,7 +16,7 @@ import numpy as np
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
-from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
+from flagcore.engines.serving.load.traces import BLOCK, Traffic, cached_trace
 from flagcore.errors import SpecError
 
 
@@ -27,7 +27,7 @@ def traffic(load: Load) -> Traffic:
     """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
-        requests = read_trace(load.trace).first(load.num_prompts)
+        requests = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts)
         if requests.texts and load.prefix_len:
             problem, fix = "cannot be combined with a trace that has texts", "remove it, or put it into the texts"
             raise SpecError(key="serve.profile.prefix_len", value=load.prefix_len, problem=problem, fix=fix)
@@ -38,7 +38,32 @@ def traffic(load: Load) -> Traffic:
             input_len=_lengths(lengths, load.input_len, load, PROMPT_SIGMA),
             output_len=_lengths(lengths, load.output_len, load, ANSWER_SIGMA),
         )
+        if load.turns > 1:
+            requests = _conversations(requests, load.turns)
+    follows, think_s = requests.follows, requests.think_s
+    if follows is not None and think_s is not None:
+        if not think_s.any():
+            requests = replace(requests, think_s=np.where(follows >= 0, load.think_time_s, 0.0))
+        conversations = int(np.count_nonzero(follows < 0))
+        if load.concurrency is not None and conversations < load.concurrency:
+            note = f"{conversations} conversations never have {load.concurrency} requests in flight"
+            requests = replace(requests, notes=(*requests.notes, note))
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+
+
+def _conversations(requests: Traffic, turns: int) -> Traffic:
+    """Return the requests as conversations: a prompt continues the one before and its answer."""
+    indices = np.arange(requests.input_len.size)
+    is_first = indices % turns == 0
+    new = requests.input_len + np.where(is_first, 0, np.roll(requests.output_len, 1))
+    sums = np.cumsum(new)
+    starts = np.maximum.accumulate(np.where(is_first, indices, 0))
+    return replace(
+        requests,
+        input_len=sums - sums[starts] + new[starts],
+        follows=np.where(is_first, -1, indices - 1),
+        think_s=np.zeros(indices.size),
+    )
 
 
 def in_flight(load: Load) -> Load:
@@ -48,7 +73,11 @@ def in_flight(load: Load) -> Load:
     """
     if load.trace is None or load.concurrency is not None or load.request_rate is not None:
         return load
-    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
+    return (
+        load
+        if cached_trace(load.trace, load.turns, load.output_len).arrive_s is not None
+        else replace(load, concurrency=DEFAULT_CONCURRENCY)
+    )
 
 
 PROMPT_SIGMA, ANSWER_SIGMA = 1.4, 1.1
@@ -80,7 +109,8 @@ def _lognormal(rng: np.random.Generator, mean: int, count: int, sigma: float) ->
 def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatArray | None:
     """Return the arrival times of requests, drawn by rate or from the trace; None for a closed loop.
 
-    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one.
+    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one. The requests of a
+    conversation arrive together: their first one is sent, and the others follow.
     """
     if load.request_rate is None:
         if load.concurrency is not None:
@@ -89,13 +119,17 @@ def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatA
             return requests.arrive_s
         problem = "or request_rate is required to generate load"
         raise SpecError(key="concurrency", problem=problem, fix="set one, or a trace with times")
-    count = requests.input_len.size
+    size = requests.input_len.size
     if math.isinf(load.request_rate):
-        return np.zeros(count)
+        return np.zeros(size)
+    first = np.ones(size, dtype=np.bool_) if requests.follows is None else requests.follows < 0
+    count = int(first.sum())
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
     total = float(gaps.sum())
-    scale = gaps.size / load.request_rate / total if total > 0 else 0.0
-    return np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
+    scale = gaps.size * (size / count) / load.request_rate / total if total > 0 else 0.0
+    starts: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
+    arrivals: FloatArray = starts[np.cumsum(first) - 1]
+    return arrivals
 
 
 MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
@@ -116,12 +150,17 @@ def prompts(
     """Return the token ids of each request. They are deterministic; different seeds share no ids.
 
     The first `prefix_len` ids are equal in all requests, including those of the `warm_up`, which shares nothing else.
-    Equal blocks of a trace have equal ids.
+    Equal blocks of a trace have equal ids. A turn of a conversation begins with the ids of the turn before.
     """
     prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _token_range(vocab_size)
-    if not traffic.blocks:
+    if traffic.follows is not None:
+        ids_by_request = list[IntArray]()
+        for length, before in zip(traffic.input_len.tolist(), traffic.follows.tolist(), strict=True):
+            past = ids_by_request[before] if before >= 0 else np.zeros(0, dtype=np.int64)
+            ids_by_request.append(np.concatenate([past, rng.integers(low, high, size=length - prefix_len - past.size)]))
+    elif not traffic.blocks:
         ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
         block_ids = {block for blocks in traffic.blocks for block in blocks}

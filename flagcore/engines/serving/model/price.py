@@ -18,7 +18,8 @@ class Lane:
 
     `ranks` is the number of attention DP ranks. Each of the `stages` works on another batch and waits for the slowest:
     an iteration is the time in which each sequence gets one token. The first `shared_prefix` tokens of each prompt are
-    cached. With `drafted` tokens per sequence, an iteration of decoding sequences only gives each `gain` tokens.
+    cached; a prefix cache keeps `retained` tokens of other prompts, in blocks of `page` tokens. With `drafted` tokens
+    per sequence, an iteration of decoding sequences only gives each `gain` tokens.
     """
 
     budget: float
@@ -28,6 +29,8 @@ class Lane:
     ranks: float = 1.0
     stages: float = 1.0
     shared_prefix: float = 0.0
+    retained: float = 0.0
+    page: float = 1.0
     drafted: float = 0.0
     gain: float = 1.0
 

@@ -22,13 +22,14 @@ MIN_PIECES = 4
 
 @dataclass(slots=True)
 class Request:
-    """One request: lengths in tokens, and its times in seconds. The fields from `done` on are internal to the
-    simulation.
+    """One request: lengths in tokens, of which the prefix cache has the first `hit`, and its times in seconds. The
+    fields from `done` on are internal to the simulation.
     """
 
     arrival: float
     prompt: int
     output: int
+    hit: float = 0.0
     first: float = -1.0
     end: float = -1.0
     done: float = 0.0
@@ -49,14 +50,20 @@ class Outcome:
 
 
 def simulate(
-    price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
+    price: Price,
+    lengths: Sequence[tuple[int, int]],
+    arrivals: Sequence[float] | None,
+    concurrency: int,
+    hits: Sequence[float] = (),
+    think_s: float = 0.0,
 ) -> Outcome:
     """Simulate requests of `lengths` (prompt, output) and return the outcome.
 
     Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
-    request whenever another one ends.
+    request `think_s` after another one ends. `hits` are the prompt tokens in the prefix cache, besides the prefix that
+    all requests share.
     """
-    return Simulation(price, lengths, arrivals, concurrency).run()
+    return Simulation(price, lengths, arrivals, concurrency, hits, think_s).run()
 
 
 class Simulation:
@@ -67,14 +74,23 @@ class Simulation:
     """
 
     def __init__(
-        self, price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
+        self,
+        price: Price,
+        lengths: Sequence[tuple[int, int]],
+        arrivals: Sequence[float] | None,
+        concurrency: int,
+        hits: Sequence[float] = (),
+        think_s: float = 0.0,
     ) -> None:
+        self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
             for index, (prompt, output) in enumerate(lengths)
         ]
+        for request, hit in zip(self.requests, hits, strict=False):
+            request.hit = hit
         self.parse_ends: list[float] = []
         self.parse_groups = [0] * len(self.requests)
         self.queue: deque[Request] = deque()
@@ -147,7 +163,7 @@ class Simulation:
         self.partial.append(request)
         self.promised += request.output - request.made
         self.used += cached
-        request.done = min(self.lane.shared_prefix, request.prompt - 1.0)
+        request.done = min(self.lane.shared_prefix + request.hit, request.prompt - 1.0)
         return True
 
     def _prompts(self) -> bool:
@@ -259,7 +275,7 @@ class Simulation:
     def _end(self, request: Request) -> None:
         request.end = self.now
         if not self.open and self.sent < len(self.requests):
-            self.requests[self.sent].arrival = self.now
+            self.requests[self.sent].arrival = self.now + self.think_s
             self._enter(self.sent)
             self.sent += 1
 

@@ -19,7 +19,13 @@ from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefi
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_as_unset, speculation_rules, split_rules
+from flagcore.engines.serving.common.rules import (
+    context_rules,
+    no_drafts,
+    same_as_unset,
+    speculation_rules,
+    split_rules,
+)
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.sglang import disaggregation
@@ -180,7 +186,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
         ),
         *_model_rules(task),
-        context_rule(task, own.CONTEXT),
+        *context_rules(task, own.CONTEXT),
         _page_rule(),
     )
 

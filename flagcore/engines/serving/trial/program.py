@@ -284,8 +284,8 @@ def shares(engine: Engine, start: Mapping[str, float], end: Mapping[str, float])
     increases = {name: value - start.get(name, 0.0) for name, value in end.items()}
     return {
         name: increases.get(part, 0.0) / whole_increase
-        for name, (part, whole) in engine.program.shares.items()
-        if (whole_increase := increases.get(whole, 0.0)) > 0
+        for name, (part, *whole) in engine.program.shares.items()
+        if (whole_increase := sum(increases.get(each, 0.0) for each in whole)) > 0
     }
 
 

@@ -19,8 +19,8 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
+from flagcore.engines.serving.common.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.common.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore.engines.serving.settings import Settings
 from flagcore.errors import SpecError
 
@@ -77,6 +77,29 @@ KV_BYTES = {
 """Bytes of a cached element; `auto` is the format of activations, fp8 is fp8_e4m3, NVFP4 has a scale per 16."""
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
+CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
+"""Multiple of a context that fits the requests, and the share of the memory for weights and cache."""
+
+
+def _contexts(task: Task) -> tuple[int | None, ...]:
+    """Return the model's context or, if its cache exceeds the memory, the longest request, rounded up.
+
+    vLLM does not start without memory for one sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
+    """
+    hardware, limit = Hardware.of(task), context_limit(task.spec)
+    devices = min_devices(task)
+    if hardware.on_cores:
+        room = float(cache_gib(task, 1, 1)) * 2**30
+    else:
+        room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
+    longest = -(-longest_request(task.spec.serve.loads) // CONTEXT_STEP) * CONTEXT_STEP
+    if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0) > room:
+        return (None,)
+    return (longest,)
+
+
+CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
+
 KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
@@ -106,7 +129,7 @@ KNOBS = (
         auto=by_hardware(fixed_values(256, 1024, 2048), fixed_values(2048, 4096, 8192, 16384)),
         memory_order=1,
     ),
-    variant(knobs.CONTEXT_KNOB, "max-model-len"),
+    variant(knobs.CONTEXT_KNOB, "max-model-len", auto=CONTEXTS),
     knob(
         MEMORY,
         "Share of a device's memory for weights, activations, graphs and cache together.",
@@ -283,6 +306,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_running=seqs,
         max_batched_tokens=tokens,
         block_size=or_default(values[BLOCK], default_block),
+        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads)),
         chunked=values[CHUNKED],
         graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),

@@ -17,7 +17,13 @@ from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefi
 from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
-from flagcore.engines.serving.common.rules import context_rule, no_drafts, same_as_unset, speculation_rules, split_rules
+from flagcore.engines.serving.common.rules import (
+    context_rules,
+    no_drafts,
+    same_as_unset,
+    speculation_rules,
+    split_rules,
+)
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.trial.job import Instance
@@ -151,7 +157,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
         *_model_rules(task),
-        context_rule(task, CONTEXT),
+        *context_rules(task, CONTEXT),
         _block_rule(task),
     )
 

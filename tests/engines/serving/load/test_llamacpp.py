@@ -19,6 +19,8 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, Target
 from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.load.traffic import traffic
+from flagcore.engines.serving.model.reuse import cached_tokens, prompt_parts
 from tests.engines.serving.load.servers import after_each_answer
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
@@ -101,6 +103,14 @@ def test_server_counts_the_same_tokens_as_the_client(server: Server) -> None:
     assert sent - 3 <= server.counted("prompt_tokens_total") <= sent  # a first token that a slot has is not read again
     assert server.counted("tokens_predicted_total") == sum(one.output_tokens for one in result.requests)
     assert all(one.tpot_s is not None and one.tpot_s > 0 and one.ttft_s > 0 for one in result.requests)
+
+
+def test_cached_tokens_of_conversations_are_those_that_the_prediction_expects(server: Server) -> None:
+    load = Load(input_len=40, output_len=8, turns=4, num_prompts=16, concurrency=2)
+    assert send(server, load).problems == ()
+    cached = server.counted("prompt_tokens_cached_total")
+    expected = cached_tokens(prompt_parts(traffic(load), 0), capacity=1e9).sum()
+    assert cached == pytest.approx(expected, rel=0.02)
 
 
 def test_answer_that_does_not_fit_into_its_slot_is_reported_and_not_counted(server: Server) -> None:

@@ -223,3 +223,15 @@ def test_texts_are_sent_as_texts_and_their_tokens_are_counted_by_the_server(tmp_
     assert len(first) == len(second) == 1
     assert first != second
     assert [answer.input_tokens for answer in results[0].requests] == [len(prompt) for prompt in prompts[:2]]
+
+
+@pytest.mark.parametrize("arrivals", [{"concurrency": 2}, {"concurrency": None, "request_rate": 200.0}])
+def test_turn_is_sent_after_the_answer_to_the_turn_before(arrivals: dict[str, Any]) -> None:
+    with serving(in_turn) as served:
+        result = send([served.url], turns=3, num_prompts=12, think_time_s=0.05, **arrivals)
+    assert result.completed == 12
+    by_length = sorted(result.requests, key=lambda answer: (answer.input_tokens, answer.start_s))
+    first, second = by_length[:4], by_length[4:8]
+    assert {answer.input_tokens for answer in first} == {8}
+    assert {answer.input_tokens for answer in second} == {21}
+    assert min(answer.start_s for answer in second) >= min(answer.end_s for answer in first) + 0.05

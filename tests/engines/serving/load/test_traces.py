@@ -134,7 +134,7 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
         ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
         ("[1, 2]", "a.json", "row 1 is not an object"),
-        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, conversations, messages, input_len"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, conversations, messages, turns, input_len"),
         ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
         ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
         ('{"input_length": "x", "output_length": 5}', "a.jsonl", "row 1: input_length is 'x', not a number"),
@@ -195,3 +195,37 @@ def test_a_prefix_of_token_ids_cannot_precede_texts(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         traffic(Load(trace=file, concurrency=1, prefix_len=8))
     assert error.value.key == "serve.profile.prefix_len"
+
+
+def test_turns_of_conversations_contain_all_turns_before(tmp_path: Path) -> None:
+    messages = [("human", "a b"), ("gpt", "c"), ("human", "d"), ("gpt", "e f g h"), ("human", "unanswered")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in messages]}
+    other = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    path = written(tmp_path, json.dumps([row, other]), "a.json")
+    trace = read_trace(path, turns=8)
+    assert trace.texts == ["a b", "a b\nc\nd", "x"]
+    assert trace.follows is not None
+    assert trace.follows.tolist() == [-1, 0, -1]
+    assert trace.output_len.tolist() == [1, 2, 1]
+    assert read_trace(path).texts == ["a b", "x"]
+    assert read_trace(path).follows is None
+
+
+def test_sessions_have_delays_and_keep_together_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+    def session(name: str, at: int) -> dict[str, Any]:
+        turns = [{"text": f"{name}{k}", "delay": 1500 * k, "max_tokens": 5} for k in (0, 1)]
+        return {"session_id": name, "timestamp": at, "turns": turns}
+
+    trace = read_trace(written(tmp_path, "\n".join(json.dumps(session(*each)) for each in (("b", 9), ("a", 5)))), 2)
+    assert trace.texts == ["a0", "a0\na1", "b0", "b0\nb1"]
+    assert trace.think_s is not None
+    assert trace.think_s.tolist() == [0, 1.5, 0, 1.5]
+    assert trace.arrive_s is not None
+    assert trace.arrive_s.tolist() == pytest.approx([0, 0, 0.004, 0.004])
+
+
+def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b"}, {"prompt": "c", "max_tokens": 7}]
+    trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
+    assert trace.output_len.tolist() == [30, 7]
+    assert any("output_len = 30" in note for note in trace.notes)

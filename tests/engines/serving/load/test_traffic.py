@@ -149,3 +149,26 @@ def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
 def test_vocabulary_that_is_too_small_is_an_error() -> None:
     with pytest.raises(SpecError, match="too small"):
         prompts_of(traffic(Load(num_prompts=1, concurrency=1)), vocab_size=2)
+
+
+def test_turns_continue_the_prompt_and_the_answer_before() -> None:
+    sampled = traffic(Load(input_len=10, output_len=4, prefix_len=3, turns=3, num_prompts=5, concurrency=2))
+    assert sampled.follows is not None
+    assert sampled.follows.tolist() == [-1, 0, 1, -1, 3]
+    assert sampled.input_len.tolist() == [13, 27, 41, 13, 27]
+    ids = prompts(sampled, prefix_len=3, vocab_size=1000, seed=(0, 1))
+    assert [each.size for each in ids] == sampled.input_len.tolist()
+    assert ids[2][:27].tolist() == ids[1].tolist()
+    assert ids[3][3:].tolist() != ids[0][3:].tolist()
+
+
+def test_request_rate_of_conversations_counts_all_their_requests() -> None:
+    sampled = traffic(Load(turns=4, num_prompts=4000, request_rate=8.0))
+    assert sampled.arrive_s is not None
+    assert np.unique(sampled.arrive_s).size == 1000
+    assert sampled.arrive_s[-1] == pytest.approx(4000 / 8.0, rel=0.01)
+
+
+def test_fewer_conversations_than_clients_are_noted() -> None:
+    assert traffic(Load(turns=4, num_prompts=16, concurrency=8)).notes
+    assert not traffic(Load(turns=4, num_prompts=32, concurrency=8)).notes

@@ -1,0 +1,61 @@
+"""Predicts which tokens of prompts a prefix cache has: those of earlier turns, and of blocks that requests share.
+
+The cache keeps the most recently used parts of prompts up to its size, as vLLM (0.32: `v1/core/kv_cache_manager.py`)
+and SGLang (0.5: `mem_cache/radix_cache.py`) do. Answers do not count: the next turn has the answer of the trace.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.load.traces import BLOCK, Traffic
+
+Part = tuple[Hashable, int]
+"""A part of a prompt: its identity, which includes everything before it, and its tokens."""
+
+
+def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
+    """Return the parts of each prompt after the common prefix; empty if nothing else is known to be shared."""
+    if requests.blocks:
+        return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
+    if requests.follows is None:
+        return []
+    parts = list[list[Part]]()
+    for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
+        past = parts[before] if before >= 0 else []
+        parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
+    return parts
+
+
+def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
+    """Return the tokens of each prompt, in order, that a cache of `capacity` tokens has from those before it."""
+    cache, used, found = OrderedDict[Hashable, int](), 0, list[float]()
+    for parts in prompts:
+        hit, matches = 0, True
+        for name, size in parts:
+            matches = matches and name in cache
+            hit += size * matches
+            used += size - cache.pop(name, 0)
+            cache[name] = size
+        while used > capacity and cache:
+            used -= cache.popitem(last=False)[1]
+        found.append(float(hit))
+    return np.array(found)
+
+
+def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
+    """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
+
+    `flight` conversations run at once, each with its next turn after its last one. Requests of the same turn are in
+    random order, because the least busy instance may be any.
+    """
+    is_first = follows < 0
+    conversation = np.cumsum(is_first) - 1
+    starts = np.flatnonzero(is_first)
+    turn = np.arange(follows.size) - starts[conversation]
+    shuffled = np.random.default_rng([seed, 3]).random(follows.size)
+    return np.lexsort((shuffled, turn, conversation // max(flight, 1))), turn

@@ -1,0 +1,49 @@
+"""Warnings about serving specs whose result may mislead."""
+
+from __future__ import annotations
+
+import math
+
+from flagcore.domain.knob import unknown_release
+from flagcore.domain.serving import MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.spec import Spec
+from flagcore.engines.serving.common.command_line import Program
+from flagcore.engines.serving.common.knobs import SPECULATION
+from flagcore.engines.serving.load.traffic import in_flight
+
+FIXED_RATES = RATES[:3]
+"""Rates that the arrivals of requests determine, if servers keep up."""
+
+
+def spec_warnings(spec: Spec, program: Program) -> list[str]:
+    """Return a line for an unknown release, too few requests, an objective that the load determines, and speculation
+    with unknown acceptance.
+    """
+    serve = spec.serve
+    release = unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    return [*release, *_few_requests(serve), *_rate_of_load(spec), *_unknown_acceptance(spec, program)]
+
+
+def _few_requests(serve: ServeSpec) -> list[str]:
+    counts = [load.num_prompts for load in serve.loads if load.num_prompts is not None]
+    needed = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
+    name = max(needed, key=lambda each: needed[each], default="")
+    if not counts or min(counts) >= needed.get(name, 0):
+        return []
+    return [f"serve.slo.{name}: {min(counts)} requests are too few, use serve.profile.num_prompts >= {needed[name]}"]
+
+
+def _rate_of_load(spec: Spec) -> list[str]:
+    serve = spec.serve
+    is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
+    if not is_open or serve.highest is not None or serve.client is not None or spec.objective not in FIXED_RATES:
+        return []
+    fix = "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
+    return [f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"]
+
+
+def _unknown_acceptance(spec: Spec, program: Program) -> list[str]:
+    speculates = SPECULATION in spec.space or SPECULATION in program.parse(spec).fixed
+    if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
+        return []
+    return ["speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"]

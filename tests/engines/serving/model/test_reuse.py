@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.traces import Traffic
+from flagcore.engines.serving.load.traffic import traffic
+from flagcore.engines.serving.model.reuse import cached_tokens, prompt_parts, turn_order
+from flagcore.engines.serving.simulated_load import HIT_RATE
+from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
+from tests.engines.serving.engines.tasks import row, serving
+from tests.served import costs
+
+CHAT = Load(input_len=100, output_len=20, turns=4, num_prompts=64, concurrency=4)
+
+
+def test_turn_has_the_prompt_of_the_turn_before_in_the_cache_until_it_is_evicted() -> None:
+    parts = prompt_parts(traffic(Load(input_len=10, output_len=5, turns=3, num_prompts=6, concurrency=1)), 0)
+    assert cached_tokens(parts, 1e9).tolist() == [0, 10, 25, 0, 10, 25]
+    interleaved = [parts[index] for index in (0, 3, 1, 4, 2, 5)]
+    assert cached_tokens(interleaved, 1e9).tolist() == [0, 0, 10, 10, 25, 25]
+    assert cached_tokens(interleaved, 30).tolist() == [0, 0, 10, 0, 0, 0]
+
+
+def test_leading_blocks_of_a_trace_are_shared() -> None:
+    requests = Traffic(
+        input_len=np.array([1024, 1536, 512]),
+        output_len=np.ones(3, dtype=np.int64),
+        blocks=[(1, 2), (1, 2, 3), (2,)],
+    )
+    assert cached_tokens(prompt_parts(requests, 0), 1e9).tolist() == [0, 1024, 512]
+
+
+def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
+    follows = np.array([-1, 0, -1, 2, -1, 4])
+    order, turn = turn_order(follows, 2, seed=0)
+    assert turn[order].tolist() == [0, 0, 1, 1, 0, 1]
+    assert set(order[:4].tolist()) == {0, 1, 2, 3}
+
+
+def figures(load: Load, **values: object) -> dict[str, float]:
+    task = serving("vllm", loads=(load,), weights="hf", command=("/bin/echo", "serve"))
+    predictions = ENGINE.predict(task, row(ENGINE, task, **values), costs())  # type: ignore[arg-type]
+    return {name: float(column[0]) for name, column in predictions.figures.items()}
+
+
+def test_predicted_hit_rate_raises_the_rate_and_falls_with_instances() -> None:
+    one, without = figures(CHAT), figures(CHAT, enable_prefix_caching=False)
+    assert without[HIT_RATE] == 0
+    assert one[HIT_RATE] == pytest.approx((96 + 208 + 336) / (100 + 220 + 340 + 460), rel=0.01)  # blocks of 16
+    assert one["output_tokens_per_s"] > without["output_tokens_per_s"]
+    assert 0 < figures(CHAT, instances=4)[HIT_RATE] < 0.7 * one[HIT_RATE]
+
+
+def test_think_time_lowers_the_predicted_rate() -> None:
+    assert figures(replace(CHAT, think_time_s=30.0))["requests_per_s"] < 4 / 20
+    assert HIT_RATE not in figures(replace(CHAT, turns=1))
