@@ -2,8 +2,10 @@
 
     python router.py --port 8000 --protocol nixl --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8017
 
-A request goes to the least busy instance of each kind; the answer comes from the one that decodes. The protocol is that
-of the engine's connector. This file needs only Python's standard library, because exports copy it.
+A request goes to the least busy healthy instance of each kind; the answer comes from the one that decodes. Status 503
+with the reason is the answer if no instance of a kind is healthy, or if one is lost before the answer begins. If a
+client closes its connection, its requests are cancelled. The protocol is that of the engine's connector. This file
+needs only Python's standard library, because exports copy it.
 
 Sources of the protocols: vllm 0.32 `distributed/kv_transfer/kv_connector/v1/nixl`, vllm 0.23
 `v1/p2p/p2p_nccl_connector.py` (addresses in the request's id), sglang 0.5.23 `srt/disaggregation` (bootstrap room).
@@ -17,7 +19,7 @@ import contextlib
 import json
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,19 +37,33 @@ REMOTE_DECODE = {
 }
 
 
+HEALTH = "/health"
+HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+"""The seconds between two health checks of an instance, and after which an instance that does not answer one is lost. A
+busy engine may take seconds to answer."""
+
+
 @dataclass(slots=True)
 class Place:
-    """One instance: its URL, the port for caches, and the number of its requests in flight."""
+    """One instance: its URL, the port for caches, the number of its requests in flight, and why it is lost."""
 
     url: str
     transfer_port: int = 0
     busy: int = 0
+    problem: bytes = b""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def parse(cls, text: str) -> Place:
         """Return the place of URL or URL,PORT."""
         url, _, port = text.partition(",")
         return cls(url.rstrip("/"), int(port or 0))
+
+    def lose(self, problem: bytes) -> Upstream:
+        """Mark the instance as lost until it is healthy again, and return the answer to its requests."""
+        self.problem = problem
+        self.lost.set()
+        return Upstream(503, problem)
 
     @property
     def host(self) -> str:
@@ -80,63 +96,104 @@ class Upstream(Exception):
         self.status, self.body = status, body
 
 
+@dataclass(slots=True)
+class Answer:
+    """The answer to a client. After it has begun, no other one can be sent."""
+
+    writer: asyncio.StreamWriter
+    has_begun: bool = False
+
+    async def send(self, data: bytes) -> None:
+        self.has_begun = True
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def reply(self, status: int, body: bytes) -> None:
+        head = f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: application/json\r\n"
+        await self.send(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+
+
 class Router:
     """Sends each request through one instance of `prefill` and one of `decode`."""
 
     def __init__(self, protocol: str, prefill: Sequence[Place], decode: Sequence[Place]) -> None:
         self.protocol, self.prefill, self.decode = protocol, prefill, decode
 
+    async def watch(self, interval_s: float = HEALTH_INTERVAL_S, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
+        """Check the health of all instances until cancelled."""
+
+        async def check(place: Place) -> None:
+            while True:
+                with contextlib.suppress(Upstream):
+                    await _check_health(place, timeout_s)
+                await asyncio.sleep(interval_s)
+
+        await asyncio.gather(*(check(place) for place in (*self.prefill, *self.decode)))
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the request of one connection."""
+        answer = Answer(writer)
         try:
             request = await _read_request(reader)
             if request is None:
                 return
             with contextlib.suppress(ConnectionError):
                 try:
-                    await self._answer(request, writer)
+                    await _guarded(self._answer(request, answer), _disconnect(reader))
                 except Upstream as failure:
-                    await _reply(writer, failure.status, failure.body)
+                    if not answer.has_begun:
+                        await answer.reply(failure.status, failure.body)
         finally:
             writer.close()
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        if request.path == "/health":
+    async def _answer(self, request: Request, answer: Answer) -> None:
+        if request.path == HEALTH:
             for place in (*self.prefill, *self.decode):
-                await _exchange(place, request)
-            await _reply(writer, 200, b"")
+                await _check_health(place, HEALTH_TIMEOUT_S)
+            await answer.reply(200, b"")
         elif request.method == "POST" and request.path in GENERATING:
             try:
                 body = json.loads(request.body)
             except ValueError:
-                return await _reply(writer, 400, _problem("the body is not JSON"))
-            await self._generate(request, body, writer)
+                return await answer.reply(400, _problem("the body is not JSON"))
+            with _least_busy(self.decode) as decode, contextlib.ExitStack() as prefilling:
+                prefill = prefilling.enter_context(_least_busy(self.prefill))
+                work = self._generate(request, body, prefill, decode, answer, prefilling)
+                await _guarded(work, _loss(decode), _before(answer, _loss(prefill)))
         else:
-            await _relay(self.decode[0], request, writer)
+            with _least_busy(self.decode) as decode:
+                await _guarded(_relay(decode, request, answer), _loss(decode))
         return None
 
-    async def _generate(self, request: Request, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        with _least_busy(self.prefill) as prefill, _least_busy(self.decode) as decode:
-            if self.protocol == "bootstrap":
-                room = {"bootstrap_host": prefill.host, "bootstrap_port": prefill.transfer_port}
-                both = request.to({**body, **room, "bootstrap_room": random.getrandbits(62)})
-                first = asyncio.ensure_future(_exchange(prefill, both))
-                try:
-                    await _relay(decode, both, writer)
-                    with contextlib.suppress(Upstream):  # the answer has been sent
-                        await first
-                finally:
-                    first.cancel()
-                return
-            headers = {}
-            if self.protocol == "p2p":
-                places = f"___prefill_addr_{prefill.transfer_address}___decode_addr_{decode.transfer_address}"
-                headers["X-Request-Id"] = f"{places}_{uuid.uuid4().hex}"
-            answer = await _exchange(prefill, request.to(self._prompt_only(body), **headers))
-            if self.protocol == "nixl":
-                body = {**body, "kv_transfer_params": json.loads(answer)["kv_transfer_params"]}
-        with _least_busy(self.decode, decode) as decode:
-            await _relay(decode, request.to(body, **headers), writer)
+    async def _generate(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        prefill: Place,
+        decode: Place,
+        answer: Answer,
+        prefilling: contextlib.ExitStack,
+    ) -> None:
+        """Send a request through two instances; close `prefilling` when the first one has ended."""
+        if self.protocol == "bootstrap":
+            room = {"bootstrap_host": prefill.host, "bootstrap_port": prefill.transfer_port}
+            both = request.to({**body, **room, "bootstrap_room": random.getrandbits(62)})
+            first = asyncio.ensure_future(_before(answer, _exchange(prefill, both)))
+            try:
+                await _guarded(_relay(decode, both, answer), asyncio.shield(first))
+                await first
+            finally:
+                first.cancel()
+            return
+        headers = {}
+        if self.protocol == "p2p":
+            places = f"___prefill_addr_{prefill.transfer_address}___decode_addr_{decode.transfer_address}"
+            headers["X-Request-Id"] = f"{places}_{uuid.uuid4().hex}"
+        prefilled = await _exchange(prefill, request.to(self._prompt_only(body), **headers))
+        prefilling.close()
+        if self.protocol == "nixl":
+            body = {**body, "kv_transfer_params": json.loads(prefilled)["kv_transfer_params"]}
+        await _relay(decode, request.to(body, **headers), answer)
 
     def _prompt_only(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body for the instance that prefills: it answers with one token, which is dropped."""
@@ -147,10 +204,64 @@ class Router:
         return prompt | ({"kv_transfer_params": REMOTE_DECODE} if self.protocol == "nixl" else {})
 
 
+async def _guarded(work: Awaitable[None], *guards: Awaitable[None]) -> None:
+    """Wait for `work`. Cancel it if a guard raises first; a guard that ends has no effect."""
+    main = asyncio.ensure_future(work)
+    tasks = (main, *(asyncio.ensure_future(each) for each in guards))
+    waiting = set(tasks)
+    try:
+        while not main.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _before(answer: Answer, work: Awaitable[Any]) -> None:
+    """Wait for `work`. Raises Upstream as `work` does, unless the answer has begun."""
+    try:
+        await work
+    except Upstream:
+        if not answer.has_begun:
+            raise
+
+
+async def _disconnect(reader: asyncio.StreamReader) -> None:
+    """Raise ConnectionError when the client closes its connection."""
+    while await reader.read(CHUNK_BYTES):
+        pass
+    raise ConnectionAbortedError
+
+
+async def _loss(place: Place) -> None:
+    """Raise Upstream when an instance is lost."""
+    await place.lost.wait()
+    raise Upstream(503, place.problem)
+
+
+async def _check_health(place: Place, timeout_s: float) -> None:
+    """Ask an instance for its health. Raises Upstream if it is not healthy, and marks it as lost."""
+    try:
+        await asyncio.wait_for(_exchange(place, Request("GET", HEALTH)), timeout_s)
+    except asyncio.TimeoutError:
+        problem = _problem(f"{place.url} has not answered a health check within {timeout_s:g} s")
+        raise place.lose(problem) from None
+    except Upstream as failure:
+        place.lose(failure.body or _problem(f"{place.url} is not healthy: status {failure.status}"))
+        raise
+    place.lost.clear()
+
+
 @contextlib.contextmanager
-def _least_busy(places: Sequence[Place], place: Place | None = None) -> Any:
-    """Yield the given place, or the one with the fewest requests, and count the request there."""
-    place = place or min(places, key=lambda each: each.busy)
+def _least_busy(places: Sequence[Place]) -> Iterator[Place]:
+    """Yield the healthy place with the fewest requests, and count the request there. Raises Upstream without one."""
+    healthy = [place for place in places if not place.lost.is_set()]
+    if not healthy:
+        raise Upstream(503, places[0].problem)
+    place = min(healthy, key=lambda each: each.busy)
     place.busy += 1
     try:
         yield place
@@ -183,7 +294,7 @@ async def _sent(place: Place, request: Request) -> AsyncIterator[asyncio.StreamR
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=CHUNK_BYTES)
     except OSError as error:
-        raise Upstream(503, _problem(f"{place.url} cannot be reached: {error}")) from None
+        raise place.lose(_problem(f"{place.url} cannot be reached: {error}")) from None
     try:
         own = {"Host": parts.netloc, "Connection": "close", "Content-Length": str(len(request.body))}
         own |= {"Content-Type": "application/json"} if request.body else {}
@@ -211,29 +322,13 @@ async def _exchange(place: Place, request: Request) -> bytes:
     return body
 
 
-async def _relay(place: Place, request: Request, writer: asyncio.StreamWriter) -> None:
-    """Forward an instance's answer as it arrives. Raises Upstream if nothing has arrived; otherwise the client gets
-    an incomplete answer.
-    """
-    has_begun = False
-    try:
-        async with _sent(place, request) as reader:
-            while data := await reader.read(CHUNK_BYTES):
-                has_begun = True
-                writer.write(data)
-                await writer.drain()
-    except Upstream:
-        if not has_begun:
-            raise
-    else:
-        if not has_begun:
-            raise Upstream(502, _problem(f"{place.url} closed the connection without an answer"))
-
-
-async def _reply(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    head = f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    await writer.drain()
+async def _relay(place: Place, request: Request, answer: Answer) -> None:
+    """Forward an instance's answer as it arrives. Raises Upstream if it ends too early."""
+    async with _sent(place, request) as reader:
+        while data := await reader.read(CHUNK_BYTES):
+            await answer.send(data)
+    if not answer.has_begun:
+        raise Upstream(502, _problem(f"{place.url} closed the connection without an answer"))
 
 
 def _problem(text: str) -> bytes:
@@ -244,7 +339,7 @@ async def main(router: Router, host: str, port: int) -> None:
     """Listen at `port` until the process is stopped."""
     listener = await asyncio.start_server(router.serve, host, port, limit=CHUNK_BYTES, backlog=1024)
     async with listener:
-        await listener.serve_forever()
+        await asyncio.gather(listener.serve_forever(), router.watch())
 
 
 if __name__ == "__main__":

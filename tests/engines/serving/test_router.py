@@ -23,12 +23,20 @@ class Server:
         self.name, self.status, self.got = name, status, list[tuple[str, dict[str, Any], str]]()
         self.dies_after: int | None = None
         """The number of bytes of an answer before the connection is reset; None: it is not."""
+        self.hangs = False
+        """Whether the server accepts requests and never answers them."""
+        self.closed = asyncio.Event()
+        """Set when a client that waits for an answer has closed its connection."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         self.got.append((head.split()[1], json.loads(body or "{}"), headers.get("x-request-id", "")))
+        if self.hangs:
+            await reader.read()
+            self.closed.set()
+            return writer.close()
         data = json.dumps({"from": self.name, "kv_transfer_params": PARAMS}).encode()
         answer = f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
         writer.write(answer[: self.dies_after])
@@ -37,7 +45,7 @@ class Server:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if self.dies_after is not None:
             writer.transport.abort()
-        writer.close()
+        return writer.close()
 
 
 async def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, dict[str, Any]]:
@@ -46,10 +54,22 @@ async def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[in
     data = json.dumps(body).encode()
     method = "POST" if body else "GET"
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    answer = await asyncio.wait_for(reader.read(), 10)
-    writer.close()
+    try:
+        answer = await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
     head, _, text = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(text or b"{}")
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Wait until a condition holds. Raises TimeoutError after 5 seconds."""
+
+    async def poll() -> None:
+        while not is_true():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(poll(), 5)
 
 
 def routed(protocol: str, check: Callable[[int, list[Server], Router], Any], status: int = 200) -> None:
@@ -150,3 +170,44 @@ def test_an_answer_is_not_followed_by_the_refusal_of_the_other_instance() -> Non
         assert await ask(port, path="/generate", input_ids=[1]) == (200, {"from": "d0", "kv_transfer_params": PARAMS})
 
     routed("bootstrap", check, 503)
+
+
+@pytest.mark.parametrize("protocol", ["nixl", "bootstrap"])
+def test_a_request_does_not_wait_for_a_lost_instance(protocol: str) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        for each in servers[:3]:
+            each.hangs = True
+        asked = asyncio.create_task(ask(port, prompt="a", max_tokens=8))
+        await until(lambda: bool(servers[0].got))
+        watch = asyncio.create_task(router.watch(interval_s=0.02, timeout_s=0.1))
+        assert (await asked)[0] == 503
+        assert router.prefill[0].url in (await ask(port, prompt="a", max_tokens=8))[1]["error"]["message"]
+        servers[1].hangs = False
+        await until(lambda: not router.prefill[1].lost.is_set())
+        assert (await ask(port, prompt="a", max_tokens=8))[1]["from"] == "d1"
+        assert [each.busy for each in (*router.prefill, *router.decode)] == [0, 0, 0, 0]
+        watch.cancel()
+
+    routed(protocol, check)
+
+
+def test_the_instance_that_decodes_does_not_wait_for_one_that_refuses_the_prompt() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[2].hangs = True
+        assert (await ask(port, path="/generate", input_ids=[1]))[0] == 503
+        await asyncio.wait_for(servers[2].closed.wait(), 5)
+
+    routed("bootstrap", check, 503)
+
+
+@pytest.mark.parametrize(("protocol", "hanging"), [("nixl", 0), ("nixl", 2), ("bootstrap", 0), ("bootstrap", 2)])
+def test_a_request_is_cancelled_when_its_client_disconnects(protocol: str, hanging: int) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[0].hangs, servers[2].hangs = hanging == 0 or protocol == "bootstrap", True
+        asked = asyncio.create_task(ask(port, prompt="a", max_tokens=8))
+        await until(lambda: bool(servers[hanging].got))
+        asked.cancel()
+        await asyncio.wait_for(servers[hanging].closed.wait(), 5)
+        await until(lambda: not any(each.busy for each in (*router.prefill, *router.decode)))
+
+    routed(protocol, check)
