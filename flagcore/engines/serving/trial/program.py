@@ -44,7 +44,8 @@ STATES_BY_PROBLEM = {
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
-"""A search ends if the time left is less than this share of that of its longest load."""
+"""A search ends if the time left is less than this share of that of its longest load, or than that of the arrivals of
+the next one."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
@@ -189,7 +190,8 @@ class LoadRunner:
         def run(value: float, *, stop: bool = True) -> bool:
             nonlocal longest_s, seed, headroom
             began = time.monotonic()
-            if points and self.deadline - began < TIME_SHARE * longest_s:
+            arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
+            if points and self.deadline - began < max(TIME_SHARE * longest_s, arrivals_s):
                 log(f"no time left for {key} {value:.4g}")
                 return False
             load = base.at(key, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +56,13 @@ def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[
     assert len(set(runner.seeds)) == len(runner.seeds)
     tries = Counter(runner.tried)
     assert all(tries[load] == 2 for load in tries if load > TRUE)
+
+
+def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
+    runner = Runner(45.0, (), repeats=2)
+    runner.deadline = time.monotonic() + 1.0
+    (point,) = runner._search("request_rate")
+    assert runner.tried == [point["load"]["request_rate"]]
 
 
 def test_no_load_within_the_limits_leaves_the_lowest() -> None:
