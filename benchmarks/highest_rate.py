@@ -5,7 +5,9 @@
 SPEC has `serve.slo` and `request_rate: auto` or `concurrency: auto`; its baseline is served. Each round is one launch
 for the search and one for the scan, which measures all loads in steps of 5% from half to 1.5 times the load that the
 first search found, without stopping any. Arrivals are the same for both. Times exclude the start of the server. The
-output has the highest load of each round, too, because other processes disturb single loads.
+output has the highest load of each round, too, because other processes disturb single loads. `drift` is the ratio of
+the server's CPU time at the load that a search found, in the scan and in the search. It is 1 on a quiet machine; where
+it differs by more than a few percent, the machine had another speed, and the two loads are not comparable.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> None:
         "highest_by_round_of_scan": [scan["highest"] for scan in scans],
         "found": found_loads,
         "errors": [value / best - 1 if best else None for value in found_loads],
+        "drift": [drift(search, scan, serve.highest) for search, scan in zip(searches, scans, strict=True)],
         "seconds": means,
         "time_share": means["search"] / means["scan"],
         "others_cores": statistics.mean(point["others_cores"] for scan in scans for point in scan["points"]),
@@ -108,6 +111,15 @@ def run(problem: Problem, workload: Workload, serve: ServeSpec) -> dict[str, Any
 def found(run: Mapping[str, Any], limits: Mapping[str, float], key: str) -> float | None:
     """Return the highest load of a search within the limits."""
     return max((point["load"][key] for point in run["points"] if keeps_limits([point], limits)), default=None)
+
+
+def drift(search: Mapping[str, Any], scan: Mapping[str, Any], key: str) -> float:
+    """Return the ratio of the server's CPU seconds in the scan, at the nearest load, to those of the load found."""
+    cpu_s = []
+    for each in (search, scan):
+        point = min(each["points"], key=lambda point: abs(math.log(point["load"][key] / search["highest"])))
+        cpu_s.append(point["engine_cpu_s"])
+    return float(cpu_s[1] / cpu_s[0])
 
 
 def highest(runs: Sequence[Mapping[str, Any]], limits: Mapping[str, float], key: str) -> float | None:

@@ -14,6 +14,8 @@ GROWTH = RESOLUTION**4
 """The first factor between two loads, which two bisections reduce to RESOLUTION. Its exponent doubles until one load is
 within the limits and one is not."""
 MAX_GROWTH = RESOLUTION**32
+MAX_HEADROOM = 3.0
+"""The highest factor between two loads because of the headroom of the first."""
 MIN_RATE = 0.01
 """The lowest request rate of a search, in requests per second."""
 
@@ -26,14 +28,14 @@ def highest_load(
     maximum: float,
     is_integer: bool = False,
     capacity: Callable[[], float] = lambda: math.inf,
-    confirm: bool = False,
+    headroom: Callable[[], float] = lambda: 1.0,
 ) -> float | None:
     """Return the highest load from `minimum` to `maximum` within the limits, up to RESOLUTION; None if there is none.
 
     `meets_limits` is called for one load after the other, first for `start`. With `is_integer`, loads are integers.
-    `capacity` returns an upper bound of the highest load after a load above the limits. With `confirm`, the lowest load
-    above the limits is tried again before the search ends; if it is within them then, a disturbance caused the first
-    result, and the search goes on from there.
+    `capacity` returns an upper bound of the highest load after a load above the limits. `headroom` returns the smallest
+    ratio of a limit to its figure after a load within the limits: the next load is higher by at least its square root,
+    since latencies grow faster than loads near the limit, and slower below.
     """
     passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, minimum), maximum)
     while True:
@@ -43,14 +45,14 @@ def highest_load(
         else:
             failed = load
         if passed == maximum or failed == minimum or is_bracketed(passed, failed, is_integer):
-            if failed == math.inf or not confirm or not meets_limits(failed):
-                return passed or None
-            passed, failed, factor = failed, math.inf, GROWTH
+            return passed or None
         if passed and failed < math.inf:
             load = math.sqrt(passed * failed)
+        elif passed:
+            load = min(passed * max(factor, min(math.sqrt(headroom()), MAX_HEADROOM)), maximum)
         else:
-            load = min(passed * factor, maximum) if passed else max(min(failed / factor, capacity()), minimum)
-            factor = min(factor * factor, MAX_GROWTH)
+            load = max(min(failed / factor, capacity()), minimum)
+        factor = min(factor * factor, MAX_GROWTH)
 
 
 def is_bracketed(passed: float, failed: float, is_integer: bool) -> bool:

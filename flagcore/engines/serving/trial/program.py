@@ -44,7 +44,8 @@ STATES_BY_PROBLEM = {
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
-"""A search ends if the time left is less than this share of that of its longest load."""
+"""A search ends if the time left is less than this share of that of its longest load, or than that of the arrivals of
+the next one."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
@@ -176,23 +177,26 @@ class LoadRunner:
     def _search(self, key: str) -> list[dict[str, Any]]:
         """Return the load points of the search for the highest load, without stopped ones.
 
-        The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
-        load meets the limits, the only point is the lowest load that was tried.
+        A load above the limits is tried again at once: a disturbance can only raise latencies, and a search that goes
+        down for one takes long. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
+        the next lower one is repeated, and so on. If no load meets the limits, the only point is the lowest load that
+        was tried.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
         tried: dict[float, bool] = {}
-        longest_s = 0.0
+        longest_s, seed, headroom = 0.0, 0, 1.0
 
         def run(value: float, *, stop: bool = True) -> bool:
-            nonlocal longest_s
+            nonlocal longest_s, seed, headroom
             began = time.monotonic()
-            if points and self.deadline - began < TIME_SHARE * longest_s:
+            arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
+            if points and self.deadline - began < max(TIME_SHARE * longest_s, arrivals_s):
                 log(f"no time left for {key} {value:.4g}")
                 return False
             load = base.at(key, value)
             log(f"{key} {value:.4g}")
-            seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
+            seed += 1
             measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
             if measured is None:
                 self._warm_up(1)  # returns when the servers have dropped the requests of the stopped load
@@ -200,17 +204,19 @@ class LoadRunner:
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
                 tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+                ratios = (limit / (measured["figures"].get(name) or limit) for name, limit in self.job.slo.items())
+                headroom = min(ratios, default=1.0)
             longest_s = max(longest_s, time.monotonic() - began)
             return tried[value]
 
         highest_load(
-            run,
+            lambda value: run(value) or run(value),
             self.job.start,
             minimum=1.0 if is_concurrency else MIN_RATE,
             maximum=maximum,
             is_integer=is_concurrency,
             capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
-            confirm=True,
+            headroom=lambda: headroom,
         )
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]

@@ -81,16 +81,18 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     assert check.exceeded(answer(1.0, tpot_s=0.1))
 
 
-def test_a_disturbed_load_is_tried_again() -> None:
+def test_a_load_far_below_its_limits_is_raised_by_their_headroom() -> None:
     tried: list[float] = []
 
     def meets_limit(load: float) -> bool:
         tried.append(load)
-        return load <= 50.0 and len(tried) != 2  # a disturbance fails the second load
+        return load <= 50.0
 
-    found = highest_load(meets_limit, 30.0, minimum=1, maximum=1000, confirm=True)
+    found = highest_load(meets_limit, 10.0, minimum=1, maximum=1000, headroom=lambda: (50.0 / tried[-1]) ** 2)
     assert found is not None
     assert 50.0 / RESOLUTION <= found <= 50.0
+    assert tried[1] == 30.0
+    assert len(tried) <= 8
 
 
 def test_the_rate_of_an_overloaded_server_is_tried_next() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -165,7 +166,8 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
 @pytest.mark.parametrize("key", ["request_rate", pytest.param("concurrency", marks=pytest.mark.long)])
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=40).at(key, 1000)
-    platform = trials.platform(tmp_path, "queues", loads=(base,), highest=key, slo={"ttft_s.p90": 0.35}, repeats=2)
+    given: dict[str, Any] = {"loads": (base,), "highest": key, "slo": {"ttft_s.p90": 0.35}, "repeats": 2}
+    platform = trials.platform(tmp_path, "queues", seconds=200.0, **given)
     trial = trials.run(platform, tmp_path, parallel=4)
     assert trial.measurement is not None
     assert trial.measurement.broken == ()

@@ -1,0 +1,71 @@
+"""The search for the highest load within one launch, with loads that tests play."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.highest import RESOLUTION
+from flagcore.engines.serving.trial.job import Job
+from flagcore.engines.serving.trial.program import LoadRunner
+
+TRUE, LIMIT = 50.0, 0.5
+
+
+class Runner(LoadRunner):
+    """Measures a latency that reaches its limit at the load TRUE, and is too high in the runs `disturbed`."""
+
+    def __init__(self, start: float, disturbed: tuple[int, ...], repeats: int) -> None:
+        base = Load(input_len=8, output_len=8, num_prompts=100, request_rate=1000.0)
+        slo = {"ttft_s.p99": LIMIT}
+        self.job = Job(
+            engine="", instances=(), loads=(base,), vocab_size=1, timeout_s=1.0, slo=slo, start=start, repeats=repeats
+        )
+        self.disturbed, self.deadline, self.completions_per_s = disturbed, math.inf, math.inf
+        self.tried, self.seeds = list[float](), list[int]()
+
+    def _warm_up(self, most: int = 1) -> None:
+        pass
+
+    def _measure(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        assert load.request_rate is not None
+        self.tried.append(load.request_rate)
+        self.seeds.append(seed)
+        if limits and (load.request_rate > TRUE or len(self.tried) in self.disturbed):
+            return None
+        return {"figures": {"ttft_s.p99": LIMIT * (load.request_rate / TRUE) ** 4}}
+
+
+@pytest.mark.parametrize("start", [5.0, 45.0, 300.0])
+@pytest.mark.parametrize("disturbed", [(), (1,), (2,), (3,), (1, 3, 6)])
+def test_a_disturbed_load_is_tried_again_at_once(start: float, disturbed: tuple[int, ...]) -> None:
+    runner = Runner(start, disturbed, repeats=2)
+    points = runner._search("request_rate")
+    best = points[-1]["load"]["request_rate"]
+    assert TRUE / RESOLUTION <= best <= TRUE
+    assert len(points[-1]["repeats"]) == 2
+    assert min(runner.tried) >= min(start, TRUE / 4)
+    assert len(set(runner.seeds)) == len(runner.seeds)
+    tries = Counter(runner.tried)
+    assert all(tries[load] == 2 for load in tries if load > TRUE)
+
+
+def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
+    runner = Runner(45.0, (), repeats=2)
+    runner.deadline = time.monotonic() + 1.0
+    (point,) = runner._search("request_rate")
+    assert runner.tried == [point["load"]["request_rate"]]
+
+
+def test_no_load_within_the_limits_leaves_the_lowest() -> None:
+    runner = Runner(20.0, tuple(range(1000)), repeats=1)
+    (point,) = runner._search("request_rate")
+    assert point["load"]["request_rate"] == min(runner.tried)
