@@ -165,6 +165,11 @@ def size_text(gib: float | None) -> str:
     return f"{gib * 2**30 / 2 ** (10 * power):.4g} {units[power]}" if size else "0"
 
 
+def hardware_text(devices: int, chips: str) -> str:
+    """Return the number of devices and their chip; several node groups have numbers of their own."""
+    return chips if " + " in chips else f"{devices} x {chips}"
+
+
 def energy_text(kwh: float) -> str:
     """Return an energy in kWh as text in the unit that fits: `12 Wh`, `1.5 MWh`."""
     return _in_thousands(kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh"))

@@ -37,7 +37,7 @@ from flagcore.launchers import network
 from flagcore.launchers.script import DEVICES_OF_HOST, multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
-from flagcore.report.formats import Notebook, as_yaml
+from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
@@ -323,7 +323,8 @@ def heading(plan: Plan) -> str:
         PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
-    return f"# Best of {commands} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
+    hardware = hardware_text(plan.devices, plan.chip)
+    return f"# Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"
 
 
 def directory(launch: Launch) -> str:

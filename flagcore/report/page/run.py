@@ -19,7 +19,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
-from flagcore.report.formats import lookup, shown
+from flagcore.report.formats import hardware_text, lookup, shown
 from flagcore.report.page.blocks import Cell
 from flagcore.report.text import heading, values_text
 
@@ -85,7 +85,7 @@ class RunData:
     @property
     def hardware(self) -> str:
         """The number of devices and their chip."""
-        return f"{self.result['devices']} x {self.result['chip']}"
+        return hardware_text(self.result["devices"], str(self.result["chip"]))
 
     @property
     def fidelity(self) -> str:
