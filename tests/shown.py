@@ -50,7 +50,8 @@ def result_of_a_run(block: Block) -> None:
     rows, own = _columns(block.text), Path("runs/own/report.txt").read_text()
     assert list(rows[0]) == list(_columns(own)[0])
     answer = block.text.split("\ntrial ")[0]
-    assert set(LINE.findall(answer)) >= {*LINE.findall(own.split("\ntrial ")[0]), "Why"}
+    missing = set(LINE.findall(own.split("\ntrial ")[0])) - set(LINE.findall(answer))
+    assert missing == set(), missing
     baseline, best = (next(row for row in rows if row["trial"].endswith(name)) for name in ("baseline", "best"))
     for row in rows:
         gain, steps = _share(row["vs base"]), float(baseline["step s"]) / float(row["step s"]) - 1
