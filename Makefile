@@ -12,7 +12,7 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers coverage mutations \
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers coverage mutations samples \
   changelog dist docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
@@ -33,6 +33,11 @@ untranslated: setup
 
 tune: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu
+
+# The sample outputs of README and docs: wants a quiet machine.
+samples: setup
+	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu --new
+	$(BIN)/python tools/sample_output.py runs/train-cpu
 
 tune-serve: setup build/tiny-qwen3.gguf
 	$(BIN)/flag tune examples/serve-cpu.yaml --run-dir runs/serve-cpu

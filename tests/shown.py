@@ -23,6 +23,8 @@ from flagcore.spec.host_file import read_hosts
 from tests.pages import ROOT, Block
 
 COLUMNS = re.compile(r"-+")
+LINE = re.compile(r"^ *([A-Z][a-z ]+): ", re.MULTILINE)
+"""The name of a line of a result."""
 
 
 def _columns(text: str) -> list[dict[str, str]]:
@@ -44,10 +46,12 @@ def _share(text: str) -> float:
 
 
 def result_of_a_run(block: Block) -> None:
-    """The table has the columns of a real run, and its gains follow from its times."""
-    rows = _columns(block.text)
-    assert list(rows[0]) == list(_columns(Path("runs/own/report.txt").read_text())[0])
+    """The lines and columns are those of a real run, and its gains follow from its times."""
+    rows, own = _columns(block.text), Path("runs/own/report.txt").read_text()
+    assert list(rows[0]) == list(_columns(own)[0])
     answer = block.text.split("\ntrial ")[0]
+    missing = set(LINE.findall(own.split("\ntrial ")[0])) - set(LINE.findall(answer))
+    assert missing == set(), missing
     baseline, best = (next(row for row in rows if row["trial"].endswith(name)) for name in ("baseline", "best"))
     for row in rows:
         gain, steps = _share(row["vs base"]), float(baseline["step s"]) / float(row["step s"]) - 1

@@ -122,6 +122,7 @@ def _estimate_spec(
 ) -> None:
     from flagcore import api
     from flagcore.domain.price import TDP
+    from flagcore.report.formats import hardware_text
     from flagcore.report.mixing import mixing_text
     from flagcore.report.text import (
         assumed_text,
@@ -138,7 +139,7 @@ def _estimate_spec(
     estimate = api.estimate(
         spec, chip=chip, top=count, distinct=distinct, objective=objective, without=without, data=data
     )
-    hardware = f"{estimate.devices} x {estimate.chip}"
+    hardware = hardware_text(estimate.devices, estimate.chip)
     if explain is not None:
         number_of = len(estimate.candidates)
         if number > number_of:
@@ -213,6 +214,7 @@ def _number(explain: str | None) -> int:
 def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: Labels) -> None:
     """Print one prediction in detail, as text or as a record."""
     from flagcore.report.explanation import notes_text, prediction_text
+    from flagcore.report.formats import hardware_text
     from flagcore.report.text import values_text
 
     if form != "table":
@@ -222,7 +224,7 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
         settings_and_assumed = {**record.get("settings", {}), **record.get("assumed", {})}
         settings = [f"{key}={value}" for key, value in settings_and_assumed.items() if value not in (False, 0)]
         values = filter(None, [values_text(record["candidate"], knobs), *settings])
-        hardware = f"{record['devices']} x {record['chip']}"
+        hardware = hardware_text(record["devices"], record["chip"])
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
         options.show(f"{heading}\n")
     options.show("\n\n".join(filter(None, [prediction_text(record, labels), notes_text(record.get("notes", ()))])))

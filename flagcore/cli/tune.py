@@ -108,10 +108,11 @@ def tune_command(
 def _resuming_command() -> str:
     """Return the command that continues this run: its own arguments without `--new`."""
     given = click.get_current_context().params
-    names = ("config_path", "config_name", "run_dir", "storage", "fidelity")
+    names = ("config_path", "config_name", "run_dir", "storage", "fidelity", "objective")
     words = [given["spec"], *(given["overrides"] or ())]
     words += [word for name in names if given[name] for word in (f"--{name.replace('_', '-')}", given[name])]
     words += [word for name in given["without"] for word in ("--no-plugin", name)]
+    words += [word for name in given["watch"] for word in ("--watch", name)]
     return shlex.join(["flag", "tune", *(str(word) for word in words if word)])
 
 

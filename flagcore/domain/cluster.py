@@ -87,10 +87,10 @@ class Cluster:
 
     @property
     def chips(self) -> str:
-        """The name of the chip. With several node groups, the chip and the number of devices of each."""
+        """The name of the chip. With several node groups, the number of devices and the chip of each."""
         if len(self.groups) == 1:
             return self.groups[0].title
-        return " + ".join(f"{group.title} ({group.devices})" for group in self.groups)
+        return " + ".join(f"{group.devices} x {group.title}" for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the mean peak of the devices in flops per second, None if the peak of a group is unknown."""

@@ -25,9 +25,9 @@ def cost_figures(
 ) -> dict[str, float | str]:
     """Return what a million tokens and the planned steps cost, take and emit, without unknown figures.
 
-    `watts` is the measured power of a device, None for its TDP. Energy is left out if the spec gives neither a price,
-    nor `planned_steps`, nor a factor for carbon. On node groups with different prices and chips, means over all devices
-    are used: every device is paid as long as the job runs.
+    `watts` is the measured power of a device, None for its TDP. Energy by the TDP is left out if the spec gives neither
+    a price, nor `planned_steps`, nor a factor for carbon. On node groups with different prices and chips, means over
+    all devices are used: every device is paid as long as the job runs.
     """
     price, steps = price_per_device_hour(task), task.spec.control.planned_steps
     grams = task.spec.cluster.grams_co2_per_kwh
@@ -41,22 +41,23 @@ def cost_figures(
         if price is not None:
             figures["planned_cost"] = planned_s / HOUR * price * task.cluster.devices
     power = tdp_watts(task) if watts is None else watts
-    if power is None or (price is None and steps is None and grams is None):
+    if power is None or (watts is None and price is None and steps is None and grams is None):
         return figures
     device_s = {"million_tokens": million_s, "planned": planned_s and planned_s * task.cluster.devices}
     for name, seconds in device_s.items():
         if seconds is not None:
-            energy, carbon = _NAMES[name]
+            energy, carbon = ENERGY[name]
             figures[energy] = seconds * power / JOULES_PER_KWH
             if grams is not None:
                 figures[carbon] = seconds * power / JOULES_PER_KWH * grams / 1000.0
     return {**figures, "energy_source": TDP if watts is None else MEASURED}
 
 
-_NAMES = {
+ENERGY = {
     "million_tokens": ("energy_kwh_per_million_tokens", "co2_kg_per_million_tokens"),
     "planned": ("planned_energy_kwh", "planned_co2_kg"),
 }
+"""The names of the energy and of the carbon of a million tokens and of the planned steps."""
 
 
 def price_per_device_hour(task: Task) -> float | None:

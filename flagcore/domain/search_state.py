@@ -94,8 +94,9 @@ class SearchState:
         return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
-        """Return the median speed of a candidate's measured runs, 0 if there are none."""
-        return median([speed(trial) for trial in self.runs_of(candidate)] or [0.0])
+        """Return the inverse of the median step time of a candidate's measured runs, 0 if there are none."""
+        speeds = [speed(trial) for trial in self.runs_of(candidate)]
+        return 1.0 / median(1.0 / each if each else math.inf for each in speeds) if speeds else 0.0
 
     def keeps_limits(self, candidate: Candidate) -> bool:
         """Return whether more than half of a candidate's measured runs met all limits."""

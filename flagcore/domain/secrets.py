@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "(left out)"
@@ -40,6 +41,7 @@ _TOKEN_FORMATS = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Return whether a value of this name is a secret: `HF_TOKEN`, `--api-key`, `db.password`, not `max_tokens`."""
     words = [
@@ -78,6 +80,8 @@ def redact_text(text: str, known: Collection[str] = ()) -> str:
 
 def redact_data(data: Any, known: Collection[str] = ()) -> Any:
     """Return plain data with secrets redacted: values of secret keys, and of secret options in argument lists."""
+    if data is None or isinstance(data, (int, float)):
+        return data
     if isinstance(data, Mapping):
         return {
             key: REDACTED if is_secret(str(key)) and _is_value(value) else redact_data(value, known)

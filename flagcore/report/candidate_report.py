@@ -11,7 +11,7 @@ from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import lookup, shown, table
+from flagcore.report.formats import hardware_text, lookup, shown, table
 from flagcore.report.names import NAMES
 from flagcore.report.text import (
     details,
@@ -32,7 +32,9 @@ SAME = 1e-9
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
     place = _(
-        "{name} on {hardware}", name=_title(account["name"]), hardware=f"{account['devices']} x {account['chip']}"
+        "{name} on {hardware}",
+        name=_title(account["name"]),
+        hardware=hardware_text(account["devices"], account["chip"]),
     )
     title = f"{place}: {values_text(account['candidate'], knobs)}"
     paragraph = [account["causes"]] if account["causes"] else []
@@ -180,7 +182,7 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
-    place = f"{side['where']}, {side['devices']} x {side['chip']}"
+    place = f"{side['where']}, {hardware_text(side['devices'], side['chip'])}"
     state_text = state_name(side["state"])
     return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_text})"
 

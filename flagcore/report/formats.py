@@ -165,6 +165,26 @@ def size_text(gib: float | None) -> str:
     return f"{gib * 2**30 / 2 ** (10 * power):.4g} {units[power]}" if size else "0"
 
 
+def hardware_text(devices: int, chips: str) -> str:
+    """Return the number of devices and their chip; several node groups have numbers of their own."""
+    return chips if " + " in chips else f"{devices} x {chips}"
+
+
+def energy_text(kwh: float) -> str:
+    """Return an energy in kWh as text in the unit that fits: `12 Wh`, `1.5 MWh`."""
+    return _in_thousands(kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh"))
+
+
+def mass_text(kg: float) -> str:
+    """Return a mass in kilograms as text in the unit that fits: `12 g`, `1.5 t`."""
+    return _in_thousands(kg * 1000.0, ("g", "kg", "t"))
+
+
+def _in_thousands(value: float, units: Sequence[str]) -> str:
+    power = min(int(math.log10(value) // 3), len(units) - 1) if value >= 1.0 else 0
+    return f"{shown(value / 1000.0**power)} {units[power]}"
+
+
 def lookup(record: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, None if a part is missing."""
     value: Any = record

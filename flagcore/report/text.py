@@ -108,7 +108,9 @@ def state_name(state: str, fidelity: str = RUN) -> str:
 
 def search_time_text(time: SearchTime) -> str:
     """Return a text with the upper bound for the time of a search."""
-    text = _("At most {trials} trials and {repeats} repeats", trials=time.trials, repeats=time.repeats)
+    trials = ngettext("{count} trial", "{count} trials", time.trials)
+    repeats = ngettext("{count} repeat", "{count} repeats", time.repeats)
+    text = _("At most {trials} and {repeats}", trials=trials, repeats=repeats)
     if time.steps_s is not None:
         text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
     return text + "; " + _("at most {time} by their time limits.", time=duration_text(time.at_most_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -21,6 +21,7 @@ from optuna.trial import TrialState as OptunaState
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.trial import Trial
 from flagcore.errors import RunError
+from flagcore.files import open_regular
 from flagcore.store.directory import IDENTITY, RunDirectory
 from flagcore.store.trials import JOURNAL, from_frozen, open_journal
 
@@ -46,8 +47,8 @@ class Study:
     source: int
     """The id of the study in `storage`."""
     direction: StudyDirection
-    objective: str
-    """The objective in the spec of the run, empty if it is not given there."""
+    spec: Mapping[str, Any]
+    """The spec of the run as plain data."""
     ended: dict[int, tuple[Trial, FrozenTrial]] = field(default_factory=dict)
 
     def trials(self) -> list[tuple[Trial, FrozenTrial]]:
@@ -132,6 +133,7 @@ class Studies(BaseStorage):  # type: ignore[misc]
         identity = RunDirectory(folder).identity()
         if (folder / JOURNAL).is_symlink() or identity is None or identity["fixed"].get("storage"):
             return None
+        open_regular(folder / JOURNAL).close()  # opening a pipe would wait for its writer
         storage = open_journal(folder / JOURNAL)
         try:
             source = storage.get_study_id_from_name(identity["run"])
@@ -145,7 +147,7 @@ class Studies(BaseStorage):  # type: ignore[misc]
             storage=storage,
             source=source,
             direction=storage.get_study_directions(source)[0],
-            objective=_objective(identity["task"]),
+            spec=_spec(identity["task"]),
         )
 
     def _readable(self) -> list[Study]:
@@ -206,11 +208,9 @@ class Studies(BaseStorage):  # type: ignore[misc]
     set_trial_user_attr = set_trial_system_attr = _read_only
 
 
-def _objective(task: Any) -> str:
-    try:
-        return str(task["spec"]["auto_tuner"]["objective"])
-    except (LookupError, TypeError):
-        return ""
+def _spec(task: Any) -> Mapping[str, Any]:
+    spec = task.get("spec") if isinstance(task, Mapping) else None
+    return spec if isinstance(spec, Mapping) else {}
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

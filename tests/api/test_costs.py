@@ -86,7 +86,9 @@ def test_measured_power_replaces_the_tdp() -> None:
     assert figures["energy_kwh_per_million_tokens"] == pytest.approx(350.0 * 1000 / 3.6e6)
     assert figures["energy_source"] == "telemetry"
     free = replace(task, spec=replace(task.spec, cluster=replace(task.spec.cluster, price_per_device_hour=None)))
-    assert cost_figures(free, 2.0, 1000.0, watts=350.0) == {}
+    assert cost_figures(free, 2.0, 1000.0) == {}
+    measured = cost_figures(free, 2.0, 1000.0, watts=350.0)
+    assert measured.keys() == {"energy_kwh_per_million_tokens", "energy_source"}
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,11 @@ def test_redirect_stays_on_the_dashboard(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost@evil", "["]
+    "host",
+    [
+        *("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost@evil", "["),
+        *("evil@127.0.0.1", "127.0.0.1#@evil.example", "127.0.0.1:80:80", "127.0.0.1/", "localhost."),
+    ],
 )
 def test_foreign_host_is_refused_also_with_the_cookie(client: Client, host: str) -> None:
     assert client.get("/api/studies", Host=host).status == 421
@@ -239,6 +243,15 @@ def test_links_out_of_the_folder_are_not_followed(client: Client, run: str) -> N
     assert SECRET not in client.get("/").text
 
 
+def test_a_pipe_as_journal_is_not_waited_for(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", trials=0)
+    (tmp_path / "run" / JOURNAL).unlink()
+    os.mkfifo(tmp_path / "run" / JOURNAL)
+    with serving(tmp_path) as client:
+        assert "cannot be read" in client.get("/").text
+        assert client.get("/runs/run").status == 409
+
+
 def test_linked_folders_are_not_listed(client: Client) -> None:
     assert "linked/" not in client.get("/").text
 
@@ -272,11 +285,15 @@ def test_running_trials_are_shown_while_another_process_runs_them(tmp_path: Path
     directory = RunDirectory(tmp_path / "runs" / "live")
     directory.open()
     try:
-        name = directory.claim({"spec": {}}, {"baseline": {}, "storage": None})
+        spec = {"train": {"engine": "megatron"}, "auto_tuner": {"control": {"max_trials": 7}}}
+        name = directory.claim({"spec": spec}, {"baseline": {}, "storage": None})
         store = OptunaStore(directory.path, {"micro_batch_size": (1, 2)}, run=name)
         store.begin(a_trial(TrialState.RUNNING))
         with serving(tmp_path / "runs") as client:
-            assert re.search(r"<td>running", client.get("/").text)
+            page = client.get("/").text
+            assert re.search(r"<td>running", page)
+            assert "trial 0: MBS 1" in page
+            assert "0 / 7" in page
             trials = json.loads(client.get("/api/studies/0").text)["trials"]
             assert [each["state"] for each in trials] == ["Running"]
             assert directory.holder() == (os.getpid(), os.uname().nodename)

@@ -110,6 +110,7 @@ def test_only_runs_and_their_own_engines_are_removed(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "task.json").write_text('{"run": "r", "task": {}, "fixed": {}}')
     (run / "result.json").write_text(json.dumps({"engines": {"own": {}, "../other": {}, str(other): {}}}))
+    (run / "tensorboard" / "trial-0").mkdir(parents=True)
     remove_run(run)
     assert not run.exists()
     assert (other / "task.json").exists()

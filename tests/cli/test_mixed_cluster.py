@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.common.inputs import fixed_task
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -33,9 +35,18 @@ def spec(project: Project) -> Callable[..., str]:
     return write
 
 
+def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str]) -> None:
+    def hardware(second: dict[str, Any]) -> object:
+        problem, _workload = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
+        return fixed_task({}, problem)["hardware"]
+
+    assert hardware(LARGE) == hardware(SMALL)  # memory may change
+    assert hardware(LARGE) != hardware({**LARGE, "nodes": 2, "devices_per_node": 1})
+
+
 def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag, spec: Callable[..., str]) -> None:
     listing = flag("estimate", spec(LARGE, SMALL))
-    assert "on 4 x cpu (2) + cpu (2):" in listing.err
+    assert "on 2 x cpu + 2 x cpu:" in listing.err
     assert "illegal: stages_in_one_group" in listing.err
     result = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
     assert result

@@ -180,7 +180,7 @@ SEND = np.array([2.0**26]), np.array([2]), np.array([1])
 def test_each_node_group_has_its_own_chip_and_costs() -> None:
     platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
     cluster, costs = platform.task.cluster, platform.costs
-    assert (cluster.chips, cluster.devices) == ("test-chip (16) + other (8)", 24)
+    assert (cluster.chips, cluster.devices) == ("16 x test-chip + 8 x other", 24)
     assert list(costs.further) == [16]
     assert [each.memory.capacity_bytes() for each in costs.groups] == [80e9, 32e9]
 
@@ -225,7 +225,7 @@ def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
 def test_a_mixed_cluster_runs_only_the_users_command() -> None:
     plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
     platform = discover(spec(groups=GROUPS), plugins)
-    with pytest.raises(NoDevice, match=r"test-chip \(16\) \+ other \(8\); give a train.command"):
+    with pytest.raises(NoDevice, match=r"16 x test-chip \+ 8 x other; give a train.command"):
         require_devices(platform, plugins.devices())
     own = replace(platform.task.spec, work=replace(platform.task.spec.train, command=("run",)))
     with_command = replace(platform, task=replace(platform.task, spec=own))

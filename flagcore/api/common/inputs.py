@@ -120,6 +120,8 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
+    if others := cluster.groups[1:]:
+        hardware["others"] = [[each.chip.name, each.nodes, each.devices_per_node] for each in others]
     platform = problem.platform
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
     environment_and_engine = {"environment": dict(platform.environment), "engine": engine}

@@ -8,16 +8,17 @@ framed, and load nothing from elsewhere.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable, Iterable
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, TypeAlias
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode
 
 Environ: TypeAlias = "dict[str, Any]"
 StartResponse: TypeAlias = Callable[..., Any]
 WsgiApp: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -72,7 +73,7 @@ class Guard:
 def _problem(environ: Environ) -> tuple[str, str] | None:
     """Return the status and the text for a request that is refused whatever its token is."""
     host = environ.get("HTTP_HOST", "")
-    if _host_name(f"//{host}") not in LOOPBACK:
+    if not LOOPBACK.fullmatch(host):
         return "421 Misdirected Request", "Open the dashboard as http://127.0.0.1:PORT.\n"
     origin = environ.get("HTTP_ORIGIN")
     if origin is not None and origin != f"http://{host}":
@@ -82,13 +83,6 @@ def _problem(environ: Environ) -> tuple[str, str] | None:
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return "405 Method Not Allowed", "The dashboard can only be read.\n"
     return None
-
-
-def _host_name(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 def _cookie(environ: Environ, name: str) -> str:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from flagcore.api.common.inputs import knobs_of_spec
 from flagcore.api.common.runs import RESULT, count_trials
+from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import CHEAPEST, COST, SERVING, TOKENS_PER_SECOND_PER_DEVICE, objective_value
-from flagcore.domain.trial import FIDELITIES, RUN, Trial, TrialState
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import N_, _
-from flagcore.report.formats import shown
+from flagcore.report.formats import lookup, shown
 from flagcore.report.page.run import json_file
 from flagcore.report.text import candidate_text, heading, stop_reason
 from flagcore.stages.learn import learn
@@ -38,7 +41,8 @@ class Running:
 class RunLine:
     """A run in the overview. `study` is its number in Optuna's dashboard, None if its trials are stored elsewhere.
 
-    `best` is the best value with the number of its trial. `changed` is the time of the last change in
+    `ended` are the trials that have ended, of at most `limit` (None: unknown), without `repeats`. `best` is the best
+    value with the number of its trial, and `candidate` its configuration. `changed` is the time of the last change in
     seconds since the epoch. `note` is why it stopped, or why it cannot be read.
     """
 
@@ -47,9 +51,12 @@ class RunLine:
     note: str = ""
     study: int | None = None
     ended: int = 0
+    limit: int | None = None
+    repeats: int = 0
     failed: int = 0
     running: tuple[Running, ...] = ()
     best: str = ""
+    candidate: str = ""
     changed: float = 0.0
 
 
@@ -90,24 +97,32 @@ def _line(studies: Studies, name: str, folder: Path) -> RunLine:
         return RunLine(name=name, state=_("cannot be read"), note=str(error), changed=_changed(folder))
     ended = [trial for trial, _public in pairs if trial.state is not TrialState.RUNNING and not trial.source]
     running = [pair for pair in pairs if pair[0].state is TrialState.RUNNING] if holder else []
-    objective = result.objective or (study.objective if study else "")
+    spec = study.spec if study else {}
+    knobs = knobs_of_spec(spec)
+    objective = result.objective or str(lookup(spec, "auto_tuner.objective") or "")
     state = _state(result, len(ended), holder)
+    repeats = sum(trial.role is Role.REPEAT for trial in ended)
+    limit = lookup(spec, "auto_tuner.control.max_trials") or Control().max_trials
+    best, candidate = _best(ended, objective, knobs)
     return RunLine(
         name=name,
         state=_(state, host=holder[1] if holder else ""),
         note=result.stopped_because if state == FINISHED else "",
         study=study.identifier if study else None,
-        ended=len(ended) if study else result.ended,
+        ended=len(ended) - repeats if study else result.ended,
+        limit=limit if study and isinstance(limit, int) and state != FINISHED else None,
+        repeats=repeats,
         failed=sum(trial.state.failed for trial in ended),
         running=tuple(
             Running(
                 number=trial.number,
-                text=candidate_text(trial.candidate, {}),
+                text=candidate_text(trial.candidate, knobs),
                 began=public.datetime_start.timestamp() if public.datetime_start else None,
             )
             for trial, public in running
         ),
-        best=_best(ended, objective),
+        best=best,
+        candidate=candidate,
         changed=_changed(folder),
     )
 
@@ -121,19 +136,20 @@ def _state(result: _Result, ended: int, holder: tuple[int, str] | None) -> str:
     return ELSEWHERE if holder else INTERRUPTED
 
 
-def _best(ended: list[Trial], objective: str) -> str:
-    """Return the value and the number of the best trial, as in result.json."""
+def _best(ended: list[Trial], objective: str, knobs: Knobs) -> tuple[str, str]:
+    """Return the value with the number of the best trial, as in result.json, and its configuration."""
     fidelity = max((each.fidelity for each in ended), key=FIDELITIES.index, default=RUN)
     state = learn(ended, fidelity)
     best = state.reported_trial(state.best)
     if best is None or best.measurement is None:
-        return ""
+        return "", ""
     serves = bool(best.measurement.figures)
     if objective == COST:
         objective = CHEAPEST["serve" if serves else "train"]
     objective = objective or (SERVING[0] if serves else TOKENS_PER_SECOND_PER_DEVICE)
     value = objective_value(objective, 1.0 / state.speed_of(best.candidate), best.measurement)
-    return _("{value} (trial {number})", value=f"{shown(value)} {heading(objective)}", number=best.number)
+    text = _("{value} (trial {number})", value=f"{shown(value)} {heading(objective)}", number=best.number)
+    return text, candidate_text(best.candidate, knobs)
 
 
 def _changed(folder: Path) -> float:

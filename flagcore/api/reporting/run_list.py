@@ -28,7 +28,7 @@ RUNNING, FINISHED, INTERRUPTED, UNREADABLE = N_("running"), N_("finished"), N_("
 """States of a run. An interrupted run has no reason why it stopped, and no process holds its lock."""
 FILES = (
     *("best", "best.sh", "best.yaml", "insight.json", "journal.log", "report.html", "report.txt", "result.json"),
-    *(LOCK, "spec.yaml", IDENTITY, "trials"),
+    *(LOCK, "spec.yaml", IDENTITY, "tensorboard", "trials"),
 )
 """What a run writes into its folder."""
 

@@ -17,6 +17,7 @@ from flagcore.api.tuning.serve_best import serve
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
+from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import Plan
 from flagcore.domain.price import COST, cost_figures
 from flagcore.domain.secrets import (
@@ -36,7 +37,7 @@ from flagcore.launchers import network
 from flagcore.launchers.script import DEVICES_OF_HOST, multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
-from flagcore.report.formats import Notebook, as_yaml
+from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
@@ -87,7 +88,7 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
     data = _with_stop_message(data, run_dir)
     for each in filter(None, (data["baseline"], data["best"])):
-        each["cost"] = _cost(problem, each)
+        each["cost"] = _cost(problem, each, plan.medians.get(each["number"]) if is_rate(plan.objective) else None)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -103,9 +104,10 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
-def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float | str]:
+def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:
     """Return the cost of a trial in the format of result.json, as measured or else as predicted.
 
+    `median_s` is the median step time of several runs of its candidate, None for the time of the trial.
     The power is the mean of all devices in measured steps. For a server it follows from the joules per output token.
     """
     predicted, measured = trial["predicted"], trial["measured"]
@@ -117,7 +119,9 @@ def _cost(problem: Problem, trial: Mapping[str, Any]) -> dict[str, float | str]:
     joules, watts = figures.get("joules_per_output_token"), measured["telemetry"].get("step_power_watts")
     if joules is not None and name in figures:
         watts = joules * rate
-    return cost_figures(problem.platform.task, measured["step_time_s"]["median"], rate, watts)
+    step_s = measured["step_time_s"]["median"]
+    seconds = median_s or step_s
+    return cost_figures(problem.platform.task, seconds, rate * step_s / seconds, watts)
 
 
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
@@ -319,7 +323,8 @@ def heading(plan: Plan) -> str:
         PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
-    return f"# Best of {commands} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
+    hardware = hardware_text(plan.devices, plan.chip)
+    return f"# Best of {commands} on {hardware}: {candidate_text(plan.best.candidate, plan.knobs)}"
 
 
 def directory(launch: Launch) -> str:

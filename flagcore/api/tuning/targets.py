@@ -24,6 +24,7 @@ from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.kubernetes_job import checked_name, job_name
 from flagcore.launchers.script import start_script
+from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
 from flagcore.stages.build import canonical
 from flagcore.stages.launch import planned_launch
@@ -180,7 +181,7 @@ def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
 def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     """Return the origin of a candidate, and a line for each knob that is not at its default."""
     task, knobs = snapshot.task, snapshot.problem.knobs
-    hardware = f"{task.cluster.devices} x {task.cluster.chips}"
+    hardware = hardware_text(task.cluster.devices, task.cluster.chips)
     lines = [f"{candidate_text(candidate, knobs)} on {hardware}, from {snapshot.where}"]
     for name, value in candidate.items:
         knob = knobs.get(name)

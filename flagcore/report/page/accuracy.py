@@ -10,7 +10,7 @@ from flagcore.i18n import _, ngettext
 from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import Chart, Section, cell, percent, table
 from flagcore.report.page.charts import layout, line, points, spread_axis
-from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
+from flagcore.report.page.run import MAX_LISTED, RunData, configuration, listed, name_of, number, seconds_of, trial_cell
 
 
 def accuracy(run: RunData) -> Section | None:
@@ -34,8 +34,8 @@ def _measured_and_predicted(run: RunData, trial: Mapping[str, Any]) -> tuple[flo
 
 def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...]]]) -> Chart:
     unit = run.unit if run.serves else _("s/step")
-    rows = []
-    for trial, (measured, value, low, high) in pairs:
+    rows, shown_numbers = [], listed(run)
+    for trial, (measured, value, low, high) in (pair for pair in pairs if pair[0]["number"] in shown_numbers):
         is_inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
         deviation = percent(measured / value - 1.0 if value else None, signed=True)
@@ -52,6 +52,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
     value_range = [min(values), max(values)]
     x, y = [both[0] for _, both in pairs], [both[1] for _, both in pairs]
     errors = {
+        "visible": len(pairs) <= MAX_LISTED,  # thousands of bars are slow, and hide each other
         "type": "data",
         "symmetric": False,
         "array": [both[3] - both[1] for _, both in pairs],
@@ -63,7 +64,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
     kind = spread_axis(values)
     return Chart(
         title=_("Predicted against measured"),
-        summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(rows)),
+        summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs)),
         traces=(
             line(_("predicted = measured"), 2, value_range, value_range),
             points(
@@ -96,8 +97,8 @@ def learning(run: RunData) -> Chart | None:
     ]
     if not errors or not pairs:
         return None
-    rows = []
-    for trial, before, after in pairs:
+    rows, shown_numbers = [], listed(run)
+    for trial, before, after in (pair for pair in pairs if pair[0]["number"] in shown_numbers):
         step = float(trial["measured"]["step_time_s"]["median"])
         seconds = [step / before, step / after, step]
         figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds

@@ -28,7 +28,12 @@ def figures_of(run: RunData, trial: Record) -> Figures | None:
         bounds = [run.predicted(trial, bound) for bound in ("value", "low", "high")]
         return None if None in bounds else (bounds[0] or 0.0, bounds[1] or 0.0, bounds[2] or 0.0)
     values = [value for each in final_runs(run, trial) if (value := run.figure(each)) is not None]
-    return (median(values), min(values), max(values)) if values else None
+    if not values:
+        return None
+    middle = (
+        1.0 / median(1.0 / each for each in values) if run.is_rate else median(values)
+    )  # of times, as in the search
+    return middle, min(values), max(values)
 
 
 def final_runs(run: RunData, trial: Record) -> list[Record]:
@@ -130,7 +135,7 @@ def why(run: RunData) -> str:
         if second is None:
             return ""
         other, name = second, _("the second, trial {number}", number=second["number"])
-    seconds = [_median_s(run, each) for each in (other, best)]
+    seconds = [median_s(run, each) for each in (other, best)]
     if None in seconds:
         return ""
     predicted = [number(lookup(each["predicted"], "step_time_s.value")) for each in (other, best)]
@@ -148,11 +153,11 @@ def why(run: RunData) -> str:
 
 def _second(run: RunData, best: Record) -> Record | None:
     """Return the fastest other trial with a time."""
-    others = [each for each in run.trials if each["candidate"] != best["candidate"] and _median_s(run, each)]
-    return min(others, key=lambda each: _median_s(run, each) or 0.0, default=None)
+    others = [each for each in run.trials if each["candidate"] != best["candidate"] and median_s(run, each)]
+    return min(others, key=lambda each: median_s(run, each) or 0.0, default=None)
 
 
-def _median_s(run: RunData, trial: Record) -> float | None:
+def median_s(run: RunData, trial: Record) -> float | None:
     """Return the median step time of the runs of a trial's configuration, or its predicted step time."""
     if run.fidelity == ESTIMATE:
         return seconds_of(trial)

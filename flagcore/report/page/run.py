@@ -19,13 +19,15 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
-from flagcore.report.formats import lookup, shown
+from flagcore.report.formats import hardware_text, lookup, shown
 from flagcore.report.page.blocks import Cell
 from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
 """Maximum number of lines, and of bytes, of the end of a log."""
+MAX_LISTED, MAX_FAILED = 500, 100
+"""Maximum number of trials in tables, and of those without a time among them. Charts have all."""
 MAX_FILE = 1 << 20
 """Maximum size of a displayed file in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -83,7 +85,7 @@ class RunData:
     @property
     def hardware(self) -> str:
         """The number of devices and their chip."""
-        return f"{self.result['devices']} x {self.result['chip']}"
+        return hardware_text(self.result["devices"], str(self.result["chip"]))
 
     @property
     def fidelity(self) -> str:
@@ -224,6 +226,15 @@ def seconds_of(trial: Record) -> float | None:
     return number(lookup(trial, key))
 
 
+def listed(run: RunData) -> frozenset[int]:
+    """Return the numbers of the trials that tables list: the best, the baseline, the first failed, and the fastest."""
+    own = [each for each in (run.best, run.baseline) if each]
+    failed = [each for each in run.all_trials if seconds_of(each) is None][:MAX_FAILED]
+    fastest = sorted(run.all_trials, key=lambda each: seconds_of(each) or inf)
+    numbers = dict.fromkeys(int(each["number"]) for each in (*own, *failed, *fastest))
+    return frozenset(list(numbers)[:MAX_LISTED])
+
+
 def points_of(trial: Record) -> list[Record]:
     """Return the load points of a trial of servers."""
     return [point for point in (trial["measured"] or {}).get("points") or [] if isinstance(point, Mapping)]
@@ -275,6 +286,8 @@ def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
     pattern = re.compile(WHOLE_PATH.replace("{}", "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))))
 
     def shorten(each: Any) -> Any:
+        if each is None or isinstance(each, (int, float)):
+            return each
         if isinstance(each, Mapping):
             return {key: shorten(value) for key, value in each.items()}
         if isinstance(each, (list, tuple)):

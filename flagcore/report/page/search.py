@@ -12,7 +12,7 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _
 from flagcore.report.page.blocks import Chart, Collapsed, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, layout, line, points, rows_layout
-from flagcore.report.page.run import RunData, configuration, name_of, trial_cell
+from flagcore.report.page.run import RunData, configuration, listed, name_of, trial_cell
 from flagcore.report.text import Removed, funnel_stages, lost_repeats, repeats_text, state_name
 
 
@@ -29,7 +29,7 @@ def progress(run: RunData) -> Section | None:
     if not history.steps:
         return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
     summary = [
-        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(history.rows), seconds=history.spent_s),
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=history.spent_s),
         _improvement(run, history.steps[0][1], history.steps[-1][1]),
     ]
     if "repeat" in history.ran:
@@ -57,7 +57,7 @@ class _Progress:
 
 def _read_progress(run: RunData) -> _Progress:
     history, best = _Progress(), None
-    first = {trial["number"] for trial in run.trials}
+    first, shown_numbers = {trial["number"] for trial in run.trials}, listed(run)
     for trial in run.all_trials:
         history.spent_s += float(trial["duration_s"])
         spent, figure = history.spent_s, run.figure(trial)
@@ -71,16 +71,17 @@ def _read_progress(run: RunData) -> _Progress:
             history.ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
         else:
             history.failed.append((spent, name_of(run, trial)))
-        history.rows.append(
-            [
-                trial_cell(run, trial),
-                configuration(run, trial),
-                state_name(trial["state"], trial["fidelity"]),
-                cell(float(spent)),
-                cell(figure),
-                cell(best),
-            ]
-        )
+        if trial["number"] in shown_numbers:
+            history.rows.append(
+                [
+                    trial_cell(run, trial),
+                    configuration(run, trial),
+                    state_name(trial["state"], trial["fidelity"]),
+                    cell(float(spent)),
+                    cell(figure),
+                    cell(best),
+                ]
+            )
     return history
 
 

@@ -15,7 +15,7 @@ from flagcore.i18n import _
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
 from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
-from flagcore.report.page.run import Record, RunData, configuration, number, points_of, trial_cell
+from flagcore.report.page.run import Record, RunData, configuration, listed, number, points_of, trial_cell
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -67,8 +67,8 @@ def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator
         return
     name, short = latency_name(latency), SHORT_RATES[RATE]
     front = _front([(x, y) for _, _, x, y in measured])
-    rows = []
-    for trial, point, x, y in measured:
+    rows, shown_numbers = [], listed(run)
+    for trial, point, x, y in (each for each in measured if each[0]["number"] in shown_numbers):
         points = [] if limit is None else [cell(x <= limit)]
         first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
         rows.append([*first, cell(y), cell(x), cell((x, y) in front), *points])

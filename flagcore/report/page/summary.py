@@ -6,21 +6,23 @@ import shlex
 from collections.abc import Iterator
 
 from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
-from flagcore.domain.price import DAY
+from flagcore.domain.price import DAY, ENERGY, TDP
 from flagcore.domain.trial import ESTIMATE, RUN
 from flagcore.i18n import _, ngettext
-from flagcore.report.formats import lookup, shown, size_text
+from flagcore.report.formats import energy_text, lookup, mass_text, shown, size_text
 from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Section, Text, cell, table
-from flagcore.report.page.configurations import configurations, figures_of, final_runs, why
+from flagcore.report.page.configurations import configurations, figures_of, final_runs, median_s, why
 from flagcore.report.page.run import (
     Record,
     RunData,
     configuration,
     json_file,
+    listed,
     number,
     objective_text,
     points_of,
+    seconds_of,
     trial_cell,
 )
 from flagcore.report.text import (
@@ -123,7 +125,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
     if not run.serves:
-        yield _("Step time"), _step(best, mark)
+        yield _("Step time"), _step(run, best, mark)
     used = measured.get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
     if used is not None:
         approximate = "" if "device_used_gib" in measured else "~"
@@ -139,8 +141,9 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
 
 
 def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
-    """Yield the time and the cost of the planned job, and the cost and energy of tokens, as far as they are known."""
+    """Yield time, cost, energy and carbon of the planned job and of tokens, as far as they are known."""
     cost = best.get("cost") or {}
+    source = _("(by the TDP of the devices)") if cost.get("energy_source") == TDP else _("(by telemetry)")
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
         price = cost.get("planned_cost")
@@ -148,14 +151,27 @@ def _cost(best: Record, mark: str) -> Iterator[tuple[str, Cell]]:
         yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
     if (price := cost.get("cost_per_million_tokens")) is not None:
         yield _("Cost per million tokens"), Cell(f"{mark}{shown(price)}", price)
+    for name, key in (
+        (_("Energy per million tokens"), "million_tokens"),
+        (_("Energy of the planned steps"), "planned"),
+    ):
+        energy, carbon = (number(cost.get(each)) for each in ENERGY[key])
+        if energy is not None:
+            emitted = "" if carbon is None else ", " + _("{mass} of CO2", mass=mass_text(carbon))
+            yield name, Cell(f"{mark}{energy_text(energy)}{emitted}", energy, note=source)
     if (joules := lookup(best, "measured.figures.joules_per_output_token")) is not None:
         yield _("Joules per output token"), Cell(shown(joules), joules)
 
 
-def _step(best: Record, mark: str) -> Cell:
-    """Return the step time of the best with its spread, or its 80% interval."""
+def _step(run: RunData, best: Record, mark: str) -> Cell:
+    """Return the median step time of the best with the range of its runs, its spread, or its 80% interval."""
     step = lookup(best, "measured.step_time_s") or best["predicted"]["step_time_s"]
     value = step.get("median", step.get("value"))
+    runs = [seconds_of(each) or 0.0 for each in final_runs(run, best)]
+    if len(runs) > 1 and "spread" in step and step.keys().isdisjoint(("scaled_from", "modelled")):
+        low, high = shown(min(runs)), shown(max(runs))
+        note = _("({count} runs: {low} to {high})", count=len(runs), low=low, high=high)
+        return Cell(f"{shown(median_s(run, best))} s", median_s(run, best), note=note)
     text = f"{mark}{shown(value)} s"
     if step.get("low") and step.get("high"):
         text += " " + _("(80%: {low} to {high} s)", low=shown(step["low"]), high=shown(step["high"]))
@@ -270,9 +286,11 @@ def _flags(run: RunData, best: Record) -> Iterator[str]:
 
 
 def _failures(run: RunData) -> Iterator[Block]:
+    shown_numbers = listed(run)
     rows = [
         [trial_cell(run, trial), state_name(trial["state"]), run.broken_limits(trial) or trial["reason"]]
         for trial in run.trials
+        if trial["number"] in shown_numbers
     ]
     if rows:
         yield table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)

@@ -24,6 +24,8 @@ MAX_SIMULATED = 50_000
 """Maximum number of passes to simulate for the idle time of stages; the drawn part represents longer steps."""
 MAX_NUMBERED = 300
 """Maximum number of passes for outlines and numbers of micro-batches."""
+MAX_PATTERNED = 600
+"""Maximum number of passes with patterns. Patterns of narrow bars cannot be seen, and make a printed page large."""
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -140,6 +142,8 @@ def _bars(
         trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
     has_numbers = among <= MAX_NUMBERED
     trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
+    if among > MAX_PATTERNED:
+        trace["marker"] |= {"pattern": {"shape": ""}}
     if has_numbers:
         two_parts, count = _has_two_parts(passes), len(passes.forward_s)
         numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]

@@ -21,7 +21,7 @@ from flagcore.report.page.blocks import (
     percent,
     table,
 )
-from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
+from flagcore.report.page.run import RunData, configuration, listed, name_of, number, seconds_of, trial_cell
 from flagcore.report.text import duration_text, gain_text, state_name
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
@@ -29,9 +29,17 @@ LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s
 
 def trials(run: RunData) -> Section:
     """Return a table of all trials, and the details of each."""
-    details = tuple(_details(run, trial) for trial in run.all_trials)
+    shown_numbers = listed(run)
+    details = tuple(_details(run, trial) for trial in run.all_trials if trial["number"] in shown_numbers)
     folded = Collapsed(anchor="logs", title=_("Details and logs of each trial"), blocks=details)
     blocks: list[Block] = [trial_table(run, whole=True), folded]
+    if len(shown_numbers) < len(run.all_trials):
+        text = _(
+            "Tables list {count} of {total:,} trials: the fastest, and the first that failed. result.json has all.",
+            count=len(shown_numbers),
+            total=len(run.all_trials),
+        )
+        blocks.insert(0, Text(text))
     no_trial = Text(_("No trial has finished."))
     return Section(anchor="trials", title=_("Trials"), blocks=tuple(blocks) if run.all_trials else (no_trial,))
 
@@ -43,8 +51,8 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     else:
         figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("vs base"), "GiB", "~GiB"]
     headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
-    rows = []
-    for trial in run.all_trials:
+    rows, shown_numbers = [], listed(run)
+    for trial in (each for each in run.all_trials if each["number"] in shown_numbers):
         state_text = state_name(trial["state"], trial["fidelity"])
         row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(state_text)]
         row += _serving_row(run, trial) if run.serves else _training_row(run, trial)

@@ -131,9 +131,16 @@ def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> No
     assert browser_page.errors == []
 
 
+def unfold(page: Any) -> None:
+    """Unfold all parts of a page, and wait until their charts are drawn."""
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    page.wait_for_function("[...document.querySelectorAll('.plot')].every((each) => each.dataset.drawn)")
+
+
 @pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])
 def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind: str) -> None:
     browser_page = opened(kind)
+    unfold(browser_page.page)
     drawn_series = browser_page.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
     assert drawn_series == [len(chart["traces"]) for chart in runs(kind).page.charts]
     assert browser_page.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
@@ -142,6 +149,7 @@ def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind
 @pytest.mark.parametrize("kind", ["dense", "serving"])
 def test_a_chart_follows_the_pages_width_and_keeps_its_height(opened: Open, kind: str) -> None:
     page = opened(kind, 1400).page
+    unfold(page)
     fresh_sizes = page.evaluate(SIZES)
     page.set_viewport_size({"width": 360, "height": 780})
     page.wait_for_timeout(1000)

@@ -21,7 +21,7 @@ from flagcore.domain.plan import Counts, Speedup
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.page.blocks import Table, Text
 from flagcore.report.page.improvements import improvements
-from flagcore.report.page.run import RunData
+from flagcore.report.page.run import MAX_LISTED, RunData
 from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 from tests.report.page.reading import read
@@ -298,6 +298,51 @@ def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: R
     (other,) = set(rows) - {"llamacpp"}
     error = report.result["engines"][other]["error"].replace(str(report.folder.parent), "../..")
     assert rows[other]["stopped"].text == error
+
+
+def test_cost_energy_and_carbon_are_those_of_the_result_in_units_that_fit(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs("dense").folder, tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "result.json").read_text())
+    cost = {"planned_days": 3.0, "planned_cost": 1230.0, "cost_per_million_tokens": 0.25, "energy_source": "tdp"}
+    cost |= {"energy_kwh_per_million_tokens": 0.0125, "co2_kg_per_million_tokens": 0.005}
+    data["best"]["cost"] = cost | {"planned_energy_kwh": 2500.0, "planned_co2_kg": 1500.0}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
+    facts = read(api.report(tmp_path / "run")).facts("summary")
+    assert re.fullmatch(r"3 days, .*1,230", facts["Planned steps"].text)
+    assert facts["Energy per million tokens"].value == 0.0125
+    assert facts["Energy per million tokens"].text.startswith("12.5 Wh, 5 g of CO2 (")
+    assert facts["Energy of the planned steps"].text.startswith("2.5 MWh, 1.5 t of CO2 (")
+
+
+def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs("dense").folder, tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "result.json").read_text())
+    slow = max(data["trials"], key=lambda each: each["measured"]["step_time_s"]["median"] if each["measured"] else 0.0)
+    for number in range(1000, 1000 + 2 * MAX_LISTED):
+        failed = {"state": "failed", "measured": None} if number % 2 else {}
+        data["trials"].append({**slow, "number": number, "role": "search", **failed})
+    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
+    html = api.report(tmp_path / "run")
+    details = set(re.findall(r'<details id="trial-(\d+)"', html))
+    assert set(re.findall(r'href="#trial-(\d+)"', html)) <= details
+    assert len(details) == MAX_LISTED
+    assert {str(data[name]["number"]) for name in ("best", "baseline")} <= details
+
+
+def test_the_speed_of_two_runs_is_that_of_their_median_time(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs("dense").folder, tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "result.json").read_text())
+    best, tokens = data["best"], 8192.0
+    again, *others = (each for each in data["repeats"] if each["candidate"] == best["candidate"])
+    for trial, seconds in ((best, 0.1), (again, 0.3)):
+        trial["measured"]["step_time_s"]["median"] = seconds
+        trial["measured"]["tokens_per_second_per_device"] = tokens / seconds
+    for each in others:
+        each.update(state="failed", measured=None)
+    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
+    facts = read(api.report(tmp_path / "run")).facts("summary")
+    assert facts["Step time"].value == pytest.approx(0.2)
+    assert facts["Speed"].value == pytest.approx(tokens / 0.2)
 
 
 @pytest.mark.parametrize("kind", FINISHED)
