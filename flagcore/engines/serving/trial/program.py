@@ -177,8 +177,8 @@ class LoadRunner:
     def _search(self, key: str) -> list[dict[str, Any]]:
         """Return the load points of the search for the highest load, without stopped ones.
 
-        A load above the limits is tried again at once, and passes if it keeps them twice then: a disturbance can only
-        raise latencies, and a search that goes down for one takes long. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
+        A load above the limits is tried again at once: a disturbance can only raise latencies, and a search that goes
+        down for one takes long. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
         the next lower one is repeated, and so on. If no load meets the limits, the only point is the lowest load that
         was tried.
         """
@@ -210,7 +210,7 @@ class LoadRunner:
             return tried[value]
 
         highest_load(
-            lambda value: run(value) or (run(value) and run(value)),
+            lambda value: run(value) or run(value),
             self.job.start,
             minimum=1.0 if is_concurrency else MIN_RATE,
             maximum=maximum,
