@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 
 from flagcore.contracts import ExportJob
+from flagcore.contracts.export import comments
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 
@@ -38,13 +38,6 @@ def start_script(job: ExportJob) -> str:
     if KIND in job.launch.argv:
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
     return "\n".join([*lines, *start_lines(job)]) + "\n"
-
-
-def comments(job: ExportJob) -> list[str]:
-    """Return the comments at the top of a file."""
-    program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
-    place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
-    return [f"# {line}" for line in (*job.comments, *place)]
 
 
 def start_lines(job: ExportJob) -> list[str]:

@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flagcore.contracts import ExportJob, Launcher
+from flagcore.contracts.export import comments
 from flagcore.errors import LaunchError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.script import comments, start_lines
+from flagcore.launchers.script import start_lines
 
 
 def channel(host: str) -> list[str]:

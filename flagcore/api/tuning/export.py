@@ -197,8 +197,11 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(problem) from None
 
 
-def require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
-    """Raise UsageError if the best of a plan cannot be started without changes on any machine."""
+def require_startable(problem: Problem, workload: Workload, best: Candidate, *, elsewhere: bool = False) -> None:
+    """Raise UsageError if the best of a plan cannot be started without changes on any machine.
+
+    With `elsewhere`, another program starts it, so that this host and the launcher of the spec do not matter.
+    """
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
@@ -207,7 +210,8 @@ def require_startable(problem: Problem, workload: Workload, best: Candidate) -> 
     if isinstance(work, TrainSpec) and work.command is None:
         return  # the engine's own program, for the user to complete
     with suppress(NoDevice):  # the engine is not installed on this machine
-        workload.ready(platform.task.spec)
+        if not elsewhere:
+            workload.ready(platform.task.spec)
     if work.command is None and platform.support.device_type is None:
         names = {"engine": workload.name, "chip": platform.task.cluster.chips}
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
