@@ -23,7 +23,7 @@ from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.settings import PORT, SHARED
 from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
 from flagcore.errors import LaunchError, SpecError, UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
@@ -66,7 +66,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
         if for_real:
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
             if not hosts and any(each.host or each.further for each in instances):
-                text = "servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}"
+                text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
                 raise UsageError(_(text, target=dynamo.TARGET))
             return export.launch(instances, folder, directory, engine.health, hosts, router)
         job = Job(
