@@ -21,9 +21,7 @@ print("rank", os.environ["RANK"], "of", int(total), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "command", [("sbatch", "--wait", "--output=out"), ("salloc", "--nodes=2"), ("srun", "--nodes=2")]
-)
+@pytest.mark.parametrize("command", [("sbatch", "--wait", "--output=out"), ("srun", "--nodes=2")])
 def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], bed: Bed, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if reason := missing(*SLURM, "sbatch"):
@@ -38,7 +36,13 @@ def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], b
             "num_attention_heads": 4,
             "vocab_size": 128,
         },
-        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1, "memory_per_device": "4GiB"},
+        "cluster": {
+            "chip": "cpu",
+            "nodes": 2,
+            "devices_per_node": 1,
+            "memory_per_device": "4GiB",
+            "nic_bytes_per_second": 1e8,
+        },
         "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"},
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
