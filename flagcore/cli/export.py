@@ -24,15 +24,17 @@ def _targets(context: click.Context, parameter: click.Parameter, typed: str) -> 
     required=True,
     metavar="TARGET",
     shell_complete=_targets,
-    help="The engine, slurm, kubernetes, compose (servers), an importer, or a target of a plugin.",
+    help="The engine, slurm, kubernetes, compose or dynamo (servers), an importer, or a target of a plugin.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder [default: NAME-TARGET].")
 @click.option("--name", help="Name of the job and of its files [default: name of the file or directory].")
-@click.option("--image", help="Container image with the program of the candidate, for kubernetes.")
+@click.option("--image", help="Container image with the program of the candidate, for kubernetes and dynamo.")
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
-@click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point, for kubernetes.")
+@click.option(
+    "--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point, for kubernetes and dynamo."
+)
 @options.chip()
 @options.plugins
 def export_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -17,17 +18,24 @@ class _Importers(click.Group):
     """The commands NAME and NAME-history of each installed importer, and one of each engine, looked up on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        from flagcore.plugins import IMPORTERS, WORKLOADS, names
+        from flagcore.contracts import HistoryReader
+        from flagcore.errors import FlagError
+        from flagcore.plugins import IMPORTERS, WORKLOADS, importer, names
 
-        return [*(command for name in names(IMPORTERS) for command in (name, name + HISTORY)), *names(WORKLOADS)]
+        commands = list[str]()
+        for name in names(IMPORTERS):
+            commands.append(name)
+            with suppress(FlagError):
+                commands += [name + HISTORY] if isinstance(importer(name), HistoryReader) else []
+        return [*commands, *names(WORKLOADS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from flagcore.plugins import IMPORTERS, names
+        from flagcore.plugins import IMPORTERS, importer, names
 
         if cmd_name not in self.list_commands(ctx):
             return None
         if cmd_name in names(IMPORTERS):
-            return translated(config_command)
+            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
 
@@ -52,9 +60,40 @@ def config_command(
     OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
     meaning here. Relative paths start at the working directory.
     """
+    _convert(context, directory, config_name, overrides, output)
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
+@options.new_file
+@click.pass_context
+def recipe_command(
+    context: click.Context, recipe: Path, overrides: tuple[str, ...], chip: str | None, output: Path | None
+) -> None:
+    """Convert a recipe of another tool to a spec.
+
+    RECIPE is its saved config, a directory of checkpoints with it, or its name if the tool is installed. OVERRIDES
+    (a.b=c, or YAML files) change its keys. Comments, also printed to stderr, mark keys that are dropped or have another
+    meaning here.
+    """
+    _convert(context, recipe.parent, recipe.name, overrides, output, chip)
+
+
+def _convert(
+    context: click.Context,
+    directory: Path,
+    name: str,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    chip: str | None = None,
+) -> None:
     from flagcore import api
 
-    config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
+    config = api.read_tree(directory, name, overrides, importer=context.info_name)
+    if chip is not None:
+        config.data["cluster"]["chip"] = chip
     options.print_notes(config.notes)
     api.check_tree(config)
     options.write_new(config.as_yaml(), output)

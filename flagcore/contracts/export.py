@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from flagcore.contracts.platform import Platform
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
+from flagcore.errors import UsageError
+from flagcore.i18n import _
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,8 @@ class ExportJob:
     """A candidate to export. `launch` starts it, with its whole environment.
 
     `comments` describe the candidate and its knobs, one line each. `launch` uses `devices` of a node; for an exporter
-    with `per_server` it is one of `replicas` equal servers, or the first of `servers` of several kinds.
+    with `per_server` it is one of `replicas` equal servers, or the first of `servers` of several kinds. For the engine
+    of the candidate it is empty.
     `options` are those of the user: `image` of containers, `kind` of a Kubernetes job, and `volume` as CLAIM:PATH.
     """
 
@@ -83,3 +88,32 @@ class Replicas(Protocol):
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         """Return the candidate of one server, and the number of servers. Raises UsageError if they differ."""
+
+
+def claim_and_mount(volume: str) -> tuple[str, str]:
+    """Return the claim and the mount point of `--volume`, empty for none. Raises UsageError."""
+    claim, _separator, mount = volume.partition(":")
+    if volume and not (claim and mount.startswith("/")):
+        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
+    return claim, mount
+
+
+def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
+    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
+    groups, support = platform.task.cluster.groups, platform.support
+    if len(groups) > 1:
+        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
+    group: NodeGroup = groups[0]
+    if support.shared_devices:
+        return {"cpu": devices}
+    if support.kubernetes is None:
+        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
+    each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
+    return {support.kubernetes.name: -(-devices // each)}
+
+
+def comments(job: ExportJob) -> list[str]:
+    """Return the comments at the top of a file."""
+    program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
+    place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
+    return [f"# {line}" for line in (*job.comments, *place)]

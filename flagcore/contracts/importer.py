@@ -47,6 +47,10 @@ class Importer(Protocol):
     name: str
     title: str
     """The name of the other tuner in messages."""
+    has_trees: bool
+    """Whether configs are hydra's trees, which `flag tune --config-path` also reads. Otherwise a config is one file, or
+    the name of a recipe.
+    """
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple

@@ -10,11 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob, ServerGroups
+from flagcore.contracts.export import claim_and_mount, comments, device_limits
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.launchers.kubernetes_job import KINDS, Pods, claim_and_mount, device_limits, pod_template
-from flagcore.launchers.script import DEVICES_OF_HOST, MASTER_PORT, comments, shell_quoted
+from flagcore.launchers.kubernetes_job import KINDS, Pods, pod_template
+from flagcore.launchers.script import DEVICES_OF_HOST, MASTER_PORT, shell_quoted
 from flagcore.spec.data_file import dump_yaml
 
 ROUTER_FOLDER, ROUTER_FILE = "/router", "router.py"

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.contracts import Platform
-from flagcore.domain.cluster import NodeGroup
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 
@@ -58,28 +56,6 @@ def checked_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
     return name
-
-
-def claim_and_mount(volume: str) -> tuple[str, str]:
-    """Return the claim and the mount point of `--volume`, empty for none. Raises UsageError."""
-    claim, _separator, mount = volume.partition(":")
-    if volume and not (claim and mount.startswith("/")):
-        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
-    return claim, mount
-
-
-def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
-    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
-    groups, support = platform.task.cluster.groups, platform.support
-    if len(groups) > 1:
-        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
-    group: NodeGroup = groups[0]
-    if support.shared_devices:
-        return {"cpu": devices}
-    if support.kubernetes is None:
-        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
-    each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
-    return {support.kubernetes.name: -(-devices // each)}
 
 
 def _jobset_hosts(name: str, count: int) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 
 from flagcore.contracts import ExportJob
+from flagcore.contracts.export import comments
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 
@@ -27,24 +27,43 @@ DEVICES_OF_HOST = {
 
 
 def start_script(job: ExportJob) -> str:
-    """Return a bash script that starts one node of a job; of several nodes, NODE_RANK and MASTER_ADDR select it."""
-    lines = ["#!/bin/bash", *comments(job)]
+    """Return a bash script that starts a job on one node, or on several as `batch_script`."""
     if job.nodes > 1:
-        lines += [
-            f"# Start it on each of the {job.nodes} nodes.",
-            ': "${NODE_RANK:?set it to the number of this node, from 0}"',
-            ': "${MASTER_ADDR:?set it to the name of the first node}"',
-        ]
-    if KIND in job.launch.argv:
-        lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
-    return "\n".join([*lines, *start_lines(job)]) + "\n"
+        return batch_script(job)
+    return "\n".join(["#!/bin/bash", *comments(job), *_kind_check(job), *start_lines(job)]) + "\n"
 
 
-def comments(job: ExportJob) -> list[str]:
-    """Return the comments at the top of a file."""
-    program = next((word for word in job.launch.argv if word.endswith(".py")), "/")
-    place = [] if job.launch.directory or os.path.isabs(program) else [f"Start it in the folder of {program}."]
-    return [f"# {line}" for line in (*job.comments, *place)]
+def batch_script(job: ExportJob) -> str:
+    """Return a bash script that starts a job on all nodes of a Slurm job, with one task per node.
+
+    Without Slurm, it starts one node, which NODE_RANK and MASTER_ADDR select.
+    """
+    devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
+    options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
+    several = job.nodes > 1
+    if several:
+        lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with NODE_RANK and MASTER_ADDR set.")
+    rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
+    lines += ["start() {", *rank, *_kind_check(job), *start_lines(job), "}"]
+    first = '  export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    lines += [
+        'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
+        *([first] if several else []),
+        "  export -f start",
+        '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --kill-on-bad-exit=1 bash -c start',
+        "fi",
+    ]
+    if several:
+        lines.append(': "${NODE_RANK:=${SLURM_NODEID:?set NODE_RANK to the number of this node, from 0}}"')
+        lines.append(': "${MASTER_ADDR:?set it to the name of the first node}"')
+    return "\n".join([*lines, "start"]) + "\n"
+
+
+def _kind_check(job: ExportJob) -> list[str]:
+    if KIND not in job.launch.argv:
+        return []
+    return [': "${DEVICE_TYPE:?set it to the type of this node in the host file}"']
 
 
 def start_lines(job: ExportJob) -> list[str]:

@@ -11,7 +11,7 @@ from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import LaunchError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.launchers.script import comments, start_lines
+from flagcore.launchers.script import batch_script
 
 
 def channel(host: str) -> list[str]:
@@ -53,13 +53,7 @@ class SlurmLauncher(HostsLauncher):
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return a batch script with one task per node."""
-        devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
-        options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
-        lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]
-        first = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        lines += ["start() {", "NODE_RANK=$SLURM_NODEID", *start_lines(job), "}", "export -f start"]
-        lines += [*([first] if job.nodes > 1 else []), "exec srun --kill-on-bad-exit=1 bash -c start"]
-        return {f"{job.name}.sbatch": "\n".join(lines) + "\n"}
+        return {f"{job.name}.sbatch": batch_script(job)}
 
 
 LAUNCHER: Launcher = SlurmLauncher(

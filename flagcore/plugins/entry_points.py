@@ -102,11 +102,14 @@ def strategy(name: str) -> Strategy:
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer `name`, or the only installed importer if there is no name. Raises like `workload`."""
-    installed_names = names(IMPORTERS)
-    if name is None and len(installed_names) != 1:
-        raise UsageError(f"several importers are installed, or none: {', '.join(installed_names) or 'none'}")
-    result: Importer = _named(IMPORTERS, "importer", name or installed_names[0], Importer, "importer")
+    """Return the importer `name`; without a name, the only installed importer of trees. Raises like `workload`."""
+    if name is None:
+        of_trees = [found for each in names(IMPORTERS) if (found := importer(each)).has_trees]
+        if len(of_trees) != 1:
+            installed_names = ", ".join(each.name for each in of_trees) or "none"
+            raise UsageError(f"several importers of trees are installed, or none: {installed_names}")
+        return of_trees[0]
+    result: Importer = _named(IMPORTERS, "importer", name, Importer, "importer")
     return result
 
 

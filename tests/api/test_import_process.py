@@ -75,6 +75,16 @@ def test_running_server_becomes_a_spec_without_secrets(start: Start, flag: Calla
     assert {"HF_TOKEN", "https_proxy"} <= {line.split(":")[0] for line in done.err.splitlines()}
 
 
+def test_a_running_job_of_torchrun_has_its_devices(start: Start, flag: Callable[..., Ran]) -> None:
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1024"
+    pid = start("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *sizes.split(), "--global-batch-size", "8")
+    done = flag("init", "--pid", str(pid))
+    assert done.code == 0, done.err
+    spec = yaml.safe_load(done.out)
+    assert spec["cluster"]["devices_per_node"] == 2
+    assert spec["train"]["command"][0].endswith("/torchrun")
+
+
 def test_other_processes_and_options_are_usage_errors(start: Start, flag: Callable[..., Ran]) -> None:
     pid = start("other.py", "--x")
     for words in (("--pid", str(pid)), ("--pid", "999999999"), ("--pid", str(pid), "--nodes", "2")):

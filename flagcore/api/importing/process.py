@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ SESSION = frozenset(
         *("VIRTUAL_ENV", "INVOCATION_ID", "JOURNAL_STREAM", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
     )
 )
+_PYTHON = re.compile(r"python[\d.]*")
 SESSION_PREFIXES = ("LC_", "SSH_", "XDG_", "DBUS_", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
 """Variables of a login session or of one rank, which are not part of a job."""
 
@@ -55,7 +57,10 @@ def read_process(
 
 
 def _process(pid: int) -> tuple[list[str], dict[str, str], Path]:
-    """Return the arguments, the variables and the working directory of a process. Raises UsageError."""
+    """Return the arguments, the variables and the working directory of a process. Raises UsageError.
+
+    The kernel starts a script with its interpreter: of `python /usr/bin/NAME`, NAME is the program.
+    """
     folder = PROC / str(pid)
     try:
         words = _entries(folder / "cmdline")
@@ -65,7 +70,8 @@ def _process(pid: int) -> tuple[list[str], dict[str, str], Path]:
         raise UsageError(_("process {pid} cannot be read: {reason}", pid=pid, reason=error.strerror)) from None
     if not words:
         raise UsageError(_("process {pid} has no command", pid=pid))
-    return words, variables, directory
+    is_script = len(words) > 1 and _PYTHON.fullmatch(os.path.basename(words[0])) and "/" in words[1]
+    return words[1:] if is_script and not Path(words[1]).suffix else words, variables, directory
 
 
 def _entries(file: Path) -> list[str]:

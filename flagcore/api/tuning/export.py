@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from flagcore.api.common.inputs import warn
 from flagcore.api.tuning.serve_best import serve
-from flagcore.contracts import Workload
+from flagcore.contracts import ExportJob, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.objective import is_rate
@@ -34,7 +34,8 @@ from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.launchers import network
-from flagcore.launchers.script import DEVICES_OF_HOST, multi_line, shell_quoted
+from flagcore.launchers.kubernetes_job import job_name
+from flagcore.launchers.script import DEVICES_OF_HOST, batch_script, multi_line, shell_quoted
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
@@ -141,7 +142,10 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
         write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
         if hidden.kept:
             write(folder / SECRETS, secrets_script(hidden), private=True)
-        text = listing(plan, launch) if launch.missing else script(plan, launch, hidden, folder)
+        if launch.missing:
+            text = cluster_script(plan, launch, problem, run_dir) or listing(plan, launch)
+        else:
+            text = script(plan, launch, hidden, folder)
     write(run_dir / "best.sh", text)
     (run_dir / "best.sh").chmod(0o755)
     return cannot
@@ -163,7 +167,8 @@ def run_best(
     ready, missing = tuple(launch["ready"]), str(launch["missing"])
     lacking = [name for name in launch["needs"] if not os.environ.get(name)]
     if missing:
-        argv, folder, environment = ["sh", str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
+        program = "cat" if launch.get("sample") else "sh"  # best.sh may start it on generated data
+        argv, folder, environment = [program, str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
     if lacking:
         raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
     sys.stdout.flush()
@@ -201,8 +206,11 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(problem) from None
 
 
-def require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
-    """Raise UsageError if the best of a plan cannot be started without changes on any machine."""
+def require_startable(problem: Problem, workload: Workload, best: Candidate, *, elsewhere: bool = False) -> None:
+    """Raise UsageError if the best of a plan cannot be started without changes on any machine.
+
+    With `elsewhere`, another program starts it, so that this host and the launcher of the spec do not matter.
+    """
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
@@ -211,7 +219,8 @@ def require_startable(problem: Problem, workload: Workload, best: Candidate) -> 
     if isinstance(work, TrainSpec) and work.command is None:
         return  # the engine's own program, for the user to complete
     with suppress(NoDevice):  # the engine is not installed on this machine
-        workload.ready(platform.task.spec)
+        if not elsewhere:
+            workload.ready(platform.task.spec)
     if work.command is None and platform.support.device_type is None:
         names = {"engine": workload.name, "chip": platform.task.cluster.chips}
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
@@ -294,6 +303,23 @@ def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> s
         f"exec {' '.join(shell_quoted(word, {**hidden.variables, KIND: 'DEVICE_TYPE'}) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
+    """Return a script that starts a launch on several nodes, on generated data until the user replaces its sample
+    arguments; empty for another launch.
+    """
+    assert plan.best is not None
+    groups = problem.platform.task.cluster.groups
+    job = ExportJob(
+        name=job_name(run_dir.name),
+        comments=(heading(plan).removeprefix("# "),),
+        platform=problem.platform,
+        candidate=plan.best.candidate,
+        launch=launch,
+        devices=max(group.devices_per_node for group in groups),
+    )
+    return batch_script(job) if launch.sample and job.nodes > 1 else ""
 
 
 def listing(plan: Plan, launch: Launch) -> str:

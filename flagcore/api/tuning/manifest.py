@@ -10,12 +10,13 @@ from typing import Any
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.contracts import Platform
+from flagcore.contracts.export import claim_and_mount, device_limits
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.join import TOKEN
 from flagcore.launchers.kubernetes import HOSTS
 from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
-from flagcore.launchers.kubernetes_job import KINDS, Pods, checked_name, claim_and_mount, device_limits, job_name
+from flagcore.launchers.kubernetes_job import KINDS, Pods, checked_name, job_name
 
 
 def manifest(

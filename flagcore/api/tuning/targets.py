@@ -64,7 +64,7 @@ def export(
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-    require_startable(snapshot.problem, snapshot.workload, chosen)
+    require_startable(snapshot.problem, snapshot.workload, chosen, elsewhere=exporter is not None)
     with writable(folder), _removed_on_failure(folder):
         job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
@@ -150,12 +150,13 @@ def _job(
                 servers=replace(servers, groups=groups),
             )
         one, replicas = snapshot.workload.replica(candidate)
+    engine: object = snapshot.workload
     return ExportJob(
         name=name,
         comments=_comments(snapshot, candidate),
         platform=platform,
         candidate=candidate,
-        launch=_launch(snapshot, one, folder),
+        launch=Launch(argv=(), folder="") if exporter is engine else _launch(snapshot, one, folder),
         devices=_devices_per_node(snapshot, one),
         replicas=replicas,
         options=options,

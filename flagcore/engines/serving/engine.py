@@ -61,6 +61,7 @@ from flagcore.engines.serving.common.hardware import (
 )
 from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import min_devices, weight_bytes
+from flagcore.engines.serving.dynamo import TARGET, Worker
 from flagcore.engines.serving.load.result import COMPLETIONS
 from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
@@ -112,6 +113,8 @@ class Engine:
     """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] | None = None
     """Returns the program in front of such servers."""
+    dynamo: Worker | None = None
+    """How Dynamo runs the engine. None: it does not."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
@@ -137,7 +140,7 @@ class Engine:
     untested: str = ""
     """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
-    targets: Collection[str] = ("compose",)
+    targets: Collection[str] = ("compose", TARGET)
     per_server: bool = False
     start_seconds: float = 1200.0
     """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
@@ -268,7 +271,7 @@ class Engine:
         return launching.launch(platform, self, candidate, folder, for_real=for_real)
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        return launching.compose(self, job)
+        return launching.exported(self, job, target)
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
         return launching.server_groups(platform, self, candidate, name)

@@ -23,6 +23,8 @@ BALANCER = "flagcore.engines.serving.balancer"
 START, NGINX, COMPOSE, ROUTER = "start.sh", "nginx.conf", "compose.yaml", "router.py"
 SHARED_MOUNT = "/shared"
 """Where containers mount the folder that they share."""
+NETWORK_DEVICES = ("{interface}", "{adapters}")
+"""Values of variables for the devices between hosts, which servers on one host do not use."""
 KIND_STEP = 16
 """Distance of the ports of servers that only prefill or decode: each rank may use a port for caches."""
 

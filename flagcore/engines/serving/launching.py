@@ -14,7 +14,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.spec import Spec
-from flagcore.engines.serving import export
+from flagcore.engines.serving import dynamo, export
 from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.common.knobs import TRANSFER
@@ -23,12 +23,11 @@ from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.settings import PORT, SHARED
 from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
 from flagcore.errors import LaunchError, SpecError, UsageError
+from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
 
-NETWORK_DEVICES = ("{interface}", "{adapters}")
-"""Values of variables for the devices between hosts, which servers on one host do not use."""
 PROGRAM = "flagcore.engines.serving.trial"
 OWN_ADDRESS = "{own_address}"
 """Placeholder of `ServerGroup` for the address of a server's host."""
@@ -66,6 +65,9 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
     try:
         if for_real:
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
+            if not hosts and any(each.host or each.further for each in instances):
+                text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
+                raise UsageError(_(text, target=dynamo.TARGET))
             return export.launch(instances, folder, directory, engine.health, hosts, router)
         job = Job(
             engine=engine.where,
@@ -111,6 +113,14 @@ def router_of(platform: Platform, engine: Engine, candidate: Candidate) -> Route
     return engine.router(platform.task, values) if engine.router and values.get(PREFILL_DECODE) else None
 
 
+def exported(engine: Engine, job: ExportJob, target: str) -> Mapping[str, str]:
+    """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
+    if target == dynamo.TARGET:
+        places = placements(job.platform.task, job.candidate.as_dict())
+        return dynamo.export(engine, job, instances_of(job.platform, engine, job.candidate, SHARED), places)
+    return compose(engine, job)
+
+
 def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
     """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
     instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT)
@@ -119,7 +129,7 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
     variables = {**job.platform.environment, **job.platform.task.spec.envs}
-    common = {name: value for name, value in variables.items() if value not in NETWORK_DEVICES}
+    common = {name: value for name, value in variables.items() if value not in export.NETWORK_DEVICES}
     return export.compose_files(
         instances,
         job.platform.task.spec.serve.directory,

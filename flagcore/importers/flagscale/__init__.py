@@ -27,7 +27,7 @@ from flagcore.spec.plain_data import spec_error
 class FlagScale:
     """Imports hydra trees and history.csv files, and exports candidates as trees."""
 
-    name, title = "flagscale", "FlagScale"
+    name, title, has_trees = "flagscale", "FlagScale", True
     targets: Collection[str] = ("flagscale",)
     per_server = True
 

@@ -26,6 +26,7 @@ from flagcore.engines.serving.common.rules import (
     speculation_rules,
     split_rules,
 )
+from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.sglang import disaggregation
@@ -249,6 +250,12 @@ WORKLOAD: ServingWorkload = Engine(
     on_host=_on_host,
     of_kind=disaggregation.of_kind,
     router=disaggregation.router,
+    dynamo=Worker(
+        module="dynamo.sglang",
+        transfers=frozenset(("mooncake", "nixl")),
+        frontend_flags=frozenset(("host", "port")),
+        flags=("--host", "0.0.0.0"),  # the decoding workers ask those that prefill
+    ),
     effective=effective,
     memory=memory,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients

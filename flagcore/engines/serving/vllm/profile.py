@@ -24,6 +24,7 @@ from flagcore.engines.serving.common.rules import (
     speculation_rules,
     split_rules,
 )
+from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.trial.job import Instance
@@ -52,6 +53,19 @@ BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 """The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`), and its first release, which
 follows from published points: 1,024 tokens took twice as long with 0.17."""
+
+
+FRONTEND_FLAGS = """
+host port uds uvicorn-log-level disable-uvicorn-access-log disable-access-log-for-endpoints allow-credentials
+allowed-origins allowed-methods allowed-headers api-key ssl-keyfile ssl-certfile ssl-ca-certs enable-ssl-refresh
+ssl-cert-reqs ssl-ciphers root-path middleware enable-request-id-headers disable-fastapi-docs
+h11-max-incomplete-event-size h11-max-header-count lora-modules chat-template chat-template-content-format
+trust-request-chat-template default-chat-template-kwargs response-role return-tokens-as-token-ids
+enable-auto-tool-choice exclude-tools-when-tool-choice-none tool-call-parser tool-parser-plugin tool-server
+log-config-file max-log-len enable-prompt-tokens-details enable-server-load-tracking enable-force-include-usage
+enable-tokenizer-info-endpoint enable-log-outputs enable-log-deltas log-error-stack api-server-count
+"""
+"""Flags of vLLM's HTTP server that are not the engine's (0.32: `entrypoints/openai/cli_args.py`)."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -258,6 +272,13 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
+DYNAMO = Worker(
+    module="dynamo.vllm",
+    transfers=frozenset((disaggregation.NIXL,)),
+    frontend_flags=frozenset(FRONTEND_FLAGS.split()),
+    kind_flag="--disaggregation-mode",
+    own_variables=frozenset(("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")),
+)
 WORKLOAD: ServingWorkload = Engine(
     name="vllm",
     where=f"{__name__}:WORKLOAD",
@@ -270,6 +291,7 @@ WORKLOAD: ServingWorkload = Engine(
     on_host=_on_host,
     of_kind=disaggregation.of_kind,
     router=disaggregation.router,
+    dynamo=DYNAMO,
     effective=effective,
     memory=lambda log: metrics.largest_matches(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings

@@ -1,0 +1,191 @@
+"""Exports servers to NVIDIA Dynamo: a DynamoGraphDeployment with a frontend and workers.
+
+Fields: `deploy/operator/api/v1beta1` of github.com/ai-dynamo/dynamo, as in its release 1.3.1 (2026-08). A worker takes
+the arguments of the engine (`components/src/dynamo/{vllm,sglang}/args.py`); the frontend takes the requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flagcore.contracts import ExportJob
+from flagcore.contracts.export import claim_and_mount, comments, device_limits
+from flagcore.domain.secrets import is_secret, secrets_in_arguments
+from flagcore.engines.serving.common.heterogeneous import Placement
+from flagcore.engines.serving.common.knobs import TRANSFER
+from flagcore.engines.serving.export import FRONT_PORT, NETWORK_DEVICES
+from flagcore.engines.serving.settings import SHARED
+from flagcore.engines.serving.trial.job import Instance
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+from flagcore.spec.data_file import dump_yaml
+
+if TYPE_CHECKING:
+    from flagcore.engines.serving.engine import Engine
+
+TARGET = "dynamo"
+EXAMPLE = "nvcr.io/nvidia/ai-dynamo/{engine}-runtime:1.3.1"
+ROUTER_MODE = "least-loaded"
+"""The frontend's `--router-mode` that sends a request to the worker with the fewest requests, as in trials."""
+_RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """How Dynamo runs an engine: the Python module of its worker, and flags that differ from those of the server.
+
+    The worker takes `model_flag` and the server's flags except `frontend_flags`, and also `flags`. `kind_flag` selects
+    workers that only prefill or decode; empty if it is the server's. Such workers set `own_variables` themselves, and
+    exchange caches by one of `transfers`.
+    """
+
+    module: str
+    transfers: frozenset[str]
+    frontend_flags: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+    kind_flag: str = ""
+    own_variables: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Component:
+    """Equal workers. `devices` are those of one host; `left_out` are flags of the server without an equivalent."""
+
+    kind: str
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    secrets: tuple[str, ...]
+    devices: int
+    hosts: int
+    left_out: tuple[str, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, engine: Engine, worker: Worker, job: ExportJob, instance: Instance, place: Placement) -> _Component:
+        """Return the component of an instance. Raises UsageError for a secret, and for a transfer without support."""
+        if secrets_in_arguments(instance.argv):
+            raise UsageError("the command contains a secret; pass it in a variable")
+        transfer = place.values.get(TRANSFER)
+        if place.kind and (any(SHARED in word for word in instance.argv) or transfer not in (None, *worker.transfers)):
+            known = ", ".join(sorted(worker.transfers))
+            raise UsageError(f"--to dynamo: {TRANSFER} = {transfer or 'not set'} is not supported; use {known}")
+        spec, hosts = job.platform.task.spec, len(place.hosts)
+        argv = instance.at_port(FRONT_PORT).argv
+        if hosts > 1 and engine.on_host:
+            argv = argv[: -len(engine.on_host(hosts, 0))]  # the operator adds its own
+        arguments, left_out = _arguments(worker, argv[len(engine.program.start_command(spec)) :], place.kind)
+        variables = {**job.platform.environment, **instance.environment, **spec.envs}
+        hidden = {job.platform.support.visible_devices, *(worker.own_variables if place.kind else ())}
+        return cls(
+            kind=place.kind,
+            arguments=arguments,
+            variables={
+                name: value
+                for name, value in variables.items()
+                if name not in hidden and not is_secret(name) and value not in NETWORK_DEVICES
+            },
+            secrets=tuple(name for name in variables if is_secret(name)),
+            devices=place.width // hosts,
+            hosts=hosts,
+            left_out=left_out,
+        )
+
+    def manifest(self, worker: Worker, job: ExportJob, name: str, replicas: int) -> dict[str, Any]:
+        """Return the component. Raises UsageError if no plugin has the name of the device's resource."""
+        claim, mount = claim_and_mount(job.options.get("volume", ""))
+        limits = device_limits(job.platform, self.devices)
+        secret = f"{job.name}-secrets"
+        container = {
+            "name": "main",
+            "image": job.options["image"],
+            "command": ["python3", "-m", worker.module],
+            "args": [word.replace("$$", "$$$$") for word in self.arguments],  # Kubernetes reads $$ as $
+            "env": [
+                *({"name": key, "value": value} for key, value in self.variables.items()),
+                *({"name": k, "valueFrom": {"secretKeyRef": {"name": secret, "key": k}}} for k in self.secrets),
+            ],
+            "resources": {"limits": {resource: str(count) for resource, count in limits.items()}},
+            **({"volumeMounts": [{"name": "data", "mountPath": mount}]} if claim else {}),
+        }
+        volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
+        return {
+            "name": name,
+            "type": self.kind or "worker",
+            "replicas": replicas,
+            **({"multinode": {"nodeCount": self.hosts}} if self.hosts > 1 else {}),
+            "podTemplate": {"spec": {"containers": [container], **({"volumes": volumes} if volumes else {})}},
+        }
+
+
+def export(
+    engine: Engine, job: ExportJob, instances: Sequence[Instance], places: Sequence[Placement]
+) -> Mapping[str, str]:
+    """Return the manifest of servers. Raises UsageError without an image, or for an engine that Dynamo does not run."""
+    worker, image = engine.dynamo, job.options.get("image", "")
+    if worker is None:
+        raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine.name))
+    if not image:
+        example = EXAMPLE.format(engine=engine.name)
+        raise UsageError(_("--to dynamo needs --image, a runtime image of Dynamo, such as {image}", image=example))
+    replicas: list[tuple[_Component, int]] = []
+    for instance, place in zip(instances, places, strict=True):
+        one = _Component.of(engine, worker, job, instance, place)
+        if replicas and replicas[-1][0] == one:
+            replicas[-1] = (one, replicas[-1][1] + 1)
+        else:
+            replicas.append((one, 1))
+    components = list[dict[str, Any]]()
+    for one, count in replicas:
+        number = sum(each["type"] == (one.kind or "worker") for each in components)
+        name = f"{one.kind or 'worker'}{f'-{number + 1}' if number else ''}"
+        components.append(one.manifest(worker, job, name, count))
+    several = not any(one.kind for one, _count in replicas) and len(instances) > 1
+    router = {"env": [{"name": "DYN_ROUTER_MODE", "value": ROUTER_MODE}]} if several else {}
+    template = {"spec": {"containers": [{"name": "main", "image": image, **router}]}}
+    frontend = {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": template}
+    data = {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": job.name},
+        "spec": {"backendFramework": engine.name, "components": [frontend, *components]},
+    }
+    head = [*comments(job), *(f"# {line}" for line in _notes(job, [one for one, _count in replicas], several))]
+    return {f"{job.name}.yaml": "\n".join([*head, dump_yaml(data, width=1000)])}
+
+
+def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the arguments of a worker for those of a server, and the flags that the worker does not have."""
+    arguments, left_out, keep = list[str](), list[str](), True
+    if words and not words[0].startswith("-"):
+        arguments.append("--model")
+    for word in words:
+        if word.startswith("--"):
+            name = word.lstrip("-").partition("=")[0].replace("_", "-")
+            keep = name.removeprefix("no-") not in worker.frontend_flags
+            left_out += [] if keep or name in ("host", "port") else [f"--{name}"]
+        arguments += [word] if keep else []
+    own = (worker.kind_flag, kind) if kind and worker.kind_flag else ()
+    return (*arguments, *worker.flags, *own), tuple(left_out)
+
+
+def _notes(job: ExportJob, components: Sequence[_Component], several: bool) -> list[str]:
+    """Return comments on the choices of the manifest."""
+    lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
+    if several:
+        lines.append(f"DYN_ROUTER_MODE = {ROUTER_MODE}: a request goes to the worker with the fewest, as in trials.")
+    if any(each.kind for each in components):
+        lines.append("The workers of the type prefill send their caches to those of the type decode.")
+    if any(each.hosts > 1 for each in components):
+        lines.append("multinode: the operator adds the flags for several hosts. It needs Grove or LeaderWorkerSet.")
+    if left_out := dict.fromkeys(flag for each in components for flag in each.left_out):
+        lines.append(f"Left out, because the frontend takes the requests: {', '.join(left_out)}.")
+    weights = job.platform.task.spec.serve.weights or ""
+    if weights.startswith("/") and not job.options.get("volume"):
+        lines.append(f"The image must have the model in {weights}; --volume CLAIM:PATH mounts a volume.")
+    if names := dict.fromkeys(name for each in components for name in each.secrets):
+        lines.append(f"Create the secret {job.name}-secrets first, with {', '.join(names)}.")
+    if not _RELEASE.search(job.options["image"]):
+        lines.append("From Dynamo 1.4, set runtimeVersionOverride: the tag of the image is not a release of Dynamo.")
+    return lines

@@ -1,0 +1,130 @@
+"""Reads the config of a recipe: from a file, or from the function of the installed package that creates it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+from flagcore.spec.data_file import parse_yaml, read_text
+from flagcore.spec.plain_data import plain, spec_error
+
+RUN_CONFIG = "run_config.yaml"
+PROGRAM = """
+import sys
+from megatron.bridge import recipes
+getattr(recipes, sys.argv[1])().to_yaml(sys.argv[2])
+"""
+"""Writes the config of a recipe to a file. It runs as a process, because the package imports torch."""
+TIMEOUT_SECONDS = 600.0
+_TARGETS = ("_target_", "_call_", "_args_", "_name_")
+
+
+def _items(loader: yaml.SafeLoader, node: yaml.MappingNode) -> list[Any]:
+    return list(loader.construct_mapping(node))
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads sets as lists."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:set", _items)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return the config at `path`, or else of the recipe `name`, as plain values, and its file for messages.
+
+    A directory is a checkpoint, or contains the checkpoints of iterations. An override is `a.b=c`, or a YAML file of
+    changes. Raises SpecError, UsageError.
+    """
+    if path.is_dir():
+        found = [path / RUN_CONFIG, *sorted(path.glob(f"iter_*/{RUN_CONFIG}"), reverse=True)]
+        path = next((each for each in found if each.is_file()), found[0])
+    if path.is_file() or path.suffix in (".yaml", ".yml") or not _NAME.fullmatch(name):
+        config, file = _read(path, str(path)), str(path)
+    else:
+        config, file = _config_of_recipe(name), name
+    plain = _plain(config)
+    for override in overrides:
+        if "=" not in override and override.endswith((".yaml", ".yml")):
+            _merge(plain, _plain(_read(Path(override), override)))
+        else:
+            _override(plain, override, file)
+    return plain, file
+
+
+def _config_of_recipe(name: str) -> dict[str, Any]:
+    """Return the config that the function `name` of the installed package creates. Raises UsageError, SpecError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        command = [sys.executable, "-c", PROGRAM, name, str(file)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise UsageError(_("the recipe {name} did not return within {n} s", name=name, n=TIMEOUT_SECONDS)) from None
+        if file.is_file():
+            return _read(file, name)
+    reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    fix = _("give a file that `ConfigContainer.to_yaml` or a checkpoint has, or install megatron-bridge")
+    raise UsageError(
+        _("{name} is no file, and no recipe that runs here ({reason}); {fix}", name=name, reason=reason, fix=fix)
+    )
+
+
+def _read(path: Path, file: str) -> dict[str, Any]:
+    """Return the mapping in a file of YAML 1.1, as PyYAML writes it, also with sets. Raises SpecError."""
+    text = read_text(path, file=file, key="file")
+    try:
+        data = plain(yaml.load(text, _Loader), file=file)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise spec_error("the document", _("cannot be read as YAML: {why}", why=why), file=file) from None
+    if not isinstance(data, dict):
+        raise spec_error((), _("must be a mapping of keys and values"), value=data, file=file)
+    return data
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the names of enums, types and functions in place of their targets."""
+    if isinstance(value, Mapping):
+        if "_name_" in value or value.get("_call_") is False:
+            return str(value.get("_name_") or value["_target_"]).rpartition(".")[2]
+        if "_args_" in value:
+            (*_others, last) = value["_args_"] or [None]
+            return _plain(last)
+        return {key: _plain(each) for key, each in value.items() if key not in _TARGETS}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+            _merge(config[key], value)
+        else:
+            config[key] = value
+
+
+def _override(config: dict[str, Any], override: str, file: str) -> None:
+    """Set a value as the command line of Megatron-Bridge does: a.b=c, +a.b=c, ++a.b=c or ~a.b. Raises SpecError."""
+    key, equals, text = override.partition("=")
+    removes, key = key.startswith("~"), key.lstrip("+~")
+    *parents, name = key.split(".")
+    if not name or not (equals or removes):
+        raise spec_error(override, _("is not an override"), fix=_("use a.b=c, or a YAML file"), file=file)
+    section = config
+    for parent in parents:
+        if not isinstance(section.setdefault(parent, {}), dict):
+            section[parent] = {}
+        section = section[parent]
+    section.pop(name, None)
+    if not removes:
+        section[name] = parse_yaml(text, file=file)

@@ -1,0 +1,66 @@
+"""best.sh of a plan on several nodes starts on the nodes of a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcore import api
+from tests.hosts.bed import SLURM, Bed, missing
+
+TRAINING = """\
+import os
+import torch
+torch.distributed.init_process_group("gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+print("rank", os.environ["RANK"], "of", int(total), flush=True)
+"""
+
+
+@pytest.mark.parametrize("command", [("sbatch", "--wait", "--output=out"), ("srun", "--nodes=2")])
+def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], bed: Bed, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if reason := missing(*SLURM, "sbatch"):
+        pytest.skip(reason)
+    if not bed.slurm:
+        bed.start_slurm()
+    spec = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 4,
+            "vocab_size": 128,
+        },
+        "cluster": {
+            "chip": "cpu",
+            "nodes": 2,
+            "devices_per_node": 1,
+            "memory_per_device": "4GiB",
+            "nic_bytes_per_second": 1e8,
+        },
+        "train": {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    outcome = api.tune(tmp_path / "spec.json", run_dir=tmp_path / "run", fidelity="estimate")
+    folder = bed.folder / command[0]
+    folder.mkdir()
+    (folder / "pretrain_gpt.py").write_text(TRAINING)
+    (folder / "best.sh").write_text((outcome.run_dir / "best.sh").read_text())
+    (folder / "best.sh").chmod(0o755)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+    words = (
+        "sh",
+        "-c",
+        f'cd {folder}; export PATH={path} GLOO_SOCKET_IFNAME=eth0; exec "$@"',
+        "sh",
+        *command,
+        "./best.sh",
+    )
+    output = bed.run("h0", *words)
+    output += (folder / "out").read_text() if (folder / "out").exists() else ""
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set(output.splitlines()), output
