@@ -18,7 +18,7 @@ import numpy as np
 from flagcore import api
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.prediction import Passes
+from flagcore.domain.prediction import Passes, idle_of
 from flagcore.engines.schedules.formulas import pipeline_seconds
 
 HETERO = "train.system.hetero"
@@ -135,10 +135,10 @@ def layouts(examples: Path) -> Iterator[str]:
 
 def _result(workload: Any, task: Any, columns: Any, costs: Any) -> str:
     """Return the layers, the step time, the memory in use and the idle share of each kind."""
-    predicted, passes = workload.predict(task, columns, costs), workload.passes(task, columns, costs)
+    predicted, pipelines = workload.predict(task, columns, costs), workload.pipelines(task, columns, costs)
     used, capacity = (float(each[0]) / 2**30 for each in (predicted.device_used_bytes, predicted.capacity_bytes))
-    idle = ", ".join(f"{group.title} {passes.idle_of(n):.0%}" for n, group in enumerate(task.cluster.groups))
-    layers = "/".join(map(str, passes.layers))
+    idle = ", ".join(f"{group.title} {idle_of(pipelines, n):.0%}" for n, group in enumerate(task.cluster.groups))
+    layers = "/".join(map(str, pipelines[0].layers))
     return f"{layers} | {float(predicted.step_time_s[0]):.4g} s | {used:.1f} of {capacity:.0f} GiB | {idle}"
 
 

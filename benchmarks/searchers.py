@@ -18,7 +18,7 @@ from sweeps import Sweep
 
 from flagcore.api.common.transfer import MAX_PAST
 from flagcore.contracts import SearchContext, Strategy
-from flagcore.contracts.workload import require_prober
+from flagcore.contracts.optional import require_prober
 from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray

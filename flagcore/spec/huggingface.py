@@ -174,7 +174,7 @@ _STRETCHED = ("linear", "dynamic")
 def context_of(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model of a config.json can attend to, None if unknown.
 
-    Source: `_get_and_verify_max_len` in vLLM 0.32 `config/model.py`. Some files with yarn have the unscaled length.
+    Some files with yarn have the unscaled length.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config

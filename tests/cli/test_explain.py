@@ -365,7 +365,7 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     assert all(text.endswith(ended) for text in (single, beside_one, beside_two))
     assert "+200.0%" in beside_one
     assert "trial 1: 1 s/step)" in beside_one
-    assert "+350.0%" in beside_two
+    assert "+300.0%" in beside_two
     assert "trial 1: 0.6667 s/step, median of 2 runs" in beside_two
 
 

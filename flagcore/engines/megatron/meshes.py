@@ -32,7 +32,7 @@ MESHES = "meshes"
 KNOB = Knob(
     name=MESHES,
     help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute. With + they are in "
-    "the order of one pipeline, with | each has whole replicas.",
+    "the order of one pipeline, with a vertical bar each has whole replicas.",
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
 
 TARGET = "dynamo"
-EXAMPLE = "nvcr.io/nvidia/ai-dynamo/{engine}-runtime:1.3.1"
+EXAMPLE = "REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"
 ROUTER_MODE = "least-loaded"
 """The frontend's `--router-mode` that sends a request to the worker with the fewest requests, as in trials."""
 _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")

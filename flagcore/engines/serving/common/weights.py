@@ -49,7 +49,7 @@ _ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONT
 
 def context_limit(spec: Spec) -> int | None:
     """Return the tokens that the model of the weights can attend to; None if unknown, or if flags or variables may
-    extend it.
+    extend it. Source: `_get_and_verify_max_len` in vLLM 0.32 `config/model.py`.
     """
     weights = spec.serve.weights
     names = {strip_dashes(key) for key in spec.serve.engine_args}
