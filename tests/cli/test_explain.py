@@ -366,7 +366,7 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     assert "+200.0%" in beside_one
     assert "trial 1: 1 s/step)" in beside_one
     assert "+300.0%" in beside_two
-    assert "trial 1: 0.6667 s/step, median of 2 runs" in beside_two
+    assert "trial 1: 0.75 s/step, median of 2 runs" in beside_two
 
 
 def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
