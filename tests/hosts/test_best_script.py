@@ -18,6 +18,8 @@ torch.distributed.init_process_group("gloo")
 total = torch.ones(1)
 torch.distributed.all_reduce(total)
 print("rank", os.environ["RANK"], "of", int(total), flush=True)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
