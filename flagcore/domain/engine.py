@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source, Support
+from flagcore.domain.cluster import NodeGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,10 @@ class EngineSupport:
     first tensor. With `shared_devices`, several processes may use one device and the memory of the machine, as on a
     CPU. `visible_devices` is the environment variable that selects devices by comma-separated numbers, None if there is
     none. `implementation` is the engine's implementation that production uses on the chip, which plans assume; empty if
-    undocumented. `kubernetes` is the resource that a pod requests; None if undocumented. `install` states where the
-    chip's build of the engine comes from; empty for the public one. `notes` are sentences for the user.
+    undocumented. `cross_vendor_libraries` are the collective libraries that connect the chip with those of other
+    vendors; messages between vendors without a common one go through the memory of the hosts. `kubernetes` is the
+    resource that a pod requests; None if undocumented. `install` states where the chip's build of the engine comes
+    from; empty for the public one. `notes` are sentences for the user.
     """
 
     support: Support
@@ -97,8 +101,15 @@ class EngineSupport:
     shared_devices: bool = False
     visible_devices: str | None = None
     implementation: str = ""
+    cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
     install: str = ""
     refused: tuple[RefusedValues, ...] = ()
     forced: tuple[ForcedSetting, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def has_common_library(groups: Sequence[NodeGroup], supports: Sequence[EngineSupport]) -> bool:
+    """Return whether one collective library connects the devices of all node groups. `supports` has one per group."""
+    is_one_vendor = len({group.chip.vendor.casefold() for group in groups}) == 1
+    return is_one_vendor or bool(set.intersection(*(set(each.cross_vendor_libraries) for each in supports)))

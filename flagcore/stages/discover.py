@@ -9,17 +9,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
-import numpy as np
-
 from flagcore.contracts import Costs, HostSetup, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
-from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, TaskAdvice
+from flagcore.domain.cluster import Cluster, Level, NodeGroup
+from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, TaskAdvice, has_common_library
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
+from flagcore.physics.collectives.between import between_groups
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
@@ -48,8 +47,11 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         chip = with_network(chip, requested.nic_bytes_per_second, requested.nic_latency_seconds)
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
+    cluster = Cluster(groups=tuple(groups))
     support = _join_supports(supports, [group.chip.name for group in groups])
-    requested_task = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
+    if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
+        support = replace(support, notes=(*support.notes, _through_hosts(cluster)))
+    requested_task = Task(spec=_with_settings(spec, support.forced), cluster=cluster)
     task, support = _advised(requested_task, support, plugins.check_task(requested_task, engine_version))
     chips = [group.chip for group in groups]
     local_devices = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
@@ -99,16 +101,28 @@ def _prepared(plugins: Plugins, task: Task, launch: Launch) -> Launch:
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     """Return the cost models for `cluster`, from plugins or else from the core."""
-    first, *others = (_costs_of(group, plugins, engine) for group in cluster.groups)
+    supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
+    costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
+    first, *others = costs_of_groups
     if not others:
         return first
     starts = accumulate(group.devices for group in cluster.groups)
-    return replace(first, further=dict(zip(starts, others, strict=False)), between=_between(cluster, plugins))
+    networks = [_network(group, plugins) for group in cluster.groups]
+    is_direct = has_common_library(cluster.groups, supports)
+    between = between_groups(networks, () if is_direct else [each.kernels for each in costs_of_groups])
+    return replace(first, further=dict(zip(starts, others, strict=False)), between=between)
 
 
-def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
+def _network(group: NodeGroup, plugins: Plugins) -> Level:
+    """Return the network level of a node group. A group within one link domain is extended beyond it."""
+    linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
+    return (plugins.topology(extended) or topology_of(extended)).levels[-1]
+
+
+def _costs_of(group: NodeGroup, support: EngineSupport, plugins: Plugins, engine: str) -> Costs:
     kernels = plugins.kernel_costs(group.chip, engine)
-    synchronous = plugins.engine_support(group.chip, engine).shared_devices
+    synchronous = support.shared_devices
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
     used, times = kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)), 1.0 / group.speed
     return Costs(
@@ -120,26 +134,6 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
         synchronous=synchronous,
         run_slowdown=1.0 if synchronous else run_slowdown,
     )
-
-
-def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
-    """Return the costs between node groups, from the lowest rate and the longest latency of their networks."""
-    networks = [_network(group, plugins) for group in cluster.groups]
-    slowest = Level(
-        name="between groups",
-        devices=2,
-        bytes_per_second=float(np.min([level.bytes_per_second * level.efficiency for level in networks])),
-        latency_seconds=max(level.latency_seconds for level in networks),
-        efficiency=1.0,
-    )
-    return Collectives(topology=Topology(levels=(replace(slowest, name="group", devices=1), slowest)))
-
-
-def _network(group: NodeGroup, plugins: Plugins) -> Level:
-    """Return the network level of a node group. A group within one link domain is extended beyond it."""
-    linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
-    extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
-    return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 
 def parallel_probe_ranks(platform: Platform, devices: tuple[Device, ...]) -> int:
@@ -292,6 +286,14 @@ def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> E
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
         shared_devices=all(support.shared_devices for support in supports),
     )
+
+
+def _through_hosts(cluster: Cluster) -> str:
+    text = N_(
+        "messages between {chips} are copied through the memory of the hosts: no collective library connects all of "
+        "them, according to the installed plugins"
+    )
+    return _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in cluster.groups)))
 
 
 def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:

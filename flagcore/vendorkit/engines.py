@@ -2,7 +2,8 @@
 
 Each section has `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and
 optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
-`visible_devices` (an environment variable), `shared_devices`, `implementation` (used in production), `install` (the
+`visible_devices` (an environment variable), `shared_devices`, `implementation` (used in production),
+`cross_vendor_libraries` (collective libraries that connect the chips with those of other vendors), `install` (the
 origin of the vendor's builds) and `kubernetes` (the resource that a pod requests, with its source).
 `flagcore.domain.engine.EngineSupport` explains them. Facts about single engines are in `quirks.yaml`.
 """

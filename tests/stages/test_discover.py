@@ -202,6 +202,26 @@ def test_messages_between_node_groups_take_the_slower_network() -> None:
         assert np.isnan(between.seconds("send", *SEND)).all()
 
 
+def test_messages_between_vendors_without_a_common_library_go_through_the_hosts() -> None:
+    foreign = replace(OTHER, vendor="elsewhere")
+    found = {}
+    for names in ((), ("a-lib",), ("a-lib", "b-lib")):
+        support = EngineSupport(support=Support.YES, cross_vendor_libraries=names)
+        own = EngineSupport(support=Support.YES, cross_vendor_libraries=("b-lib",))
+        plugins = loaded(x=plugin(small.CHIP, support=own), y=plugin(foreign, support=support))
+        platform = discover(spec(groups=GROUPS), plugins)
+        assert platform.costs.between is not None
+        found[names] = platform.costs.between.seconds("send", *SEND), len(platform.support.notes)
+        costs = platform.costs
+    direct = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    assert direct is not None
+    assert found["a-lib", "b-lib"] == (direct.seconds("send", *SEND), 0)
+    copies = sum(each.kernels.host_copy_seconds(SEND[0]) for each in costs.groups)
+    for names in ((), ("a-lib",)):
+        assert found[names][0] == pytest.approx(direct.seconds("send", *SEND) + copies, rel=0.05)
+        assert found[names][1] == 1
+
+
 def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
     rack = replace(OTHER, link=replace(small.CHIP.link, domain_size=64))  # type: ignore[type-var]
     plugins = loaded(x=plugin(small.CHIP), y=plugin(rack))
