@@ -29,7 +29,9 @@ def main(run: Path) -> None:
     for name in PAGES:
         file, text = ROOT / name, sample(report, is_short=name in SHORT)
         block = re.compile(r"(?<=^```text\n)Best on .*?(?=^```$)", re.DOTALL | re.MULTILINE)
-        file.write_text(block.sub(lambda _: text, file.read_text(encoding="utf-8")), encoding="utf-8")  # noqa: B023
+        counts = re.compile(r"(?<=^```text\n)combinations .*?(?=^```$)", re.DOTALL | re.MULTILINE)
+        page = block.sub(lambda _: text, file.read_text(encoding="utf-8"))  # noqa: B023
+        file.write_text(counts.sub(lambda _: report[report.index("\ncombinations ") + 1 :], page), encoding="utf-8")
 
 
 if __name__ == "__main__":

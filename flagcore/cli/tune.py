@@ -171,7 +171,7 @@ def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
     if can_start:
         lines.append(_("Start the best configuration: {command}", command=f"flag run {folder}"))
     else:
-        text = N_("The best configuration cannot be started here: see {file}, or write other files: {command}")
+        text = N_("To start the best configuration, complete {file}, or write other files: {command}")
         lines.append(_(text, file=folder / "best.sh", command=f"flag export {folder} --to ..."))
     options.say("\n".join(lines))
 
