@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import Passes, idle_of
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import BoolArray, IntArray
 from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
 from flagcore.problem import Problem, build_problem, rows_by_time
@@ -19,8 +19,8 @@ from flagcore.stages.predict import limit
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
-    """Return the fastest plan of a mixed cluster and those of each kind alone as plain data; None for one node group,
-    or if no plan has a time.
+    """Return the fastest plan of several kinds of chips and those of each kind alone as plain data; None for one node
+    group, or if no plan of several kinds has a time.
 
     `split` is how the mixed plan divides the work over the kinds, `others` are the fastest plans that divide it in the
     other ways of the engine.
@@ -29,21 +29,19 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     the bottleneck of the mixed plan, `slowest` the kind with the slowest stage. `layers` are those of its stages;
     `balanced` has the layers of the derived split and its step time if the plan has another split, else it is None.
     """
-    order, mixed = rows_by_time(problem), _plan(problem)
-    if len(problem.platform.task.cluster.groups) == 1 or mixed is None:
+    if len(problem.platform.task.cluster.groups) == 1:
         return None
-    ways = (
-        workload.splits(problem.platform.task, problem.space.columns(order))
-        if isinstance(workload, DerivedValues)
-        else {}
-    )
-    split = next((name for name, rows in ways.items() if rows[0]), "")
-    others = [
-        plan | {"split": name}
-        for name, rows in ways.items()
-        if name != split and rows.any() and (plan := _plan(problem, order[rows]))
+    order = rows_by_time(problem)
+    ways: Mapping[str, BoolArray] = {}
+    if isinstance(workload, DerivedValues):
+        ways = workload.splits(problem.platform.task, problem.space.columns(order))
+    rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
+    found = [
+        (plan | {"split": name}, rows[:1]) for name, rows in rows_of_ways.items() if (plan := _plan(problem, rows))
     ]
-    order = order[:1]
+    if not found:
+        return None
+    (mixed, order), *others = sorted(found, key=lambda pair: float(pair[0]["step_time_s"]))
     plans = (_alone(spec, problem, group, plugins, workload) for group in range(len(spec.cluster.groups)))
     alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
@@ -57,8 +55,8 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
         for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
     ]
     return {
-        "mixed": mixed | {"split": split},
-        "others": others,
+        "mixed": mixed,
+        "others": [plan for plan, _ in others],
         "alone": alone,
         "of_sum": mixed["tokens_per_second"] / total if alone else None,
         "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
@@ -91,17 +89,16 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: W
         space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
     own = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
-        return _plan(build_problem(own, plugins, workload, plan=True))
+        problem = build_problem(own, plugins, workload, plan=True)
+        return _plan(problem, rows_by_time(problem))
     except FlagError:
         return None
 
 
-def _plan(problem: Problem, rows: IntArray | None = None) -> dict[str, Any] | None:
-    """Return the first of `rows` as a plan, by default the fastest candidate of a problem; None if nothing fits or no
-    time is known.
-    """
+def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
+    """Return the first of `rows` as a plan; None without rows, or if its time is unknown."""
     cluster, train = problem.platform.task.cluster, problem.platform.task.spec.train
-    for row in (rows_by_time(problem) if rows is None else rows)[:1].tolist():
+    for row in rows[:1].tolist():
         if (seconds := problem.predictions.row(row).step_time_s) is not None:
             return {
                 "chips": cluster.chips,
