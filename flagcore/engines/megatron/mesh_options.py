@@ -14,7 +14,7 @@ from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.knobs import BY_NAME, candidate_columns, divisors
 from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.memory.training import stages_in_use
-from flagcore.engines.megatron.mesh_rules import WHOLE_CLUSTER
+from flagcore.engines.megatron.mesh_rules import OF_BATCH, WHOLE_CLUSTER
 from flagcore.engines.megatron.meshes import MBS, RECOMPUTE, RECOMPUTE_CODES, SIZES, SP, SPLIT
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
 from flagcore.engines.megatron.parallel.parameters import stage_parameters
@@ -180,8 +180,16 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     )
 
 
-def mesh_columns(task: Task, group: int) -> dict[str, IntArray]:
-    """Return the columns of all legal sizes of one node group; `word` is the number of the way to recompute."""
+def share_sizes(batch: int) -> list[int]:
+    """Return the micro-batch sizes of a share of a batch: the batch's divisors, and powers of two."""
+    return sorted({*divisors(batch), *(2**power for power in range(batch.bit_length()))})
+
+
+def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str, IntArray]:
+    """Return the columns of all legal sizes of one node group; `word` is the number of the way to recompute.
+
+    With `has_share`, the node group processes a share of the batch, so its samples at once need not divide the batch.
+    """
     nodes, batch, space = task.cluster.groups[group], task.spec.train.global_batch_size, task.spec.space
     words, experts = recompute_words(task), task.spec.model.num_moe_experts
     common = int(np.gcd.reduce([each.devices for each in task.cluster.groups]))
@@ -190,7 +198,7 @@ def mesh_columns(task: Task, group: int) -> dict[str, IntArray]:
         CP: [size for size in divisors(common) if size == 1 or task.spec.train.seq_length >= MIN_TOKENS * size],
         PP: [size for size in divisors(nodes.devices) if size <= task.spec.model.num_layers],
         EP: divisors(int(np.gcd(experts, nodes.devices))) if experts else [1],
-        MBS: [size for size in divisors(batch) if size <= MAX_SAMPLES],
+        MBS: [size for size in (share_sizes(batch) if has_share else divisors(batch)) if size <= MAX_SAMPLES],
         "word": range(len(words)),
     }
     values = [
@@ -212,6 +220,6 @@ def mesh_columns(task: Task, group: int) -> dict[str, IntArray]:
     if not isinstance(listed, str):
         broken |= ~np.isin(columns[DP], np.array(listed, dtype=np.int64))
     for rule in legality.rules(task):
-        if rule.name not in WHOLE_CLUSTER:
+        if rule.name not in WHOLE_CLUSTER and not (has_share and rule.name == OF_BATCH):
             broken |= rule.broken(columns)
     return {name: column[~broken] for name, column in columns.items()}

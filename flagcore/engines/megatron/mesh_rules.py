@@ -204,6 +204,7 @@ def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]
     table = Meshes.of(task)
     neutral = {**{knob: int(knob in SIZES.values()) for knob in OWN}, SPLIT: 0}
     size = np.where(table.groups >= 0, table.codes[DP] * table.codes[CP], 1).max(axis=1)
+    sets_samples = table.splits_data & ((table.codes[MBS] > 0) | (table.groups < 0)).all(axis=1)
     useless = {SP: table.codes[TP].max(axis=1) == 1, DIST_OPT: (size == 1) & ~table.splits_data}
 
     def set_by_meshes(knob: str, value: int) -> Merge:
@@ -213,11 +214,11 @@ def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]
             canonical=lambda c: {knob: np.where(c[MESHES] > 0, value, c[knob])},
         )
 
-    def useless_on_meshes(knob: str, rows: BoolArray) -> Merge:
+    def useless_on_meshes(knob: str, rows: BoolArray, neutral: int = 0) -> Merge:
         return Merge(
             name=f"useless_{knob}",
             knobs=(MESHES, knob),
-            canonical=lambda c: {knob: np.where((c[MESHES] > 0) & rows[c[MESHES]], 0, c[knob])},
+            canonical=lambda c: {knob: np.where((c[MESHES] > 0) & rows[c[MESHES]], neutral, c[knob])},
         )
 
     def without(merge: Merge) -> Merge:
@@ -230,5 +231,6 @@ def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]
     return (
         *(set_by_meshes(knob, value) for knob, value in neutral.items()),
         *(useless_on_meshes(knob, rows) for knob, rows in useless.items()),
+        useless_on_meshes(MBS, sets_samples, neutral=1),
         *map(without, merges),
     )

@@ -65,16 +65,18 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
             seconds = seconds + np.maximum.reduce([each["after"] for each in rows])
             for place in np.argsort(seconds)[:PLANNED].tolist():
                 if np.isfinite(seconds[place]):
-                    first = rows[0][MBS][place]
+                    first = int(rows[0][MBS][place])
+                    usual = first if batch % first == 0 else 0
                     meshes = zip(some, rows, counts[place].tolist(), strict=True)
-                    parts = [_text(names[group], each, place, words, first, count) for group, each, count in meshes]
+                    parts = [_text(names[group], each, place, words, usual, count) for group, each, count in meshes]
                     found[REPLICAS.join(parts)] = float(seconds[place])
     return tuple(sorted(found, key=lambda text: found[text])[:PLANNED])
 
 
-def _text(name: str, rows: Options, place: int, words: Sequence[str], first: float, count: int) -> str:
+def _text(name: str, rows: Options, place: int, words: Sequence[str], usual: int, count: int) -> str:
+    """Return a mesh; it has its micro-batch size unless that is the `usual` one, the candidate's."""
     sizes = {key: int(rows[knob][place]) for key, knob in SIZES.items()}
-    own = "" if rows[MBS][place] == first else f"mbs{int(rows[MBS][place])} "
+    own = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
     return mesh_text(name, sizes, words[int(rows["word"][place])], f"{own}x{count}")
 
 
@@ -82,7 +84,7 @@ def _options(task: Task, costs: Costs, group: int) -> Options:
     """Return the columns of all legal sizes of one node group, with the seconds of its replicas: `start` for a step and
     `pace` for each micro-batch, which is of `samples` samples of all of them.
     """
-    columns = mesh_columns(task, group)
+    columns = mesh_columns(task, group, has_share=True)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
     legal = (columns[EP] == 1) & ((columns[CP] == 1) | (columns[PP] == 1))
     kept = np.flatnonzero(legal & (task.spec.model.num_layers % columns[PP] == 0))

@@ -17,6 +17,7 @@ from flagcore.domain.spec import Task, TrainSpec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.hetero import mixed
 from flagcore.engines.megatron.knobs import divisors
+from flagcore.engines.megatron.mesh_options import share_sizes
 from flagcore.engines.megatron.mesh_planner import with_meshes
 from flagcore.engines.megatron.mesh_trials import plain_values, require_runnable, shares
 from flagcore.engines.megatron.meshes import MESHES, SIZES
@@ -82,7 +83,7 @@ def every(job: Task) -> list[str]:
         if devices % (tensor * pipeline):
             continue
         replicas = devices // tensor // pipeline
-        for sizes, words in product(product(divisors(batch), repeat=2), product(("", "full"), repeat=2)):
+        for sizes, words in product(product(share_sizes(batch), repeat=2), product(("", "full"), repeat=2)):
             for count in range(1, batch // (replicas * sizes[0]) + 1):
                 other, rest = divmod(batch - replicas * sizes[0] * count, replicas * sizes[1])
                 if other > 0 and not rest:
@@ -93,14 +94,31 @@ def every(job: Task) -> list[str]:
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("capacity", [(80e9, 80e9), (9e9, 6e9)])
-def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("capacity", "batch"), [((80e9, 80e9), 32), ((9e9, 6e9), 32), ((80e9, 80e9), 27)])
+def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tuple[float, float], batch: int) -> None:
     made, lists = pair(*capacity, devices=4), {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}
-    whole = replace_space(task(model=model, devices=4), lists)
+    whole = replace_space(task(model=model, devices=4), lists).with_batch(batch)
     chosen, texts = planned_replicas(whole, made), every(whole)
     assert 0 < len(chosen) <= 64 < len(texts)
-    best = best_of(task(*chosen, model=model, devices=4, **lists), made)
-    assert best == pytest.approx(best_of(task(*texts, model=model, devices=4, micro_batch_size=(1,), **lists), made))
+    best = best_of(task(*chosen, model=model, devices=4, **lists).with_batch(batch), made)
+    alone = task(*texts, model=model, devices=4, micro_batch_size=(1,), **lists).with_batch(batch)
+    assert best == pytest.approx(best_of(alone, made))
+
+
+def test_the_samples_at_once_of_a_share_need_not_divide_the_batch() -> None:
+    """A batch of 36 is 2 x 4 x 3 + 1 x 4 x 3, although 2 x 4 does not divide it."""
+    lists = {"tensor_model_parallel_size": (1,), "pipeline_model_parallel_size": (1,), "micro_batch_size": (1, 2)}
+    job = replace_space(task(devices=4), {**lists, "context_parallel_size": (1,)}).with_batch(36)
+    assert "fast dp4 x3 | slow dp4 mbs1 x3" in planned_replicas(job, pair(slow_capacity=80e9, devices=4))
+
+
+def test_meshes_with_their_own_micro_batch_sizes_are_one_candidate() -> None:
+    job = task("fast dp8 mbs1 x3 | slow dp8 mbs1 x1", "fast dp8 x1 | slow dp8 mbs1 x2")
+    space, _ = predicted(job, pair())
+    rows = [space.candidate(row).as_dict() for row in np.flatnonzero(space.columns()[MESHES] > 0)]
+    found = {(row[MESHES], row["micro_batch_size"]) for row in rows}
+    assert {size for text, size in found if "x3" in text} == {1}
+    assert {size for text, size in found if "x3" not in text} == {2}
 
 
 def test_shares_follow_the_speed_and_the_memory_of_the_chips() -> None:
