@@ -31,6 +31,8 @@ BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
 MAX_TOKENS = 10_000_000
 """Maximum number of tokens of a prompt or an answer, as in a spec."""
+MAX_DELAY_S = 86_400.0
+"""Maximum seconds before a turn, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
@@ -184,7 +186,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Tr
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
-        for turn in _turns(rows[index], index + 1)[:turns]:
+        for turn in _turns(rows[index], index + 1, turns):
             if turn.prompt and output_len and turn.output_len is None and not turn.answer and _only_asks(rows[index]):
                 turn, unknown = replace(turn, output_len=output_len), unknown + 1
             if not turn.prompt or not (turn.answer or turn.output_len):
@@ -219,8 +221,8 @@ def estimated_tokens(text: str) -> int:
     return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
 
 
-def _turns(row: Mapping[str, Any], number: int) -> list[_Turn]:
-    """Return the turns of a row. Each prompt contains all turns and answers before it."""
+def _turns(row: Mapping[str, Any], number: int, count: int) -> list[_Turn]:
+    """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
     known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
     output = _optional_count(row, number)
     if isinstance(row.get("prompt"), str):
@@ -228,12 +230,16 @@ def _turns(row: Mapping[str, Any], number: int) -> list[_Turn]:
     messages = row.get("turns", row.get("conversations", row.get("messages")))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
-    texts = [str(next((part for name in _PARTS if (part := each.get(name))), "")) for each in messages]
+    texts = [next((part for name in _PARTS if (part := each.get(name))), "") for each in messages]
+    if not all(isinstance(text, str) for text in texts):
+        raise _InvalidRow(f"row {number} has a turn whose {' or '.join(_PARTS)} is not a string")
     if "turns" in row:  # a session has no answers
         delays = [_number(each.get("delay") or 0, "delay", number) / 1e3 for each in messages]
+        if not all(0.0 <= delay <= MAX_DELAY_S for delay in delays):
+            raise _InvalidRow(f"row {number}: a delay is negative or more than a day")
         return [
             _Turn("\n".join(texts[: place + 1]), None, _optional_count(each, number) or output, think_s=delays[place])
-            for place, each in enumerate(messages)
+            for place, each in enumerate(messages[:count])
         ]
     roles = [message.get("from", message.get("role")) for message in messages]
     ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
@@ -242,7 +248,7 @@ def _turns(row: Mapping[str, Any], number: int) -> list[_Turn]:
         _Turn("\n".join(texts[:end]), known, output, texts[end] if end < len(texts) else "")
         if place == 0
         else _Turn("\n".join(texts[:end]), None, None, texts[end])
-        for place, end in enumerate(ends)
+        for place, end in enumerate(ends[:count])
     ]
 
 
@@ -320,17 +326,19 @@ def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:
         raise _InvalidRow(f"row {number} lacks {' or '.join(names)}")
     value = _number(row[name], name, number)
     if value < 1 or value != int(value):
-        raise _InvalidRow(f"row {number}: {name} is {row[name]!r}, not a count of tokens")
+        raise _InvalidRow(f"row {number}: {name} is {row[name]!r:.60}, not a count of tokens")
     if value > MAX_TOKENS:
-        raise _InvalidRow(f"row {number}: {name} is {row[name]!r}, and no request has more than {MAX_TOKENS:,} tokens")
+        raise _InvalidRow(
+            f"row {number}: {name} is {row[name]!r:.60}, and no request has more than {MAX_TOKENS:,} tokens"
+        )
     return int(value)
 
 
 def _number(value: object, name: str, number: int) -> float:
     try:
         number_ = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number_ = float("nan")
     if isinstance(value, bool) or not np.isfinite(number_):
-        raise _InvalidRow(f"row {number}: {name} is {value!r}, not a number")
+        raise _InvalidRow(f"row {number}: {name} is {value!r:.60}, not a number")
     return number_

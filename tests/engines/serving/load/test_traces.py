@@ -147,6 +147,10 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
             "1 hash_ids of 512 tokens do not cover",
         ),
         ('{"input_length": 6, "output_length": 5, "hash_ids": "1"}', "a.jsonl", "hash_ids is not a list of counts"),
+        (f'{{"input_length": {"9" * 400}, "output_length": 5}}', "a.jsonl", "row 1: input_length is 999"),
+        ('{"turns": [{"text": "a", "delay": -1}]}', "a.jsonl", "row 1: a delay is negative"),
+        ('{"turns": [{"text": "a", "delay": 1e300}]}', "a.jsonl", "row 1: a delay is negative or more than a day"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "a.jsonl", "row 1 has a turn whose"),
         ('{"conversations": "a"}', "a.jsonl", "row 1 has no list of turns"),
         ('{"conversations": []}', "a.jsonl", "has no request with both lengths"),
         ('{"conversations": [{"value": "a"}]}', "a.jsonl", "has no request with both lengths"),
@@ -229,3 +233,11 @@ def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path:
     trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
     assert trace.output_len.tolist() == [30, 7]
     assert any("output_len = 30" in note for note in trace.notes)
+
+
+def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
+    """Each prompt contains all before it, so all prompts of this file together have 10 GB."""
+    row = {"conversations": [{"from": ("human", "gpt")[place % 2], "value": "x" * 100} for place in range(20_000)]}
+    trace = read_trace(written(tmp_path, [row]), turns=3)
+    assert trace.follows is not None
+    assert trace.follows.tolist() == [-1, 0, 1]
