@@ -53,13 +53,13 @@ def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[s
         config, file = _read(path, str(path)), str(path)
     else:
         config, file = _config_of_recipe(name), name
-    plain = _plain(config)
+    config = _sections(config)
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
-            _merge(plain, _plain(_read(Path(override), override)))
+            _merge(config, _sections(_read(Path(override), override)))
         else:
-            _override(plain, override, file)
-    return plain, file
+            _override(config, override, file)
+    return config, file
 
 
 def _config_of_recipe(name: str) -> dict[str, Any]:
@@ -93,15 +93,19 @@ def _read(path: Path, file: str) -> dict[str, Any]:
     return data
 
 
+def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(each) for key, each in config.items() if key not in _TARGETS}
+
+
 def _plain(value: Any) -> Any:
     """Return a value with the names of enums, types and functions in place of their targets."""
     if isinstance(value, Mapping):
-        if "_name_" in value or value.get("_call_") is False:
-            return str(value.get("_name_") or value["_target_"]).rpartition(".")[2]
-        if "_args_" in value:
-            (*_others, last) = value["_args_"] or [None]
-            return _plain(last)
-        return {key: _plain(each) for key, each in value.items() if key not in _TARGETS}
+        name = value.get("_name_") or (value.get("_target_") if value.get("_call_") is False else None)
+        if isinstance(name, str):
+            return name.rpartition(".")[2]
+        if isinstance(arguments := value.get("_args_"), list):
+            return _plain(arguments[-1]) if arguments else None
+        return _sections(value)
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
@@ -127,4 +131,4 @@ def _override(config: dict[str, Any], override: str, file: str) -> None:
         section = section[parent]
     section.pop(name, None)
     if not removes:
-        section[name] = parse_yaml(text, file=file)
+        section[name] = plain(parse_yaml(text, file=file), file=file)

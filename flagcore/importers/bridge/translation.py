@@ -106,9 +106,10 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
         values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
     values["model.swiglu"] = bool(model.get("gated_linear_unit"))
     values["model.untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    virtual, parts = model.get(VIRTUAL), int(model.get("pipeline_model_parallel_size") or 1)
-    if type(virtual) is int and virtual > 1 and type(model["num_layers"]) is int:
-        values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(model["num_layers"] / (parts * virtual))
+    parts = (model["num_layers"], model.get("pipeline_model_parallel_size") or 1, model.get(VIRTUAL))
+    numbers = [each for each in parts if type(each) is int and each > 0]
+    if len(numbers) == 3 and numbers[2] > 1:
+        values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(numbers[0] / (numbers[1] * numbers[2]))
     if model.get("seq_length") is None:
         values["dataset.seq_length"] = sections.get("dataset", {}).get("seq_length")
     values |= {f"train.{key}": train.get(key) for key in ("micro_batch_size", "global_batch_size", "rampup_batch_size")}
@@ -197,7 +198,8 @@ def _cluster(
 ) -> tuple[dict[str, Any], int]:
     """Return the section `cluster` and its devices: those in the name of the recipe, or the fewest that can run it."""
     match = _IN_NAME.search(name)
-    tensor, stages, context, experts = (int(baseline.get(key) or 1) for key in SIZES[:4])
+    sizes = (baseline.get(key) for key in SIZES[:4])
+    tensor, stages, context, experts = (size if type(size) is int else 1 for size in sizes)  # others: an error later
     if match:
         devices, kind = int(match[1]), normalize_name(match[2])
         like = [chip for chip in chips() if chip.matches_name(match[2]) or normalize_name(chip.name).startswith(kind)]
