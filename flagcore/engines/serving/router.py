@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import time
 import uuid
@@ -100,6 +101,9 @@ class Router:
         try:
             request = await _read_request(reader)
             if request is None:
+                text = f"a request needs a head, and a body with Content-Length of at most {MAX_BODY} bytes"
+                with contextlib.suppress(ConnectionError):
+                    await _reply(writer, 400, _problem(text))
                 return
             answer = asyncio.ensure_future(self._answer_or_fail(request, writer))
             gone = asyncio.ensure_future(_closed(reader))
@@ -123,10 +127,9 @@ class Router:
                 await _exchange(place, request)
             await _reply(writer, 200, b"")
         elif request.method == "POST" and request.path in GENERATING:
-            try:
-                body = json.loads(request.body)
-            except ValueError:
-                return await _reply(writer, 400, _problem("the body is not JSON"))
+            body = _json_object(request.body)
+            if body is None:
+                return await _reply(writer, 400, _problem("the body is not a JSON object"))
             await self._generate(request, body, writer)
         else:
             await _relay(self.decode[0], request, writer, asyncio.Event())
@@ -144,7 +147,10 @@ class Router:
                 headers["X-Request-Id"] = f"{places}_{uuid.uuid4().hex}"
             answer = await _exchange(prefill, request.to(self._prompt_only(body), **headers))
             if self.protocol == "nixl":
-                body = {**body, "kv_transfer_params": json.loads(answer)["kv_transfer_params"]}
+                params = (_json_object(answer) or {}).get("kv_transfer_params")
+                if params is None:
+                    raise Upstream(502, _problem(f"{prefill.url} answered without kv_transfer_params"))
+                body = {**body, "kv_transfer_params": params}
         with _least_busy(self.decode, decode) as decode:
             await _relay(decode, request.to(body, **headers), writer, asyncio.Event())
         return None
@@ -190,7 +196,9 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | None:
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)
         }
         length = int(headers.get("content-length", 0))
-        body = await reader.readexactly(length) if 0 < length <= MAX_BODY else b""
+        if not 0 <= length <= MAX_BODY or "transfer-encoding" in headers:
+            return None
+        body = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
         return None
     kept = {name: value for name, value in headers.items() if name in ("authorization", "x-request-id")}
@@ -225,7 +233,7 @@ async def _sent(place: Place, request: Request) -> AsyncIterator[asyncio.StreamR
         writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + request.body)
         await writer.drain()
         yield reader
-    except (OSError, asyncio.IncompleteReadError) as error:
+    except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         place.failed_at = time.monotonic()
         raise Upstream(502, _problem(f"The connection to {place.url} was lost: {error}")) from None
     finally:
@@ -239,10 +247,20 @@ async def _exchange(place: Place, request: Request) -> bytes:
         body = await reader.read()
         if (length := _content_length(head)) is not None and len(body) < length:
             raise asyncio.IncompleteReadError(body, length)
-    status = int(head.split(" ", 2)[1])
-    if status != 200:
-        raise Upstream(status, body)
+        if not (status := re.match(r"HTTP/1\.\d (\d{3})\b", head)):
+            raise ValueError("the answer is not HTTP")
+    if status[1] != "200":
+        raise Upstream(int(status[1]), body)
     return body
+
+
+def _json_object(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object, None if the text is not one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _content_length(head: str) -> int | None:

@@ -21,6 +21,8 @@ class Server:
 
     def __init__(self, name: str, status: int = 200) -> None:
         self.name, self.status, self.got = name, status, list[tuple[str, dict[str, Any], str]]()
+        self.data = json.dumps({"from": self.name, "kv_transfer_params": PARAMS}).encode()
+        self.head = f"HTTP/1.1 {status} X"
         self.dies_after: int | None = None
         """The number of bytes of an answer before the connection is reset; None: it is not."""
         self.answers, self.left = asyncio.Event(), asyncio.Event()
@@ -40,8 +42,7 @@ class Server:
             if client.done():
                 self.left.set()
                 return
-        data = json.dumps({"from": self.name, "kv_transfer_params": PARAMS}).encode()
-        answer = f"HTTP/1.1 {self.status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        answer = f"{self.head}\r\nContent-Length: {len(self.data)}\r\n\r\n".encode() + self.data
         writer.write(answer[: self.dies_after])
         if self.dies_after:
             await asyncio.sleep(0.05)  # the router has forwarded these bytes
@@ -211,5 +212,52 @@ def test_an_instance_that_failed_is_avoided() -> None:
         found = [(await ask(port, prompt="a", max_tokens=8))[0] for _ in range(3)]
         assert found == [503, 200, 200]
         assert len(servers[1].got) == 2
+
+    routed("folder", check)
+
+
+@pytest.mark.parametrize(
+    ("head", "data"),
+    [
+        ("HTTP/1.1 200 X", b"{}"),
+        ("HTTP/1.1 200 X", b"[1]"),
+        ("HTTP/1.1 200 X", b"no JSON"),
+        ("HTTP/1.1 two X", b"{}"),
+        ("SSH-2.0-server", b"{}"),
+        ("HTTP/1.1 200 " + "x" * (1 << 17), b"{}"),
+    ],
+    ids=["no place", "list", "text", "no status", "other protocol", "long head"],
+)
+def test_an_answer_without_the_place_of_the_cache_is_an_error(head: str, data: bytes) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        servers[0].head, servers[0].data = head, data
+        status, answer = await ask(port, prompt="a", max_tokens=8)
+        assert status == 502
+        assert router.prefill[0].url in answer["error"]["message"]
+        assert not any(each.busy for each in (*router.prefill, *router.decode))
+
+    routed("nixl", check)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 3\r\n\r\n[1]",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"x" * (1 << 18) + b"\r\n\r\n",
+    ],
+    ids=["list", "huge", "negative", "no number", "chunked", "empty", "long head"],
+)
+def test_an_invalid_request_has_an_answer(request_: bytes) -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_)
+        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
+        writer.close()
+        assert not any(each.got for each in servers)
 
     routed("folder", check)
