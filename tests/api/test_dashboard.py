@@ -252,6 +252,13 @@ def test_a_pipe_as_journal_is_not_waited_for(tmp_path: Path) -> None:
         assert client.get("/runs/run").status == 409
 
 
+def test_a_name_that_is_not_utf_8_is_listed(tmp_path: Path) -> None:
+    make_run(tmp_path / os.fsdecode(b"caf\xe9"), trials=0)
+    with serving(tmp_path) as client:
+        assert "/runs/caf%E9" in client.get("/").text
+        assert client.get("/runs/caf%E9").status != 404
+
+
 def test_linked_folders_are_not_listed(client: Client) -> None:
     assert "linked/" not in client.get("/").text
 

@@ -82,7 +82,7 @@ class _App:
         self._report: Callable[[Path, object], str] = lru_cache(maxsize=8)(self._new_report)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace")
+        path = os.fsdecode(environ.get("PATH_INFO", "").encode("latin-1"))
         if path == "/":
             return _html(start_response, self._overview())
         if not path.startswith(RUNS_PATH):
@@ -102,7 +102,7 @@ class _App:
 
     def _overview(self) -> str:
         lines = overview(self._studies)
-        links = {line.name: RUNS_PATH + quote(line.name) for line in lines}
+        links = {line.name: RUNS_PATH + quote(os.fsencode(line.name)) for line in lines}
         return overview_page(str(self._studies.root), lines, links, REFRESH_SECONDS, time.time())
 
     def _new_report(self, folder: Path, stamp: object) -> str:
