@@ -71,7 +71,10 @@ def test_a_graph_of_dynamo_fits_its_fields(
     data = json.loads(spec.read_text())
     space = {"prefill_decode": [None, "2xtp1+1xtp2"], "instance_sizes": "auto", "instances": "auto"}
     data["auto_tuner"] = {"space": {**space, "tensor_model_parallel_size": "auto"}}
-    data["serve"] |= {"engine": engine, "engine_args": {"served_model_name": "tiny", "chat_template": "chat.jinja"}}
+    data["serve"] |= {
+        "engine": engine,
+        "engine_args": {"served_model_name": "$(HF_TOKEN)", "chat_template": "chat.jinja"},
+    }
     options = {"image": "runtime:1.3.1", "volume": "models:/models"}
     graph = yaml.safe_load(only(exported(written(tmp_path, data), "dynamo", candidate, options=options)))
     jsonschema.Draft7Validator(DYNAMO).validate(graph)
@@ -79,6 +82,7 @@ def test_a_graph_of_dynamo_fits_its_fields(
     assert frontend["type"] == "frontend"
     assert {each["name"]: each["replicas"] for each in components} == {name: n for name, (n, _args) in workers.items()}
     for each in components:
+        assert "$$(HF_TOKEN)" in each["podTemplate"]["spec"]["containers"][0]["args"]  # Kubernetes reads $(HF_TOKEN)
         (container,) = each["podTemplate"]["spec"]["containers"]
         assert each.get("multinode", {"nodeCount": 1})["nodeCount"] == hosts
         assert container["command"] == ["python3", "-m", f"dynamo.{engine}"]

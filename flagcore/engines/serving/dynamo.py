@@ -101,7 +101,7 @@ class _Component:
             "name": "main",
             "image": job.options["image"],
             "command": ["python3", "-m", worker.module],
-            "args": [word.replace("$$", "$$$$") for word in self.arguments],  # Kubernetes reads $$ as $
+            "args": [word.replace("$", "$$") for word in self.arguments],  # Kubernetes reads $$ as $, and $(NAME)
             "env": [
                 *({"name": key, "value": value} for key, value in self.variables.items()),
                 *({"name": k, "valueFrom": {"secretKeyRef": {"name": secret, "key": k}}} for k in self.secrets),
