@@ -198,8 +198,12 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Tr
     estimated = sum(turn.input_len is None for turn in requests)
     default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
     note = f"lengths of {estimated} requests are estimated: {CHARACTERS_PER_TOKEN} characters a token"
+    inputs = list[int]()
+    for turn, before in zip(requests, follows, strict=True):
+        past = inputs[before] if before >= 0 else 0  # a prompt has at least the tokens of the one that it continues
+        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt)))
     trace = _trace(
-        [turn.input_len or estimated_tokens(turn.prompt) for turn in requests],
+        inputs,
         [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
         None if times is None else arrivals,
         texts=[turn.prompt for turn in requests],

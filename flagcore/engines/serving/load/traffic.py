@@ -40,6 +40,8 @@ def traffic(load: Load) -> Traffic:
         )
         if load.turns > 1:
             requests = _conversations(requests, load.turns)
+    if requests.follows is not None and not (requests.follows >= 0).any():
+        requests = replace(requests, follows=None, think_s=None)  # so few requests have no second turn
     follows, think_s = requests.follows, requests.think_s
     if follows is not None and think_s is not None:
         if not think_s.any():

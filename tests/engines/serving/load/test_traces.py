@@ -241,3 +241,13 @@ def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, [row]), turns=3)
     assert trace.follows is not None
     assert trace.follows.tolist() == [-1, 0, 1]
+
+
+def test_a_turn_has_at_least_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
+    row = {"input_len": 5000, "conversations": [{"from": who, "value": "a" * 40} for who in ("human", "gpt") * 2]}
+    assert read_trace(written(tmp_path, [row]), turns=2).input_len.tolist() == [5000, 5000]
+
+
+def test_requests_without_a_second_turn_are_no_conversations() -> None:
+    assert traffic(Load(turns=4, num_prompts=1, concurrency=1)).follows is None
+    assert traffic(Load(turns=4, num_prompts=2, concurrency=1)).follows is not None
