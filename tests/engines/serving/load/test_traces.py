@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -236,11 +237,18 @@ def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path:
 
 
 def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
-    """Each prompt contains all before it, so all prompts of this file together have 10 GB."""
-    row = {"conversations": [{"from": ("human", "gpt")[place % 2], "value": "x" * 100} for place in range(20_000)]}
-    trace = read_trace(written(tmp_path, [row]), turns=3)
+    """Each prompt contains all before it, so all prompts of this file together have 200 MB."""
+    row = {"conversations": [{"from": ("human", "gpt")[place % 2], "value": "x" * 100} for place in range(2_800)]}
+    file = written(tmp_path, [row])
+    tracemalloc.start()
+    try:
+        trace = read_trace(file, turns=3)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert trace.follows is not None
     assert trace.follows.tolist() == [-1, 0, 1]
+    assert peak < 20e6
 
 
 def test_a_turn_has_at_least_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
