@@ -72,6 +72,8 @@ def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
         envs["device_type_specific"] = of_types
     else:
         runner["nproc_per_node"] = job.platform.task.cluster.groups[0].devices_per_node
+    if section == "train" and (of_hosts := job.platform.task.spec.cluster.host_envs):
+        envs["node_specific"] = {host: _exported(variables) for host, variables in of_hosts.items()}
     return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
 
 

@@ -25,6 +25,7 @@ MAX_LISTED = 4096
 """Maximum number of meshes in a space; of more, the planner chooses."""
 EXPERT_SIZES = "expert_tensor_parallel_size_per_process_mesh"
 _STAGES = "_per_stage_micro_batch"
+OLD_KEYS = ("hetero_mode", "hetero_pipeline_stages", "hetero_micro_batch_sizes", "process_meshes")
 
 Sizes = tuple[int, ...]
 """TP, CP, EP, DP and PP of a mesh."""
@@ -61,6 +62,7 @@ class Hetero:
 
 def hetero_of(source: Source, flags: Flags) -> Hetero | None:
     """Return the meshes of a tree; None if `enable_hetero` is off. Raises SpecError for keys that FlagScale refuses."""
+    _check_release(source, flags)
     if not flags.get("enable_hetero"):
         return None
     flat, types = flags.get(MESHES_KEY), flags.get(TYPES)
@@ -84,6 +86,45 @@ def hetero_of(source: Source, flags: Flags) -> Hetero | None:
         raise source.error(flags.key(LAYERS), problem, value=layers, fix=fix)
     recompute = tuple(_recompute_of(source, flags, sizes)) if flags.get("recompute_granularity") else ()
     return Hetero(sizes=sizes, types=tuple(map(str, types)), layers=tuple(layers or ()), recompute=recompute)
+
+
+def _check_release(source: Source, flags: Flags) -> None:
+    """Raise SpecError, with the keys of today, for those of FlagScale before 0.6.
+
+    Source: FlagScale v0.3 (5c75bb7), `megatron/megatron/arguments.py`; `process_meshes` (TP, DP and PP of each mesh)
+    from 9838ede.
+    """
+    key = next((name for name in OLD_KEYS if flags.get(name) is not None), None)
+    if key is None:
+        return
+    tensor, context, expert = (
+        flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "expert_model")
+    )
+    lengths, layers = _old_stages(flags.get("hetero_pipeline_stages"))
+    meshes = [f"{tensor},{context},{expert},DP,{stages}" for stages in lengths]
+    if _are_sizes(old := flags.get("process_meshes")) and len(old) % 3 == 0:
+        triples = zip(old[::3], old[1::3], old[2::3], strict=True)
+        meshes = [f"{own},{context},{expert},{data},{stages}" for own, data, stages in triples]
+    if flags.get("hetero_mode") == "dp" or flags.get("hetero_micro_batch_sizes") is not None:
+        fix = f"split layers instead of data: enable_hetero, {MESHES_KEY} and {LAYERS}"
+    else:
+        of_meshes = f"[{','.join(meshes)}]" if meshes else "tp, cp, ep, dp and pp of each mesh"
+        of_layers = f"[{','.join(map(str, layers))}]" if layers else "the layers of each stage"
+        fix = f"use enable_hetero: true, {MESHES_KEY}: {of_meshes}, {LAYERS}: {of_layers}"
+    problem = "is a key of FlagScale before 0.6, which its program no longer knows"
+    raise source.error(flags.key(key), problem, value=flags.get(key), fix=fix)
+
+
+def _old_stages(value: object) -> tuple[list[int], list[int]]:
+    """Return the stages of each type and the layers of each stage from a list such as `2 4 4 3 5 5 5`."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    left = [int(word) for word in map(str, words) if word.isdecimal()]
+    lengths, layers = list[int](), list[int]()
+    while left:
+        stages, *left = left
+        lengths.append(stages)
+        layers, left = layers + left[:stages], left[stages:]
+    return (lengths, layers) if len(layers) == sum(lengths) else ([], [])
 
 
 def _are_sizes(value: object) -> bool:
@@ -139,11 +180,6 @@ def hetero_cluster(source: Source, hetero: Hetero, found: Machines, names: Mappi
             text = f"{found.nodes} nodes without a host file are divided evenly over {len(types)} types"
             source.note("experiment.runner.nnodes", text, "cluster.groups")
         groups = [{**_named(kind, names), **_nodes(devices, found.devices)} for kind, devices in pairs]
-    envs = source.at("experiment.envs")
-    of_types = envs.pop("device_type_specific", None) if isinstance(envs, dict) and len(groups) > 1 else None
-    for group in groups:
-        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("name", group["chip"])), dict):
-            group["envs"] = {name: value if type(value) is int else str(value) for name, value in own.items()}
     if len(groups) == 1:
         groups[0].pop("name", None)
     return {**section, "groups": groups} if len(groups) > 1 else {**section, **groups[0]}

@@ -14,7 +14,7 @@ from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore.importers.flagscale.experiment import control, machines
+from flagcore.importers.flagscale.experiment import add_own_variables, control, machines
 from flagcore.importers.flagscale.hetero import (
     chip_names,
     fixed_settings,
@@ -42,6 +42,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     section, count = found.section, found.nodes * found.devices
     if hetero is not None:
         section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
+    add_own_variables(source, section, found.lines if "hostfile" in section else ())
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:

@@ -66,6 +66,9 @@ SECOND = (
     "~train.model.untie_embeddings_and_output_weights",
     f"++{HETERO}.use_partial_reduce_for_shared_embedding=true",
     *(f"++train.system.recompute.recompute_{name}_per_stage_micro_batch={rows}" for name, rows in ROWS.items()),
+    "~experiment.envs.device_type_specific",
+    "++experiment.envs.device_type_specific={C550: {MCCL_DEBUG: INFO, LD_PRELOAD: /opt/maca/lib/libmccl.so}}",
+    "++experiment.envs.node_specific={n2: {NCCL_IB_HCA: mlx5_2}, n3: {MCCL_DEBUG: WARN, MCCL_IB_HCA: mlx5_0}}",
 )
 THIRD = (
     *OWN,
@@ -201,6 +204,39 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         check(cases[name], answer, run)
 
 
+OLD = {
+    "0.3": (
+        {"hetero_mode": "pp", "hetero_pipeline_stages": "[2,4,4,3,5,5,14]"},
+        ("1,1,1,DP,2,1,1,1,DP,3", "4,4,5,5,14"),
+    ),
+    "0.6": (
+        {"process_meshes": "[4,1,1,2,1,2]", "hetero_pipeline_stages": "[3,16,8,8]", "tensor_model_parallel_size": "4"},
+        ("4,1,1,1,1,2,1,1,1,2", "16,8,8"),
+    ),
+    "json": ({"hetero_mode": "pp", "hetero_pipeline_stages": "'2 12 12 1 8'"}, ("1,1,1,DP,2,1,1,1,DP,1", "12,12,8")),
+    "data": ({"hetero_mode": "dp", "hetero_micro_batch_sizes": "[2,1,3,2]"}, ("layers instead of data",)),
+    "wrong": ({"hetero_pipeline_stages": "[2,4]"}, ("hetero_process_meshes", "hetero_pipeline_layer_split")),
+}
+"""Keys of FlagScale before 0.6, and the values of today's keys."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_keys_of_old_releases_are_refused_with_those_of_today(name: str) -> None:
+    given, wanted = OLD[name]
+    overrides = [f"++train.system.{key}={value}" for key, value in given.items()]
+    with pytest.raises(SpecError) as caught:
+        api.read_tree(Path("train_hetero"), "tune", overrides)
+    assert caught.value.key.rpartition(".")[2] in given
+    assert [each for each in wanted if each not in str(caught.value.fix)] == []
+
+
+def test_a_host_file_with_more_slots_than_visible_devices_is_refused(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    envs = "++experiment.envs={node_specific: {n2: {IX_VISIBLE_DEVICES: '0,1'}}}"
+    with pytest.raises(SpecError, match="2 of 16 slots of n2"):
+        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], "~experiment.envs", envs])
+
+
 REFUSED = {
     "hetero_process_meshes": ("[2,1,1,4]", "hetero_process_meshes"),
     "hetero_device_types": ("[A800]", "hetero_device_types"),
@@ -250,6 +286,7 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
         [{**setup.environment, **setup.envs} for setup in each.setups] for each in (platform_again, platform)
     )
     assert found == given
+    assert platform_again.task.spec.cluster.host_envs == platform.task.spec.cluster.host_envs != {}
 
 
 def test_meshes_that_do_not_use_all_devices_of_a_type_are_no_baseline(tmp_path: Path) -> None:
