@@ -81,7 +81,7 @@ def hetero_of(source: Source, flags: Flags) -> Hetero | None:
         problem, fix = "is not the number of stages of all meshes", f"set it to {stages}"
         raise source.error(flags.key("pipeline_model_parallel_size"), problem, value=wanted, fix=fix)
     layers, number = flags.get(LAYERS), flags.get("num_layers")
-    if layers is not None and not (_are_sizes(layers) and len(layers) == stages and sum(layers) == number):
+    if layers is not None and not (_are_sizes(layers, least=0) and len(layers) == stages and sum(layers) == number):
         problem, fix = f"must be the layers of {stages} stages, {number} in all", "correct it, or leave it out"
         raise source.error(flags.key(LAYERS), problem, value=layers, fix=fix)
     recompute = tuple(_recompute_of(source, flags, sizes)) if flags.get("recompute_granularity") else ()
@@ -127,8 +127,8 @@ def _old_stages(value: object) -> tuple[list[int], list[int]]:
     return (lengths, layers) if len(layers) == sum(lengths) else ([], [])
 
 
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int and each > 0 for each in value)
+def _are_sizes(value: object, least: int = 1) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= least for each in value)
 
 
 def _recompute_of(source: Source, flags: Flags, sizes: Sequence[Sizes]) -> Iterator[str]:
@@ -258,7 +258,7 @@ def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int
         return fixed
     text = "meshes and layers of all candidates are those of the tree; remove it and space.meshes to search them"
     flags.note(LAYERS, text, f"train.settings.{LAYOUT}")
-    stages = [f"t*{count}" for count in hetero.layers]
+    stages = [f"t*{count}" if count else "" for count in hetero.layers]
     return {**fixed, LAYOUT: f"E{'|'.join(stages)}{'m' * mtp_layers}L"}
 
 
