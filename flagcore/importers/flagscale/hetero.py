@@ -229,11 +229,16 @@ def meshes_problem(
     if batch % (samples * first):
         return f"{samples * first} samples at once do not divide a global batch of {batch}"
     for group, (kind, devices) in zip(cluster["groups"], hetero.groups, strict=True):
-        of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
-        found = group.get("nodes", 0) * group.get("devices_per_node", 0) or of_hosts
+        found = _devices_of(group, kind, lines)
         if found and found != devices:
             return f"its meshes use {devices} of {found} devices of {kind}"
     return ""
+
+
+def _devices_of(group: Mapping[str, Any], kind: str, lines: Sequence[HostLine]) -> int:
+    """Return the devices of a node group, from the host file if it has no number of nodes; 0 if unknown."""
+    of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
+    return int(group.get("nodes", 0) * group.get("devices_per_node", 0)) or of_hosts
 
 
 def _mesh_names(hetero: Hetero) -> list[str]:
@@ -277,7 +282,11 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
 
 
 def meshes_of_space(
-    source: Source, hetero: Hetero, cluster: Mapping[str, Any], baseline: Mapping[str, Any]
+    source: Source,
+    hetero: Hetero,
+    cluster: Mapping[str, Any],
+    baseline: Mapping[str, Any],
+    lines: Sequence[HostLine],
 ) -> list[str] | str:
     """Return the meshes that the tuner's space allows on a `cluster`; `auto` if the planner chooses them, empty on one
     node group.
@@ -291,7 +300,8 @@ def meshes_of_space(
         return "auto"
     counts = hetero.devices
     if len(groups := cluster.get("groups", ())) == len(counts):
-        known = [group.get("nodes", 0) * group.get("devices_per_node", 0) for group in groups]
+        pairs = zip(groups, hetero.groups, strict=True)
+        known = [_devices_of(group, kind, lines) for group, (kind, _) in pairs]
         counts = known if all(known) else counts
     choices = [_sizes(entries[5 * place : 5 * place + 5], count) for place, count in enumerate(counts)]
     number = math.prod(map(len, choices))

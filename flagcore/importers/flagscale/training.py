@@ -73,7 +73,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if hetero is not None:
         fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
         train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, section, baseline)
+        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
     problem = ""
     if hetero is not None and "groups" in section:
         batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]

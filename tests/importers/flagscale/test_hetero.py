@@ -204,6 +204,26 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         check(cases[name], answer, run)
 
 
+@pytest.mark.long
+@pytest.mark.skipif("FLAGSCALE" not in os.environ, reason="needs FLAGSCALE, the folder flag_scale of FlagScale's wheel")
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama3/train_hetero", [18, 14]), ("aquila/train_hetero", [6, 2, 4]), ("deepseek_v3/train_hetero", [11, 6, 7])],
+)
+def test_layouts_that_flagscale_ships_fit_and_are_compared_with_the_balanced_one(
+    name: str, layers: list[int], tmp_path: Path
+) -> None:
+    asked = case(name, tmp_path, WHEEL)
+    found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
+    mixing = api.estimate(found.data).mixing
+    assert mixing is not None
+    assert mixing["layers"] == layers
+    assert sum(mixing["balanced"]["layers"]) == sum(layers)
+    assert mixing["balanced"]["step_time_s"] <= mixing["mixed"]["step_time_s"]
+    assert mixing["limit"]
+    assert all(0.0 <= share < 0.5 for share in mixing["idle"].values())
+
+
 OLD = {
     "0.3": (
         {"hetero_mode": "pp", "hetero_pipeline_stages": "[2,4,4,3,5,5,14]"},
@@ -264,6 +284,16 @@ def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     ]
     assert "pipeline_model_parallel_layout" not in found.data["train"].get("settings", {})
     assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
+
+
+def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    (tmp_path / "of_test.txt").write_text("n1 slots=16 type=A800\nn2 slots=4 type=BI-V150\n")
+    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner" and "VISIBLE" not in each]
+    space = "experiment.auto_tuner.space.hetero_process_meshes=[8,1,1,auto,1,4,1,1,auto,1]"
+    envs = ["~experiment.envs", f"{HETERO}.hetero_pipeline_layer_split=null"]
+    found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *envs, space])
+    assert found.data["auto_tuner"]["space"]["meshes"] == ["A800 tp8 dp2 + BI-V150 tp4"]
 
 
 @pytest.mark.slow
