@@ -14,6 +14,7 @@ from typing import Any
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.meshes import MESHES, SIZES, mesh_text
+from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.experiment import Machines
 from flagcore.importers.flagscale.source import Source
 from flagcore.spec.host_file import HostLine
@@ -201,8 +202,8 @@ def _nodes(devices: int, per_node: int) -> dict[str, Any]:
     return {"nodes": nodes, "devices_per_node": devices // nodes}
 
 
-def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a baseline with meshes in place of parallel sizes."""
+def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool) -> dict[str, Any]:
+    """Return a baseline with meshes in place of parallel sizes; with `derived`, its split of layers is derived."""
     recompute = ("use_recompute", *(f"recompute_{name}" for name in ("granularity", "method", "num_layers")))
     if hetero.is_plain:
         tensor, context, expert, data, _ = hetero.sizes[0]
@@ -210,7 +211,9 @@ def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any]) -> dict[str, Any
         sizes = {"tp": tensor, "pp": stages, "cp": context, "ep": expert, "dp": data}
         own = {SIZES[name]: size for name, size in sizes.items() if size > 1 or SIZES[name] in baseline}
         off = {"use_recompute": False} if set(hetero.recompute) == {""} else {}
-        return {**{name: each for name, each in baseline.items() if not (off and name in recompute)}, **own, **off}
+        split = {SPLIT: "balanced"} if derived and stages > 1 else {}
+        kept = {name: each for name, each in baseline.items() if not (off and name in recompute)}
+        return {**kept, **own, **off, **split}
     own_knobs = {*SIZES.values(), *recompute, "num_layers_per_virtual_pipeline_stage"}
     parts = zip(_mesh_names(hetero), hetero.sizes, hetero.recompute or [""] * len(hetero.sizes), strict=True)
     text = " + ".join(mesh_text(name, dict(zip(SIZES, sizes, strict=True)), words) for name, sizes, words in parts)

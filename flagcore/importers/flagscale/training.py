@@ -20,6 +20,7 @@ from flagcore.importers.flagscale.hetero import (
     fixed_settings,
     hetero_cluster,
     hetero_of,
+    is_tuned,
     meshes_of_space,
     meshes_problem,
     mixed_baseline,
@@ -53,7 +54,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
     if hetero is not None:
         count = sum(hetero.devices)
-        baseline = mixed_baseline(hetero, baseline)
+        baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))
     for name in (*baseline, *RECOMPUTE) if hetero is None else ():
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"

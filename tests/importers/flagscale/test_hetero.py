@@ -286,6 +286,15 @@ def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
 
 
+def test_the_baseline_of_equal_meshes_in_a_tuner_has_derived_layers(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
+    equal = [f"{HETERO}.hetero_process_meshes=[2,1,1,4,1,2,1,1,4,2]", f"{HETERO}.hetero_pipeline_layer_split=[20,6,6]"]
+    tuner = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *equal]).data["auto_tuner"]
+    assert tuner["baseline"]["layer_split"] == "balanced"
+    assert tuner["baseline"]["pipeline_model_parallel_size"] == 3
+
+
 def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Path) -> None:
     asked = case("first", tmp_path, WHEEL)
     (tmp_path / "of_test.txt").write_text("n1 slots=16 type=A800\nn2 slots=4 type=BI-V150\n")
