@@ -111,15 +111,26 @@ class Platform:
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the environment of plugins and of the spec, and with the changes of plugins.
 
-        On hosts of several node groups, each host has those of its own chip, and SLOTS and KIND are replaced.
+        On hosts of several node groups, each host has those of its own chip, and SLOTS and KIND are replaced. A host
+        also has its own variables of the spec.
         """
-        spec = self.task.spec
-        if not (self.setups and planned.hosts):
-            environment = {**planned.environment, **self.environment, **spec.envs, **spec.cluster.envs}
-            return self.prepare_launch(replace(planned, environment=environment))
-        setups = dict(zip(spec.cluster.hosts, (each for each in self.setups for _ in range(each.nodes)), strict=False))
-        on_host = {host: _set_up(planned, setups[host], spec.envs) for host in planned.hosts}
+        spec, own = self.task.spec, self.task.spec.cluster.host_envs
+        if not (planned.hosts and (self.setups or own)):
+            return self._prepared(planned, {})
+        of_hosts = (each for each in self.setups for _ in range(each.nodes))
+        setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
+        on_host: dict[str, Launch] = {}
+        for host in planned.hosts:
+            of_host = own.get(host, {})
+            one = _set_up(planned, setups[host], spec.envs, of_host) if setups else self._prepared(planned, of_host)
+            on_host[host] = one
         return replace(on_host[planned.hosts[0]], on_host=on_host)
+
+    def _prepared(self, planned: Launch, of_host: Mapping[str, str]) -> Launch:
+        """Return the launch of a host of a single node group."""
+        spec = self.task.spec
+        environment = {**planned.environment, **self.environment, **spec.envs, **spec.cluster.envs, **of_host}
+        return self.prepare_launch(replace(planned, environment=environment))
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
         """Return `planned` with the time, memory and disk limits of a trial."""
@@ -139,9 +150,9 @@ class Platform:
         return memory if self.support.shared_devices else None
 
 
-def _set_up(planned: Launch, setup: HostSetup, envs: Mapping[str, str]) -> Launch:
+def _set_up(planned: Launch, setup: HostSetup, envs: Mapping[str, str], of_host: Mapping[str, str]) -> Launch:
     """Return the launch of one host."""
-    environment = {**planned.environment, **setup.environment, **envs, **setup.envs}
+    environment = {**planned.environment, **setup.environment, **envs, **setup.envs, **of_host}
     own = setup.prepare_launch(replace(planned, environment=environment))
     words = (word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in own.argv)
     return replace(own, argv=tuple(words))

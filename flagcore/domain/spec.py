@@ -34,8 +34,9 @@ class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
     `groups` are node groups of different chips or speeds in the order of their ranks. They replace all other fields
-    except `grams_co2_per_kwh`, `hosts` (in the same order) and `nodes`, the number of hosts. A group has own `envs`,
-    a `name`, empty for that of its chip, and a `speed` relative to the chip.
+    except `grams_co2_per_kwh`, `hosts` (in the same order), `host_envs` and `nodes`, the number of hosts. A group has
+    own `envs`, a `name`, empty for that of its chip, and a `speed` relative to the chip. `host_envs` are the variables
+    of single hosts.
 
     The last `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes`
     nodes; None: on all.
@@ -54,6 +55,7 @@ class ClusterSpec:
     price_per_device_hour: float | None = None
     grams_co2_per_kwh: float | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
+    host_envs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     groups: tuple[ClusterSpec, ...] = ()
     name: str = ""
     speed: float = 1.0

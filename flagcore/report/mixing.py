@@ -21,9 +21,9 @@ def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
     rows = [{**each, "plan": _(each["split"]) if each["split"] else _("mixed")} for each in plans]
     rows += [{**each, "plan": _("alone")} for each in alone]
     table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
-    rate = sum(each["tokens_per_second"] for each in alone)
-    devices = sum(each["devices"] for each in alone)
-    table.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
+    if alone:
+        rate, devices = (sum(each[key] for each in alone) for key in ("tokens_per_second", "devices"))
+        table.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
     columns = {
         _("plan"): "plan",
         _("chips"): "chips",
@@ -37,10 +37,10 @@ def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
 
 def verdict(mixing: Mapping[str, Any]) -> str:
     """Return whether mixing pays, what limits it, and which chips idle."""
-    if not mixing["alone"]:
-        return _("No kind of chip can run the job alone.")
     figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
-    if mixing["of_best_alone"] >= PAYS:
+    if not mixing["alone"]:
+        text = _("No kind of chip can run the job alone.")
+    elif mixing["of_best_alone"] >= PAYS:
         text = _("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
     else:
         text = _("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)

@@ -22,8 +22,10 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path,
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     lines = read_hosts(base / cluster.hostfile, file=file) if cluster.hostfile is not None else ()
+    host_envs = _of_hosts(cluster, lines, file)
     if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        return replace(_groups(cluster, lines, file), grams_co2_per_kwh=cluster.grams_co2_per_kwh)
+        of_groups = _groups(cluster, lines, file)
+        return replace(of_groups, grams_co2_per_kwh=cluster.grams_co2_per_kwh, host_envs=host_envs)
     if not lines:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = tuple(line.host for line in lines), lines[0].slots
@@ -37,7 +39,18 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path,
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
     whole = _nodes(cluster.model_copy(update=numbers), ("cluster",), file)
-    return replace(whole, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes)
+    return replace(whole, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes, host_envs=host_envs)
+
+
+def _of_hosts(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> dict[str, dict[str, str]]:
+    """Return the environment variables of single hosts. Raises SpecError for hosts that are not in the host file."""
+    hosts = [line.host for line in lines]
+    if unknown := [host for host in cluster.host_envs if host not in hosts]:
+        problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
+        raise join_errors([spec_error(("cluster", "host_envs", each), problem, fix=fix, file=file) for each in unknown])
+    return {
+        host: environment_of(envs, ("cluster", "host_envs", host), file) for host, envs in cluster.host_envs.items()
+    }
 
 
 def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
@@ -50,7 +63,7 @@ def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> ClusterSpec:
     """Return a cluster of several groups: those of the section, or one for each type in the host file `lines`."""
-    others = cluster.model_fields_set - {"groups", "hostfile", "grams_co2_per_kwh"}
+    others = cluster.model_fields_set - {"groups", "hostfile", "host_envs", "grams_co2_per_kwh"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
         problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"

@@ -151,9 +151,12 @@ class ClusterSection(NodesSection):
     """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
     grams_co2_per_kwh: Grams | None = None
     """Carbon dioxide in grams per kWh of the electricity, for the emissions of tokens and of `planned_steps`."""
+    host_envs: dict[str, dict[str, Value | int]] = Field(default={})
+    """Environment variables of trials on single hosts of `hostfile`, by host. They override those of the spec and of
+    the host's group."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`; null: those of
-    the types in `hostfile`, or identical nodes."""
+    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile` and
+    `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
 
 
 class TrainJob(Section):

@@ -13,6 +13,7 @@ import yaml
 from flagcore import api
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import fixed_task
+from flagcore.report.mixing import verdict
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -171,3 +172,10 @@ def test_a_fixed_layout_is_compared_with_the_balanced_one(flag: Flag, spec: Call
     assert first > 2 > second
     assert mixing["balanced"]["step_time_s"] < mixing["mixed"]["step_time_s"]
     assert f"{first}, {second}" in flag("estimate", str(path)).out
+
+
+def test_the_balanced_split_is_shown_if_no_chip_can_run_alone() -> None:
+    nothing = {"alone": [], "of_sum": None, "of_best_alone": None, "best_alone": ""}
+    plan = {"idle": {"a": 0.27}, "limit": "bubble", "slowest": "a", "layers": [11, 13]}
+    text = verdict({**nothing, **plan, "balanced": {"layers": [10, 14], "step_time_s": 2.0}})
+    assert all(figure in text for figure in ("27%", "11, 13", "10, 14"))

@@ -97,6 +97,16 @@ def platform(given: Spec) -> Platform:
     return discover(given, loaded)
 
 
+@pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
+def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
+    chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
+    there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
+    planned = planned_launch(there, small.ENGINES["megatron"], small.candidate(), str(tmp_path))
+    on_host = there.prepared(planned).on_host
+    assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
+    assert on_host["a"].environment["X_VISIBLE"] == "0,1"
+
+
 @pytest.mark.slow
 def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     groups = [{"chip": "chip-x"}, {"chip": "chip-y", "envs": {"OF_GROUP": "ours"}}]

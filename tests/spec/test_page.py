@@ -100,6 +100,8 @@ def parse_example(key: str, example: object, base: dict[str, Any], tmp_path: Pat
     data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
     if path[:-1] == ["cluster", "groups"]:
         data["cluster"] = {"groups": {"chip": "C550"}}
+    if path == ["cluster", "host_envs"]:
+        data["cluster"] = {"hostfile": "hosts.txt"}
     if path[:2] == ["serve", "client"]:
         data["serve"]["client"] = {"command": ["x"]}
     place = data

@@ -144,6 +144,8 @@ def test_hostfile_and_spec_must_agree(read_error: ReadError, tmp_path: Path) -> 
     assert read_error("cluster: {hostfile: hosts, nodes: 3}").key == "cluster.nodes"
     assert read_error("cluster: {hostfile: hosts, devices_per_node: 4}").key == "cluster.devices_per_node"
     assert read_error("cluster: {hostfile: nowhere}").key == "cluster.hostfile"
+    assert read_error("cluster: {hostfile: hosts, host_envs: {other: {A: 1}}}").key == "cluster.host_envs.other"
+    assert read_error("cluster: {host_envs: {other: {A: 1}}}").key == "cluster.host_envs.other"
 
 
 def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.megatron.mixed_split import best_mixed_splits
+from flagcore.engines.megatron.mixed_split import best_mixed_splits, few_microbatches
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Splits, Training, distinct
 from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, MTP, stage
 from flagcore.engines.megatron.partition import EQUAL, Middles, all_fronts, leading_layers, search, search_equal
@@ -45,7 +45,9 @@ def split_layers(
         return train, layout
     layouts, starts = [layout[rows]], Placement.of(layout[rows], costs).starts
     layouts += [each.layout for each in layouts[0].further]
-    first, which = distinct([*(getattr(each, name) for each in layouts for name in DEPENDS_ON), *starts])
+    batches = [layouts[0].microbatches * few_microbatches(train, layouts[0])] if costs.further else []
+    depends = (getattr(each, name) for each in layouts for name in DEPENDS_ON)
+    first, which = distinct([*depends, *starts, *batches])
     few = layout[rows[first]]
     column = np.zeros_like(layout.pipeline)
     if costs.further:

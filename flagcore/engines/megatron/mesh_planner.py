@@ -38,6 +38,8 @@ MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
 """What is equal on all meshes of a trial."""
+FIELDS = ("tp", "context", "ep", "dp", "pp", "recompute")
+"""What describes a mesh."""
 LARGE = 64
 """Node groups with more devices are planned alone with the sizes of their meshes only."""
 STEPS = 24
@@ -100,7 +102,9 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
     sets = [some for size in range(1, len(names) + 1) for some in combinations(range(len(names)), size)]
-    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for some in sets for order in permutations(some)}
+    scores: dict[tuple[int, ...], dict[tuple[int, ...], float]] = {
+        order: {} for some in sets for order in permutations(some)
+    }
     alike = () if plan else EQUAL
     equal = alike or (("tp", "dp") if tied(task) else ())
     for _, context, samples in sorted(_batches(task, options)):
@@ -114,20 +118,25 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                 if not plan and order == (*range(len(names)),):
                     continue  # the sizes of candidates without meshes
                 seconds, chosen = _best(task, [crossed[group] for group in order], limit)
-                for place, score in enumerate(seconds.tolist()):
-                    meshes = zip(order, chosen, strict=True)
-                    text = " + ".join(_text(names[group], each, place, words) for group, each in meshes)
-                    scores[order][text] = min(scores[order].get(text, np.inf), score)
-    ranked = {text: score for of_order in scores.values() for text, score in of_order.items()}
-    found = sorted(ranked, key=lambda text: ranked[text])[:PLANNED]
-    for of_order in scores.values():
-        found += sorted(of_order, key=lambda text: of_order[text])[: PLANNED // len(scores)]
-    return tuple(dict.fromkeys(found))
+                rows = np.stack([getattr(each, field) for each in chosen for field in FIELDS], axis=1)
+                for meshes, score in zip(map(tuple, rows.tolist()), seconds.tolist(), strict=True):
+                    scores[order][meshes] = min(scores[order].get(meshes, np.inf), score)
+    ranked = {(order, meshes): score for order, own in scores.items() for meshes, score in own.items()}
+    found = sorted(ranked, key=lambda key: ranked[key])[:PLANNED]
+    for order, own in scores.items():
+        best = sorted(own, key=lambda meshes: own[meshes])[: PLANNED // len(scores)]
+        found += [(order, meshes) for meshes in best]
+    return tuple(_text([names[group] for group in order], meshes, words) for order, meshes in dict.fromkeys(found))
 
 
-def _text(name: str, options: MeshOptions, row: int, words: Sequence[str]) -> str:
-    sizes = {key: int(getattr(options, key)[row]) for key in ("tp", "ep", "dp", "pp")}
-    return mesh_text(name, {**sizes, "cp": int(options.context[row])}, words[int(options.recompute[row])])
+def _text(names: Sequence[str], meshes: Sequence[int], words: Sequence[str]) -> str:
+    """Return the text of meshes from the `FIELDS` of each."""
+    texts = []
+    for number, name in enumerate(names):
+        tensor, context, expert, data, stages, recompute = meshes[len(FIELDS) * number :][: len(FIELDS)]
+        sizes = {"tp": tensor, "ep": expert, "dp": data, "pp": stages, "cp": context}
+        texts.append(mesh_text(name, sizes, words[recompute]))
+    return " + ".join(texts)
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:

@@ -2,29 +2,46 @@
 
 A split is best if the slowest stage is as fast as possible. The search starts from the minimum of each stage and gives
 one layer after the other to the stage that is fastest with one more. This is exact, because a stage with more layers is
-never faster.
+never faster. With few micro-batches, a slower stage may shorten the step, because the pipeline fills sooner. Then
+single layers are moved while this shortens the step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training
 from flagcore.engines.megatron.partition import Fronts, all_fronts
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
+from flagcore.engines.schedules.critical_path import StageTimes
+from flagcore.engines.schedules.formulas import makespan
+
+FEW = 4.0
+"""Micro-batches per stage from which on the filling of the pipeline is not worth a slower stage."""
+SHORT = 8
+"""Maximum number of stages of which layers are moved."""
+GAIN = 0.01
+"""Minimum share of the step by which a move must shorten it, because passes count as a third forward."""
+
+
+def few_microbatches(train: Training, layout: Layout) -> BoolArray:
+    """Return the candidates whose filling counts: pipelines of 1F1B with few stages and micro-batches."""
+    few = (layout.microbatches < FEW * layout.pipeline) & (layout.pipeline <= SHORT) & (layout.pipeline > 1.0)
+    return np.asarray(few & (layout.virtual == 1.0) & (train.options.schedule is None))
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSplit(ArrayRecord):
     """The best split of each candidate.
 
-    `seconds` is the time of the slowest stage, inf if there is no split. `layers` and `leading` are the layers of each
-    stage and the leading dense ones among them: (candidates, stages).
+    `seconds` is the time of the slowest stage before layers are moved, inf if there is no split. `layers` and `leading`
+    are the layers of each stage and the leading dense ones among them: (candidates, stages).
     """
 
     seconds: FloatArray
@@ -79,7 +96,7 @@ def _search(
         leading[row, stage], layers[row, stage], limits[row, stage] = count, low, high
     if most is not None:
         limits = np.minimum(limits, np.take_along_axis(most[:, :, : place.size], leading[:, None], axis=1)[:, 0])
-    kinds, times = _kinds(train, layout, costs, paces, leading)
+    least, (kinds, times) = layers.copy(), _kinds(train, layout, costs, paces, leading)
     left = total - layers.sum(axis=1)
     possible = (left >= 0) & (layers <= limits).all(axis=1)
     after = np.where(layers + 1.0 <= limits, _seconds(times, kinds, layers + 1.0), np.inf)
@@ -96,7 +113,46 @@ def _search(
         left[growing] -= 1.0
         growing = growing[left[growing] > 0]
     slowest = np.where(place <= last[:, None], _seconds(times, kinds, layers), 0.0).max(axis=1)
+    _move(np.flatnonzero(possible & few_microbatches(train, layout)), layout, times, kinds, layers, (least, limits))
     return MixedSplit(np.where(possible, slowest, np.inf), layers, leading.astype(np.float64))
+
+
+def _move(
+    rows: IntArray,
+    layout: Layout,
+    times: FloatArray,
+    kinds: IntArray,
+    layers: FloatArray,
+    bounds: tuple[FloatArray, FloatArray],
+) -> None:
+    """Move single layers of the candidates `rows` between stages in place, while a move shortens the step.
+
+    `kinds` and `times` are those of `_kinds`, `bounds` the minimum and maximum of the layers of each stage.
+    """
+    least, most = bounds
+    for length in np.unique(layout.pipeline[rows]).astype(np.int64).tolist():
+        some = rows[layout.pipeline[rows] == length]
+        one = np.eye(length)
+        moves = np.stack([one[taker] - one[giver] for taker, giver in permutations(range(length), 2)])
+        seconds = _step(layers[some, :length][None], some, layout, times, kinds)[0]
+        while some.size:
+            tried = layers[some, :length] + moves[:, None]
+            legal = ((tried >= least[some, :length]) & (tried <= most[some, :length])).all(axis=2)
+            found = np.where(legal, _step(tried, some, layout, times, kinds), np.inf)
+            chosen, row = found.argmin(axis=0), np.arange(some.size)
+            better = found[chosen, row] < (1.0 - GAIN) * seconds
+            some, seconds = some[better], found[chosen, row][better]
+            layers[some, :length] = tried[chosen, row][better]
+
+
+def _step(layers: FloatArray, rows: IntArray, layout: Layout, times: FloatArray, kinds: IntArray) -> FloatArray:
+    """Return the seconds of 1F1B without messages: (moves, rows), for layers of the shape (moves, rows, stages)."""
+    length = layers.shape[2]
+    counts = np.clip(layers, 0.0, times.shape[1] - 1.0).astype(np.int64)
+    busy = times[kinds[rows, :length], counts, rows[:, None]].reshape(-1, length).T
+    none, batches = np.zeros_like(busy), np.tile(layout.microbatches[rows], len(layers))
+    stages = StageTimes(forward=busy / 3.0, backward_input=busy * 2.0 / 3.0, backward_weight=none, send=none[0])
+    return makespan("1f1b", stages, batches, np.ones_like(batches)).reshape(len(layers), -1)
 
 
 def _kinds(

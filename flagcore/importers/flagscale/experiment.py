@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,49 @@ def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
         elif value is not None or not own_devices:
             envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
     return envs
+
+
+def add_own_variables(source: Source, cluster: dict[str, Any], lines: Sequence[HostLine]) -> None:
+    """Move the variables of device types and of hosts into the section `cluster`; `lines` are those of its host file.
+
+    As in FlagScale, variables of a host override those of its type, and these the others.
+    """
+    envs, groups = source.at("experiment.envs"), cluster.get("groups", ())
+    if not isinstance(envs, dict):
+        return
+    kinds = {line.kind for line in lines} | {_kind(group) for group in groups}
+    of_types = _variables(source, "device_type_specific", kinds)
+    of_hosts = _variables(source, "node_specific", {line.host for line in lines})
+    for line in lines:
+        visible = {**envs, **of_types.get(line.kind, {}), **of_hosts.get(line.host, {})}
+        name = next((name for name in visible if name.endswith("_VISIBLE_DEVICES")), "")
+        count = len(str(visible.get(name)).split(","))
+        if name and line.slots and count < line.slots:
+            problem, fix = f"shows {count} of {line.slots} slots of {line.host}", f"write slots={count} in that line"
+            source.report(f"experiment.envs.{name}", problem, value=visible[name], fix=fix)
+    for group in groups:
+        if own := of_types.get(_kind(group)):
+            group["envs"] = own
+    if lines and not groups:
+        envs.update(of_types.get(lines[0].kind, {}))
+    if of_hosts:
+        cluster["host_envs"] = of_hosts
+
+
+def _variables(source: Source, section: str, names: Collection[str]) -> dict[str, dict[str, str | int]]:
+    """Take the variables of each of `names` in a section of `experiment.envs`."""
+    key, found = f"experiment.envs.{section}", dict[str, dict[str, str | int]]()
+    for name, given in source.section(key).items():
+        own = source.mapping(f"{key}.{name}", given)
+        if name in names:
+            found[name] = {each: value if type(value) is int else str(value) for each, value in own.items()}
+        else:
+            source.note(f"{key}.{name}", "dropped: no host of the host file has this name or type", "envs")
+    return found
+
+
+def _kind(group: Mapping[str, Any]) -> str:
+    return str(group.get("name", group["chip"]))
 
 
 TIME_LIMITS = {"train": 300, "serve": 3000}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import ExportJob
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 from flagcore.engines.megatron.hetero import mixed
@@ -66,13 +67,28 @@ def _experiment(job: ExportJob, section: str) -> dict[str, Any]:
     envs: dict[str, Any] = _exported(job.launch.environment)
     if job.platform.setups and section == "train":
         runner["rdzv_backend"] = "static"
-        of_types = {each.kind: _exported({**each.environment, **each.envs}) for each in job.platform.setups}
+        of_types = {
+            each.kind: _visible(each.support, each.devices) | _exported({**each.environment, **each.envs})
+            for each in job.platform.setups
+        }
         own = {name for variables in of_types.values() for name in variables}
         envs = {name: value for name, value in envs.items() if name not in own}
         envs["device_type_specific"] = of_types
     else:
-        runner["nproc_per_node"] = job.platform.task.cluster.groups[0].devices_per_node
+        runner["nproc_per_node"] = devices = job.platform.task.cluster.groups[0].devices_per_node
+        if section == "train" and job.nodes > 1:
+            envs |= _visible(job.platform.support, devices)
+    if section == "train" and (of_hosts := job.platform.task.spec.cluster.host_envs):
+        envs["node_specific"] = {host: _exported(variables) for host, variables in of_hosts.items()}
     return {"exp_name": job.name, "exp_dir": f"outputs/{job.name}", "task": task, "runner": runner, "envs": envs}
+
+
+def _visible(support: EngineSupport, devices: int) -> dict[str, Any]:
+    """Return the variable of a host's visible devices: FlagScale's runner fails on a host file without one
+    (16a2dd5, `flagscale/runner/runner_train.py`, `run_node`).
+    """
+    name = support.visible_devices or ""
+    return {name: ",".join(map(str, range(devices)))} if name.endswith("_VISIBLE_DEVICES") else {}
 
 
 def _exported(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from flagcore.domain.chip import Chip, normalize_name
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.meshes import MESHES, SIZES, mesh_text
+from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.experiment import Machines
 from flagcore.importers.flagscale.source import Source
 from flagcore.spec.host_file import HostLine
@@ -25,6 +26,7 @@ MAX_LISTED = 4096
 """Maximum number of meshes in a space; of more, the planner chooses."""
 EXPERT_SIZES = "expert_tensor_parallel_size_per_process_mesh"
 _STAGES = "_per_stage_micro_batch"
+OLD_KEYS = ("hetero_mode", "hetero_pipeline_stages", "hetero_micro_batch_sizes", "process_meshes")
 
 Sizes = tuple[int, ...]
 """TP, CP, EP, DP and PP of a mesh."""
@@ -61,6 +63,7 @@ class Hetero:
 
 def hetero_of(source: Source, flags: Flags) -> Hetero | None:
     """Return the meshes of a tree; None if `enable_hetero` is off. Raises SpecError for keys that FlagScale refuses."""
+    _check_release(source, flags)
     if not flags.get("enable_hetero"):
         return None
     flat, types = flags.get(MESHES_KEY), flags.get(TYPES)
@@ -79,15 +82,54 @@ def hetero_of(source: Source, flags: Flags) -> Hetero | None:
         problem, fix = "is not the number of stages of all meshes", f"set it to {stages}"
         raise source.error(flags.key("pipeline_model_parallel_size"), problem, value=wanted, fix=fix)
     layers, number = flags.get(LAYERS), flags.get("num_layers")
-    if layers is not None and not (_are_sizes(layers) and len(layers) == stages and sum(layers) == number):
+    if layers is not None and not (_are_sizes(layers, least=0) and len(layers) == stages and sum(layers) == number):
         problem, fix = f"must be the layers of {stages} stages, {number} in all", "correct it, or leave it out"
         raise source.error(flags.key(LAYERS), problem, value=layers, fix=fix)
     recompute = tuple(_recompute_of(source, flags, sizes)) if flags.get("recompute_granularity") else ()
     return Hetero(sizes=sizes, types=tuple(map(str, types)), layers=tuple(layers or ()), recompute=recompute)
 
 
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int and each > 0 for each in value)
+def _check_release(source: Source, flags: Flags) -> None:
+    """Raise SpecError, with the keys of today, for those of FlagScale before 0.6.
+
+    Source: FlagScale v0.3 (5c75bb7), `megatron/megatron/arguments.py`; `process_meshes` (TP, DP and PP of each mesh)
+    from 9838ede.
+    """
+    key = next((name for name in OLD_KEYS if flags.get(name) is not None), None)
+    if key is None:
+        return
+    tensor, context, expert = (
+        flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "expert_model")
+    )
+    lengths, layers = _old_stages(flags.get("hetero_pipeline_stages"))
+    meshes = [f"{tensor},{context},{expert},DP,{stages}" for stages in lengths]
+    if _are_sizes(old := flags.get("process_meshes")) and len(old) % 3 == 0:
+        triples = zip(old[::3], old[1::3], old[2::3], strict=True)
+        meshes = [f"{own},{context},{expert},{data},{stages}" for own, data, stages in triples]
+    if flags.get("hetero_mode") == "dp" or flags.get("hetero_micro_batch_sizes") is not None:
+        fix = f"split layers instead of data: enable_hetero, {MESHES_KEY} and {LAYERS}"
+    else:
+        of_meshes = f"[{','.join(meshes)}]" if meshes else "tp, cp, ep, dp and pp of each mesh"
+        of_layers = f"[{','.join(map(str, layers))}]" if layers else "the layers of each stage"
+        fix = f"use enable_hetero: true, {MESHES_KEY}: {of_meshes}, {LAYERS}: {of_layers}"
+    problem = "is a key of FlagScale before 0.6, which its program no longer knows"
+    raise source.error(flags.key(key), problem, value=flags.get(key), fix=fix)
+
+
+def _old_stages(value: object) -> tuple[list[int], list[int]]:
+    """Return the stages of each type and the layers of each stage from a list such as `2 4 4 3 5 5 5`."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    left = [int(word) for word in map(str, words) if word.isdecimal()]
+    lengths, layers = list[int](), list[int]()
+    while left:
+        stages, *left = left
+        lengths.append(stages)
+        layers, left = layers + left[:stages], left[stages:]
+    return (lengths, layers) if len(layers) == sum(lengths) else ([], [])
+
+
+def _are_sizes(value: object, least: int = 1) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= least for each in value)
 
 
 def _recompute_of(source: Source, flags: Flags, sizes: Sequence[Sizes]) -> Iterator[str]:
@@ -139,11 +181,6 @@ def hetero_cluster(source: Source, hetero: Hetero, found: Machines, names: Mappi
             text = f"{found.nodes} nodes without a host file are divided evenly over {len(types)} types"
             source.note("experiment.runner.nnodes", text, "cluster.groups")
         groups = [{**_named(kind, names), **_nodes(devices, found.devices)} for kind, devices in pairs]
-    envs = source.at("experiment.envs")
-    of_types = envs.pop("device_type_specific", None) if isinstance(envs, dict) and len(groups) > 1 else None
-    for group in groups:
-        if isinstance(of_types, dict) and isinstance(own := of_types.get(group.get("name", group["chip"])), dict):
-            group["envs"] = {name: value if type(value) is int else str(value) for name, value in own.items()}
     if len(groups) == 1:
         groups[0].pop("name", None)
     return {**section, "groups": groups} if len(groups) > 1 else {**section, **groups[0]}
@@ -165,8 +202,8 @@ def _nodes(devices: int, per_node: int) -> dict[str, Any]:
     return {"nodes": nodes, "devices_per_node": devices // nodes}
 
 
-def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a baseline with meshes in place of parallel sizes."""
+def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool) -> dict[str, Any]:
+    """Return a baseline with meshes in place of parallel sizes; with `derived`, its split of layers is derived."""
     recompute = ("use_recompute", *(f"recompute_{name}" for name in ("granularity", "method", "num_layers")))
     if hetero.is_plain:
         tensor, context, expert, data, _ = hetero.sizes[0]
@@ -174,7 +211,9 @@ def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any]) -> dict[str, Any
         sizes = {"tp": tensor, "pp": stages, "cp": context, "ep": expert, "dp": data}
         own = {SIZES[name]: size for name, size in sizes.items() if size > 1 or SIZES[name] in baseline}
         off = {"use_recompute": False} if set(hetero.recompute) == {""} else {}
-        return {**{name: each for name, each in baseline.items() if not (off and name in recompute)}, **own, **off}
+        split = {SPLIT: "balanced"} if derived and stages > 1 else {}
+        kept = {name: each for name, each in baseline.items() if not (off and name in recompute)}
+        return {**kept, **own, **off, **split}
     own_knobs = {*SIZES.values(), *recompute, "num_layers_per_virtual_pipeline_stage"}
     parts = zip(_mesh_names(hetero), hetero.sizes, hetero.recompute or [""] * len(hetero.sizes), strict=True)
     text = " + ".join(mesh_text(name, dict(zip(SIZES, sizes, strict=True)), words) for name, sizes, words in parts)
@@ -193,11 +232,16 @@ def meshes_problem(
     if batch % (samples * first):
         return f"{samples * first} samples at once do not divide a global batch of {batch}"
     for group, (kind, devices) in zip(cluster["groups"], hetero.groups, strict=True):
-        of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
-        found = group.get("nodes", 0) * group.get("devices_per_node", 0) or of_hosts
+        found = _devices_of(group, kind, lines)
         if found and found != devices:
             return f"its meshes use {devices} of {found} devices of {kind}"
     return ""
+
+
+def _devices_of(group: Mapping[str, Any], kind: str, lines: Sequence[HostLine]) -> int:
+    """Return the devices of a node group, from the host file if it has no number of nodes; 0 if unknown."""
+    of_hosts = sum(line.slots or 0 for line in lines if line.kind == kind)
+    return int(group.get("nodes", 0) * group.get("devices_per_node", 0)) or of_hosts
 
 
 def _mesh_names(hetero: Hetero) -> list[str]:
@@ -222,7 +266,7 @@ def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int
         return fixed
     text = "meshes and layers of all candidates are those of the tree; remove it and space.meshes to search them"
     flags.note(LAYERS, text, f"train.settings.{LAYOUT}")
-    stages = [f"t*{count}" for count in hetero.layers]
+    stages = [f"t*{count}" if count else "" for count in hetero.layers]
     return {**fixed, LAYOUT: f"E{'|'.join(stages)}{'m' * mtp_layers}L"}
 
 
@@ -241,7 +285,11 @@ def chip_names(source: Source, types: Sequence[str], chips: Sequence[Chip]) -> d
 
 
 def meshes_of_space(
-    source: Source, hetero: Hetero, cluster: Mapping[str, Any], baseline: Mapping[str, Any]
+    source: Source,
+    hetero: Hetero,
+    cluster: Mapping[str, Any],
+    baseline: Mapping[str, Any],
+    lines: Sequence[HostLine],
 ) -> list[str] | str:
     """Return the meshes that the tuner's space allows on a `cluster`; `auto` if the planner chooses them, empty on one
     node group.
@@ -255,7 +303,8 @@ def meshes_of_space(
         return "auto"
     counts = hetero.devices
     if len(groups := cluster.get("groups", ())) == len(counts):
-        known = [group.get("nodes", 0) * group.get("devices_per_node", 0) for group in groups]
+        pairs = zip(groups, hetero.groups, strict=True)
+        known = [_devices_of(group, kind, lines) for group, (kind, _) in pairs]
         counts = known if all(known) else counts
     choices = [_sizes(entries[5 * place : 5 * place + 5], count) for place, count in enumerate(counts)]
     number = math.prod(map(len, choices))

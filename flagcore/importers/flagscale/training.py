@@ -14,12 +14,13 @@ from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.meshes import MESHES
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore.importers.flagscale.experiment import control, machines
+from flagcore.importers.flagscale.experiment import add_own_variables, control, machines
 from flagcore.importers.flagscale.hetero import (
     chip_names,
     fixed_settings,
     hetero_cluster,
     hetero_of,
+    is_tuned,
     meshes_of_space,
     meshes_problem,
     mixed_baseline,
@@ -42,6 +43,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     section, count = found.section, found.nodes * found.devices
     if hetero is not None:
         section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
+    add_own_variables(source, section, found.lines if "hostfile" in section else ())
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
@@ -52,7 +54,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
     if hetero is not None:
         count = sum(hetero.devices)
-        baseline = mixed_baseline(hetero, baseline)
+        baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))
     for name in (*baseline, *RECOMPUTE) if hetero is None else ():
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
@@ -72,7 +74,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if hetero is not None:
         fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
         train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, section, baseline)
+        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
     problem = ""
     if hetero is not None and "groups" in section:
         batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]

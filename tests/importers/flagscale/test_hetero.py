@@ -66,6 +66,9 @@ SECOND = (
     "~train.model.untie_embeddings_and_output_weights",
     f"++{HETERO}.use_partial_reduce_for_shared_embedding=true",
     *(f"++train.system.recompute.recompute_{name}_per_stage_micro_batch={rows}" for name, rows in ROWS.items()),
+    "~experiment.envs.device_type_specific",
+    "++experiment.envs.device_type_specific={C550: {MCCL_DEBUG: INFO, LD_PRELOAD: /opt/maca/lib/libmccl.so}}",
+    "++experiment.envs.node_specific={n2: {NCCL_IB_HCA: mlx5_2}, n3: {MCCL_DEBUG: WARN, MCCL_IB_HCA: mlx5_0}}",
 )
 THIRD = (
     *OWN,
@@ -201,6 +204,59 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         check(cases[name], answer, run)
 
 
+@pytest.mark.long
+@pytest.mark.skipif("FLAGSCALE" not in os.environ, reason="needs FLAGSCALE, the folder flag_scale of FlagScale's wheel")
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama3/train_hetero", [18, 14]), ("aquila/train_hetero", [6, 2, 4]), ("deepseek_v3/train_hetero", [11, 6, 7])],
+)
+def test_layouts_that_flagscale_ships_fit_and_are_compared_with_the_balanced_one(
+    name: str, layers: list[int], tmp_path: Path
+) -> None:
+    asked = case(name, tmp_path, WHEEL)
+    found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
+    mixing = api.estimate(found.data).mixing
+    assert mixing is not None
+    assert mixing["layers"] == layers
+    assert sum(mixing["balanced"]["layers"]) == sum(layers)
+    assert mixing["balanced"]["step_time_s"] <= mixing["mixed"]["step_time_s"]
+    assert mixing["limit"]
+    assert all(0.0 <= share < 0.5 for share in mixing["idle"].values())
+
+
+OLD = {
+    "0.3": (
+        {"hetero_mode": "pp", "hetero_pipeline_stages": "[2,4,4,3,5,5,14]"},
+        ("1,1,1,DP,2,1,1,1,DP,3", "4,4,5,5,14"),
+    ),
+    "0.6": (
+        {"process_meshes": "[4,1,1,2,1,2]", "hetero_pipeline_stages": "[3,16,8,8]", "tensor_model_parallel_size": "4"},
+        ("4,1,1,1,1,2,1,1,1,2", "16,8,8"),
+    ),
+    "json": ({"hetero_mode": "pp", "hetero_pipeline_stages": "'2 12 12 1 8'"}, ("1,1,1,DP,2,1,1,1,DP,1", "12,12,8")),
+    "data": ({"hetero_mode": "dp", "hetero_micro_batch_sizes": "[2,1,3,2]"}, ("layers instead of data",)),
+    "wrong": ({"hetero_pipeline_stages": "[2,4]"}, ("hetero_process_meshes", "hetero_pipeline_layer_split")),
+}
+"""Keys of FlagScale before 0.6, and the values of today's keys."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_keys_of_old_releases_are_refused_with_those_of_today(name: str) -> None:
+    given, wanted = OLD[name]
+    overrides = [f"++train.system.{key}={value}" for key, value in given.items()]
+    with pytest.raises(SpecError) as caught:
+        api.read_tree(Path("train_hetero"), "tune", overrides)
+    assert caught.value.key.rpartition(".")[2] in given
+    assert [each for each in wanted if each not in str(caught.value.fix)] == []
+
+
+def test_a_host_file_with_more_slots_than_visible_devices_is_refused(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    envs = "++experiment.envs={node_specific: {n2: {IX_VISIBLE_DEVICES: '0,1'}}}"
+    with pytest.raises(SpecError, match="2 of 16 slots of n2"):
+        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], "~experiment.envs", envs])
+
+
 REFUSED = {
     "hetero_process_meshes": ("[2,1,1,4]", "hetero_process_meshes"),
     "hetero_device_types": ("[A800]", "hetero_device_types"),
@@ -230,6 +286,25 @@ def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     assert found.data["cluster"]["groups"][1] == {"chip": "BI-V150", "envs": {"IXCCL_DEBUG": "WARN"}}
 
 
+def test_the_baseline_of_equal_meshes_in_a_tuner_has_derived_layers(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
+    equal = [f"{HETERO}.hetero_process_meshes=[2,1,1,4,1,2,1,1,4,2]", f"{HETERO}.hetero_pipeline_layer_split=[20,6,6]"]
+    tuner = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *equal]).data["auto_tuner"]
+    assert tuner["baseline"]["layer_split"] == "balanced"
+    assert tuner["baseline"]["pipeline_model_parallel_size"] == 3
+
+
+def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    (tmp_path / "of_test.txt").write_text("n1 slots=16 type=A800\nn2 slots=4 type=BI-V150\n")
+    overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner" and "VISIBLE" not in each]
+    space = "experiment.auto_tuner.space.hetero_process_meshes=[8,1,1,auto,1,4,1,1,auto,1]"
+    envs = ["~experiment.envs", f"{HETERO}.hetero_pipeline_layer_split=null"]
+    found = api.read_tree(Path(asked["directory"]), "tune", [*overrides, *envs, space])
+    assert found.data["auto_tuner"]["space"]["meshes"] == ["A800 tp8 dp2 + BI-V150 tp4"]
+
+
 @pytest.mark.slow
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     asked = case("second", tmp_path, WHEEL)
@@ -249,7 +324,11 @@ def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     found, given = (
         [{**setup.environment, **setup.envs} for setup in each.setups] for each in (platform_again, platform)
     )
-    assert found == given
+    for setup, own, again in zip(platform.setups, given, found, strict=True):
+        shown = again.pop(setup.support.visible_devices)  # FlagScale's runner needs it
+        assert shown == ",".join(map(str, range(setup.devices)))
+        assert own == again
+    assert platform_again.task.spec.cluster.host_envs == platform.task.spec.cluster.host_envs != {}
 
 
 def test_meshes_that_do_not_use_all_devices_of_a_type_are_no_baseline(tmp_path: Path) -> None:

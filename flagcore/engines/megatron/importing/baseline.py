@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flagcore.engines.megatron.importing.arguments import Flags
+from flagcore.engines.megatron.split import SPLIT
 
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -72,6 +73,6 @@ def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dic
     if train["global_batch_size"] % samples:
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
     has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
-    if model["num_layers"] % stages and not has_split:
+    if model["num_layers"] % stages and not (has_split or baseline.get(SPLIT)):
         return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
     return ""
