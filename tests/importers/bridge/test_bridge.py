@@ -156,3 +156,11 @@ def test_a_config_that_is_not_a_whole_recipe_is_an_error(text: str, key: str, tm
 def test_an_override_without_a_key_or_value_is_an_error(override: str) -> None:
     with pytest.raises(FlagError):
         imported("llama3_8b.yaml", override)
+
+
+@pytest.mark.parametrize("key", ["train.globl_batch_size", "trian.global_batch_size"])
+def test_an_override_of_a_misspelt_key_is_an_error(key: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        imported("llama3_8b.yaml", f"{key}=64")
+    assert [each.key for each in caught.value.problems] == [key]
+    assert imported("llama3_8b.yaml", f"+{key}=64", "ddp.overlap_param_gather=false").data
