@@ -64,12 +64,13 @@ def _placeholders(hosts: Collection[str]) -> dict[str, str]:
 
 
 def _environment(job: ExportJob, hosts: Collection[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """Return the variables of all pods, and the secrets by variable."""
+    """Return the variables of all pods, and the secrets by variable. A pod has devices of its own, counted from 0."""
     placeholders, ranks = _placeholders(hosts), dict[str, str]()
     if not job.launch.ready:
         ranks = {name.strip("{}").upper(): value for name, value in placeholders.items()}
         ranks |= {f"PET_{name}": value for name, value in ranks.items()} if len(hosts) > 1 else {}
     variables = {**ranks, **job.launch.environment}
+    variables.pop(job.platform.support.visible_devices or "", None)
     secrets = {name: (f"{job.name}-secrets", name) for name in variables if is_secret(name)}
     return {name: _fill(value, placeholders) for name, value in variables.items() if name not in secrets}, secrets
 

@@ -44,6 +44,10 @@ def verdict(mixing: Mapping[str, Any]) -> str:
         text = _("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
     else:
         text = _("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    used = mixing["mixed"]["implementation"]
+    if own := [each for each in mixing["alone"] if each["implementation"] != used]:
+        kinds = ", ".join(f"{each['chips']} {each['implementation']}" for each in own)
+        text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
     idle = ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items())
     if idle:
         limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}

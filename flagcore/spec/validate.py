@@ -17,6 +17,8 @@ from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """The maximum number of problems that are listed for one file."""
+LISTED_KEYS = 4
+"""The maximum number of keys of a section that a message lists."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -162,6 +164,8 @@ def _words_of(part: Schema) -> list[str]:
         if "minLength" not in part:
             return [_("a string")]
         return [_("a string of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
+    if 0 < len(keys := list(part.get("properties", {}))) <= LISTED_KEYS:
+        return [_("a mapping with keys such as {keys}", keys=", ".join(keys))]
     return ["null" if kind == "null" else _("a mapping")]
 
 

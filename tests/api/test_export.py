@@ -136,6 +136,18 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
+def test_each_node_of_a_mixed_plan_has_its_own_type(tmp_path: Path) -> None:
+    groups = [{"chip": chip, "nodes": 1, "devices_per_node": 2} for chip in ("H100-SXM", "C550")]
+    space = {"meshes": ["H100-SXM tp2 + C550 tp2"]}
+    data = {**SMALL_TRAINING, "cluster": {"groups": groups}, "auto_tuner": {"space": space}}
+    script = only(exported(written(tmp_path, data), "slurm"))
+    node = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
+    words = started(script, tmp_path, "torchrun", DEVICE_TYPE="C550", **node)
+    assert words[words.index("--hetero-current-device-type") + 1] == "C550"
+    with pytest.raises(subprocess.CalledProcessError):
+        started(script, tmp_path, "torchrun", **node)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> None:
     command = ["env", "sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}"]
@@ -159,7 +171,8 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
 
 def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    text = only(exported(server(tmp_path), "kubernetes", "instances=2, tp=2", options={"image": "image:1"}))
+    job = server(tmp_path, envs={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    text = only(exported(job, "kubernetes", "instances=2, tp=2", options={"image": "image:1"}))
     deployment, service = yaml.safe_load_all(text)
     for each in (deployment, service):
         kind = SCHEMAS["kinds"][f"{each['apiVersion']} {each['kind']}"]
@@ -171,6 +184,7 @@ def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> Non
     assert words[1:3] == ["vllm", "serve"]
     assert words[words.index("--host") + 1] == "0.0.0.0"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert "CUDA_VISIBLE_DEVICES" not in text  # a pod counts its own devices from 0
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["containerPort"]
 
 

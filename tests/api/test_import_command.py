@@ -188,3 +188,18 @@ def test_flags_that_are_not_known_are_noted_with_the_flag_that_may_be_meant() ->
     assert "--tensor-parallel-size" in notes["--tensor-paralel-size"]
     assert "--max-lora-rank" in notes
     assert "--max-model-len" not in notes
+
+
+def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
+    words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--num-layers 8', '--num-layers 12 --num-experts 8')}"]
+    with pytest.raises(SpecError) as caught:
+        api.read_command("megatron", words, model="model")
+    assert {each.key for each in caught.value.problems} == {"--num-layers", "--num-experts"}
+
+
+def test_other_names_of_a_knob_are_the_baseline_too() -> None:
+    words = "--recompute-activations --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    imported = api.read_command("megatron", [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING} {words}"])
+    baseline = imported.data["auto_tuner"]["baseline"]
+    assert (baseline["use_recompute"], baseline["recompute_granularity"]) == (True, "selective")
+    assert baseline["num_layers_per_virtual_pipeline_stage"] == 2

@@ -105,3 +105,17 @@ def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_l
     assert other["expected_s"] >= (report.expected_s or 0.0)
     assert api.explain_candidate(data, "instances=4, tp=2").state == "illegal"
     assert not api.explain_candidate(data, "instances=2, tp=1, max_num_seqs=32").matches
+
+
+def test_idle_devices_are_named_also_if_no_candidate_meets_the_limits(
+    flag: Flag, spec: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(**space: Any) -> bool:
+        caplog.clear()
+        serve = {**SPEC["serve"], "slo": {"tpot_s": {"mean": 1e-9}}}
+        cluster = {"chip": "H100-SXM", "memory_per_device": None}
+        assert flag("estimate", spec(serve=serve, cluster=cluster, auto_tuner={"space": space})).code == 3
+        return "auto_tuner.cards" in caplog.text
+
+    assert warned(parallel=[2, 4])
+    assert not warned(instances="auto")

@@ -116,6 +116,18 @@ def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable
     assert 0 <= mixing["idle"]["cpu"] < 1
 
 
+def test_kinds_alone_with_another_implementation_are_named(flag: Flag, spec: Callable[..., str]) -> None:
+    groups = [{"chip": chip, "nodes": 1, "devices_per_node": 2} for chip in ("H100-SXM", "C550")]
+    groups = [{**group, "nic_bytes_per_second": 1e10} for group in groups]
+    mixing = api.estimate(spec(*groups)).mixing
+    assert mixing is not None
+    used = mixing["mixed"]["implementation"]
+    differ = [each["implementation"] for each in mixing["alone"] if each["implementation"] != used]
+    assert differ
+    assert "train.implementation" in flag("estimate", spec(*groups)).out
+    assert "train.implementation differs" not in flag("estimate", spec(LARGE, LARGE)).out
+
+
 def test_an_estimate_compares_splits_of_layers_and_of_data(flag: Flag, spec: Callable[..., str]) -> None:
     mixing = api.estimate(spec(LARGE, LARGE)).mixing
     assert mixing is not None

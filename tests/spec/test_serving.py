@@ -63,6 +63,10 @@ def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None
 
 def test_limits_have_the_names_of_figures() -> None:
     assert serve(slo={"ttft_s": {"p99": 1.0, "mean": 0.5}}).slo == {"ttft_s.mean": 0.5, "ttft_s.p99": 1.0}
+    with pytest.raises(SpecError) as caught:
+        serve(slo={"ttft_s": 1})
+    assert caught.value.key == "serve.slo.ttft_s"
+    assert "p99" in caught.value.problem
 
 
 def test_paths_start_at_the_folder_of_the_spec() -> None:

@@ -351,11 +351,12 @@ def _family_names(task: Task) -> list[str]:
 
 
 def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
-    """Return a warning if no candidate uses all devices that a trial may use, else an empty text."""
+    """Return a warning if no candidate uses all devices that a trial may use, also if all are pruned."""
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
-    if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not rows.size:
+    columns = problem.space.columns(rows) if rows.size else problem.space.columns()
+    if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not len(problem.space):
         return []
-    max_used = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
+    max_used = int(workload.device_counts(engine_task(task), columns).max())
     usable_count = work.cards or task.cluster.devices
     if max_used >= usable_count:
         return []

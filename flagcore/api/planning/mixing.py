@@ -106,6 +106,7 @@ def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
                 "tokens_per_second": train.global_batch_size * train.seq_length / seconds,
                 "step_time_s": seconds,
                 "candidate": problem.space.candidate(row).as_dict(),
+                "implementation": train.implementation or "local",
             }
     return None
 

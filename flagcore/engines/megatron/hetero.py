@@ -80,7 +80,7 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
     kinds = [group.kind for group in task.spec.cluster.groups] or types or [task.cluster.groups[0].chip.name]
     words = [ENABLE, MESH_FLAG, *(str(size) for mesh in meshes for size in mesh.sizes)]
     words += [LAYERS, *map(str, _layers(platform, values, stages)), TYPES, *(kinds[mesh.group] for mesh in meshes)]
-    if len(set(kinds)) > 1 and task.spec.cluster.hosts:
+    if len(set(kinds)) > 1 and (task.spec.cluster.hosts or not arguments):
         words += [CURRENT_TYPE, KIND]
     elif CURRENT_TYPE not in arguments:
         words += [CURRENT_TYPE, kinds[0]]

@@ -12,7 +12,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
-from flagcore.engines.serving.common.knobs import CONTEXT, LAYOUT, divisors
+from flagcore.engines.serving.common.knobs import CONTEXT, LAYOUT, tensor_sizes
 
 CACHE_SHARE = 0.25
 """Share of the memory in use that an expert reserves for the cache. With less, an instance gets more devices."""
@@ -37,7 +37,7 @@ def usual_space(
         if named is not None:
             usual[knob.name] = named
         elif task.spec.serve.default_space:
-            usual[knob.name] = tuple(size for size in divisors(task) if size <= node) if knob.name == TP else AUTO
+            usual[knob.name] = tuple(size for size in tensor_sizes(task) if size <= node) if knob.name == TP else AUTO
     return usual
 
 

@@ -14,14 +14,32 @@ from flagcore.engines.serving.load.traffic import in_flight
 FIXED_RATES = RATES[:3]
 """Rates that the arrivals of requests determine, if servers keep up."""
 
+LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
+"""Seconds from which a limit is questioned. The whole answer (`e2e_s`) may take long."""
+
 
 def spec_warnings(spec: Spec, program: Program) -> list[str]:
-    """Return a line for an unknown release, too few requests, an objective that the load determines, and speculation
-    with unknown acceptance.
+    """Return a line for an unknown release, limits that look like milliseconds, too few requests, an objective that
+    the load determines, and speculation with unknown acceptance.
     """
     serve = spec.serve
     release = unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
-    return [*release, *_few_requests(serve), *_rate_of_load(spec), *_unknown_acceptance(spec, program)]
+    return [
+        *release,
+        *_long_limits(serve),
+        *_few_requests(serve),
+        *_rate_of_load(spec),
+        *_unknown_acceptance(spec, program),
+    ]
+
+
+def _long_limits(serve: ServeSpec) -> list[str]:
+    """Return a line for each limit that no user would wait for, which is usually one in milliseconds."""
+    return [
+        f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
+        for name, limit in serve.slo.items()
+        if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf)
+    ]
 
 
 def _few_requests(serve: ServeSpec) -> list[str]:

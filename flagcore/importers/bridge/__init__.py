@@ -56,8 +56,8 @@ class Bridge:
         """Return the config in the file or checkpoint `name`, or else that of the recipe `name` of the installed
         package, with `overrides` such as `train.global_batch_size=512`. Raises SpecError, UsageError.
         """
-        config, file = read_recipe(directory / name, name, overrides)
-        data, notes = translate(config, file, name, chips)
+        config, file, added = read_recipe(directory / name, name, overrides)
+        data, notes = translate(config, file, name, chips, added)
         return ImportedRecipe(data=data, notes=notes, file=file)
 
 

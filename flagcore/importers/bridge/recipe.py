@@ -40,8 +40,9 @@ _Loader.add_constructor("tag:yaml.org,2002:set", _items)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return the config at `path`, or else of the recipe `name`, as plain values, and its file for messages.
+def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
+    """Return the config at `path`, or else of the recipe `name`, as plain values, its file for messages, and the keys
+    of overrides `a.b=c` that the config does not have.
 
     A directory is a checkpoint, or contains the checkpoints of iterations. An override is `a.b=c`, or a YAML file of
     changes. Raises SpecError, UsageError.
@@ -53,13 +54,13 @@ def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[s
         config, file = _read(path, str(path)), str(path)
     else:
         config, file = _config_of_recipe(name), name
-    config = _sections(config)
+    config, added = _sections(config), list[str]()
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
             _merge(config, _sections(_read(Path(override), override)))
-        else:
-            _override(config, override, file)
-    return config, file
+        elif _override(config, override, file) and not override.startswith(("+", "~")):
+            added.append(override.partition("=")[0])
+    return config, file, added
 
 
 def _config_of_recipe(name: str) -> dict[str, Any]:
@@ -117,8 +118,10 @@ def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
             config[key] = value
 
 
-def _override(config: dict[str, Any], override: str, file: str) -> None:
-    """Set a value as the command line of Megatron-Bridge does: a.b=c, +a.b=c, ++a.b=c or ~a.b. Raises SpecError."""
+def _override(config: dict[str, Any], override: str, file: str) -> bool:
+    """Set a value as the command line of Megatron-Bridge does: a.b=c, +a.b=c, ++a.b=c or ~a.b. Return whether the key
+    is new. Raises SpecError.
+    """
     key, equals, text = override.partition("=")
     removes, key = key.startswith("~"), key.lstrip("+~")
     *parents, name = key.split(".")
@@ -129,6 +132,8 @@ def _override(config: dict[str, Any], override: str, file: str) -> None:
         if not isinstance(section.setdefault(parent, {}), dict):
             section[parent] = {}
         section = section[parent]
+    is_new = name not in section
     section.pop(name, None)
     if not removes:
         section[name] = plain(parse_yaml(text, file=file), file=file)
+    return is_new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import ImportNote
@@ -16,6 +16,7 @@ from flagcore.engines.megatron.importing.shape import shape
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.errors import join_errors
+from flagcore.i18n import _
 from flagcore.spec.importing import Notes
 
 USED_SECTIONS = (
@@ -52,9 +53,16 @@ _SETTING_NAMES = frozenset(setting.name for setting in SETTINGS) - {"pipeline_sc
 
 
 def translate(
-    config: Mapping[str, Any], file: str, name: str, chips: Callable[[], Sequence[Chip]]
+    config: Mapping[str, Any],
+    file: str,
+    name: str,
+    chips: Callable[[], Sequence[Chip]],
+    added: Collection[str] = (),
 ) -> tuple[dict[str, Any], tuple[ImportNote, ...]]:
-    """Return the data of a spec for a config, and notes. The name of a recipe may have devices. Raises SpecError."""
+    """Return the data of a spec for a config, and notes. The name of a recipe may have devices.
+
+    Raises SpecError, also for keys in `added`, those of overrides that the config does not have, without a use.
+    """
     notes = Notes(file)
     sections = {key: value for key in USED_SECTIONS if isinstance(value := config.get(key), Mapping)}
     model, train = sections.get("model", {}), sections.get("train", {})
@@ -91,7 +99,9 @@ def translate(
     steps = train.get("train_iters")
     if steps:
         notes.note("train.train_iters", f"dropped ({steps}): a trial has few steps; see auto_tuner.control", "train")
-    _note_others(config, sections, used, notes)
+    _note_others(config, sections, used, notes, added)
+    if notes.problems:
+        raise join_errors(notes.problems)
     return {"model": section, "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(notes.notes)
 
 
@@ -220,12 +230,22 @@ def _note_others(
     sections: Mapping[str, Mapping[str, Any]],
     used: Mapping[str, set[str]],
     notes: Notes,
+    added: Collection[str],
 ) -> None:
-    """Note the sections and the keys that a spec does not have. Null, false and empty values are not listed."""
+    """Note the sections and the keys that a spec does not have. Null, false and empty values are not listed. Report
+    those in `added`: most are misspelt.
+    """
     taken = {"train": {"micro_batch_size", "global_batch_size", "train_iters"}, "dataset": {"seq_length"}}
     taken |= {"ddp": {"use_distributed_optimizer", "grad_reduce_in_fp32"}, "tokenizer": {"vocab_size"}}
     taken |= {"mixed_precision": {"bf16", "fp16", "fp8", "fp4", "fp8_recipe", "grad_reduce_in_fp32"}}
     taken |= {"model": {"vocab_size", "hf_model_id", LAYOUT, VIRTUAL}, "optimizer": {"use_distributed_optimizer"}}
+    for override in added:
+        section, *keys = override.split(".")
+        known = taken.get(section, set()) | used.get(section, set())
+        known |= _SETTING_NAMES if section in SETTING_SECTIONS else {"rampup_batch_size"}
+        if section not in USED_SECTIONS or (keys and keys[0] not in known):
+            fix = _("correct it, or write +{key}=VALUE", key=override)
+            notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():
         known = taken.get(section, set()) | used.get(section, set())
         if keys := [

@@ -61,6 +61,8 @@ def serving(source: Source) -> dict[str, Any]:
     source.drop("experiment.runner.deploy", "each trial starts the engine's own server", "serve")
     for key, value in leaves(item):
         source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
+    if found.nodes > 1 and "hostfile" in found.section:
+        tuner["launcher"] = "ssh"
     return {"model": model, "cluster": found.section, "serve": serve, "auto_tuner": tuner}
 
 

@@ -85,3 +85,10 @@ def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
 def test_the_baseline_takes_the_layouts_that_the_space_lists() -> None:
     task = serving("vllm", devices=8, space={"instances": (1, 2), "tensor_model_parallel_size": (2, 4)})
     assert (baseline(VLLM, task)["instances"], baseline(VLLM, task)["tensor_model_parallel_size"]) == (2, 4)
+
+
+@pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda each: each.name)
+def test_an_instance_may_have_a_power_of_two_of_the_devices(engine: Engine) -> None:
+    task = serving(engine.name, devices=12, space={engine.split_by: "auto"})
+    (sizes,) = [axis.values for axis in engine.axes(task) if axis.knob == engine.split_by]
+    assert set(sizes) == {1, 2, 3, 4, 6, 8, 12}

@@ -181,3 +181,11 @@ def test_values_of_unexpected_types_are_named(text: str, tmp_path: Path) -> None
 def test_an_override_does_not_contain_itself() -> None:
     with pytest.raises(SpecError):
         imported("llama3_8b.yaml", "optimizer.main_grads_dtype=&a [*a]")
+
+
+@pytest.mark.parametrize("key", ["train.globl_batch_size", "trian.global_batch_size"])
+def test_an_override_of_a_misspelt_key_is_an_error(key: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        imported("llama3_8b.yaml", f"{key}=64")
+    assert [each.key for each in caught.value.problems] == [key]
+    assert imported("llama3_8b.yaml", f"+{key}=64", "ddp.overlap_param_gather=false").data

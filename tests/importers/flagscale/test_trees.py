@@ -284,6 +284,16 @@ def test_instances_that_only_prefill_or_decode_become_one_candidate() -> None:
     assert parse_spec(found.data, file="x", base=Path(), engines=ENGINES).space["prefill_decode"] == ("2xtp2+1xtp2",)
 
 
+@pytest.mark.parametrize(("lines", "launcher"), [("a slots=8\nb slots=8\n", "ssh"), ("a slots=8\n", "local")])
+def test_servers_start_on_the_hosts_of_the_hostfile(lines: str, launcher: str) -> None:
+    Path("hosts.txt").write_text(lines)
+    vllm = ("experiment.auto_tuner.engines=[vllm]", "++experiment.runner.hostfile=hosts.txt")
+    nodes = f"++experiment.runner.nnodes={len(lines.splitlines())}"
+    found = tree("serve_pairs", *vllm, nodes)
+    spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
+    assert (spec.cluster.nodes, spec.launcher) == (len(lines.splitlines()), launcher)
+
+
 def test_the_computed_width_is_reported() -> None:
     extra = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
     found = tree("train_dense", *extra)

@@ -21,6 +21,8 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
     With `on_meshes`, the sizes are not those of the job.
     """
     baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
+    if per_stage := _layers_of_virtual_stages(flags, baseline.get("pipeline_model_parallel_size", 1)):
+        baseline["num_layers_per_virtual_pipeline_stage"] = per_stage
     if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
         flags.note(
             "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
@@ -39,9 +41,21 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
     return baseline
 
 
+def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:
+    """Return the layers of a virtual stage if Megatron's arguments have the number of virtual stages; else 0."""
+    virtual, layers = flags.get("num_virtual_stages_per_pipeline_rank"), flags.get("num_layers")
+    if type(virtual) is not int or type(layers) is not int or type(stages) is not int or virtual < 1 or stages < 1:
+        return 0
+    return 0 if layers % (virtual * stages) else layers // (virtual * stages)
+
+
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the knobs of recompute. Block recompute of 0 layers is off."""
+    """Return the knobs of recompute. Block recompute of 0 layers is off. `recompute_activations` is selective, as in
+    Megatron-LM core_v0.15 `validate_args` (training/arguments.py).
+    """
     knobs = {name: value for name in RECOMPUTE if (value := flags.get(name)) is not None}
+    if flags.get("recompute_activations"):
+        knobs = {**knobs, RECOMPUTE[0]: "selective"}
     if RECOMPUTE[0] not in knobs:
         return {"use_recompute": False}
     if knobs.get("recompute_num_layers") == 0:

@@ -16,12 +16,19 @@ from flagcore.engines.megatron.importing.baseline import SIZES, baseline_of, bas
 from flagcore.engines.megatron.importing.options import options
 from flagcore.engines.megatron.importing.shape import shape
 from flagcore.errors import SpecError, join_errors
+from flagcore.i18n import _
 from flagcore.spec.data_file import load_json
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """The sizes of the published vocabularies of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""
+
+SHAPE = {
+    **{key: key for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")},
+    "num_experts": "num_moe_experts",
+}
+"""Arguments of the model's shape, and their keys in a spec."""
 
 
 def spec_of_command(
@@ -38,6 +45,7 @@ def spec_of_command(
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
     if model:
         section = asdict(model_from(model, base=directory))
+        _compare_shapes(flags, section)
     else:
         section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
     baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
@@ -85,6 +93,16 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
     replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])
     flags.note("global_batch_size", "is missing: as in Megatron, one micro-batch of each replica", "train")
     return baseline["micro_batch_size"] * max(1, replicas)
+
+
+def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:
+    """Report the sizes of the command that the given model does not have: its predictions would be of another job."""
+    for name, key in SHAPE.items():
+        value = flags.get(name)
+        if isinstance(value, int) and value != section.get(key):
+            problem = _("differs from --model, which has {n}", n=section.get(key) or "none")
+            fix = _("give the model that the command trains")
+            flags.source.report(flags.key(name), problem, value=value, fix=fix)
 
 
 def _vocabulary(flags: Flags, directory: Path) -> int | None:

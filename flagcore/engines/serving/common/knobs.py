@@ -146,6 +146,15 @@ def divisors(task: Task) -> tuple[int, ...]:
     return tuple(each for each in range(1, cards + 1) if cards % each == 0)
 
 
+def tensor_sizes(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the number of devices, and the powers of two up to it, in ascending order.
+
+    Attention heads are rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12 cannot.
+    """
+    cards = Hardware.of(task).cards
+    return tuple(sorted({*divisors(task), *(1 << step for step in range(cards.bit_length()))}))
+
+
 def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
     """Return the `count` powers of two up to the requests in flight, limited to `maximum`."""
     limit = min(maximum, 1 << (max(1, max_in_flight(task.spec.serve.loads)) - 1).bit_length())
@@ -184,6 +193,7 @@ def if_fp8(default: str, fp8: str) -> Auto:
 
 NOT_SET = fixed_values(None)
 DIVISORS = Auto(divisors, "divisors of the devices")
+TENSOR_SIZES = Auto(tensor_sizes, "divisors of the devices, and powers of two")
 DIVISORS_WITH_EXPERTS = Auto(
     lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,), "1; with experts divisors of the devices"
 )
@@ -283,7 +293,7 @@ TRANSFER_KNOB = knob(
     kind="word",
 )
 _SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
-TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=DIVISORS, **_SIZE)
+TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=TENSOR_SIZES, **_SIZE)
 PP_KNOB = knob(PP, "Pipeline stages: devices that hold successive layers.", label="PP", auto=DIVISORS, **_SIZE)
 DP_KNOB = knob(
     DP,

@@ -122,3 +122,12 @@ def test_objective_that_the_load_determines_is_named_in_a_warning() -> None:
     assert not warned("tpot_s.p99", request_rate=2.0)
     assert not warned(request_rate=float("inf"))
     assert not warned(concurrency=4)
+
+
+def test_a_limit_that_looks_like_milliseconds_is_named_in_a_warning() -> None:
+    def warned(**slo: float) -> bool:
+        return bool(ENGINE.spec_warnings(serving("vllm", slo={f"{key}.mean": v for key, v in slo.items()}).spec))
+
+    assert warned(ttft_s=200.0)
+    assert warned(tpot_s=50.0)
+    assert not warned(ttft_s=30.0, tpot_s=1.0, e2e_s=600.0)
