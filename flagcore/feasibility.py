@@ -67,18 +67,37 @@ def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Cal
         if fix := cheapest_change() if cheapest_change else "":
             why += "; " + fix
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
-    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
-    row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
-    needed, available = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
-    smallest = _(
-        "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
-        need=needed,
-        have=available,
-        budget=_budget_from(problem.platform.task),
-        candidate=str(problem.set_knobs(space.candidate(row))) or _("engine defaults"),
-        fix=(cheapest_change or partial(_other_hardware, problem.platform.task))(),
-    )
+    smallest = _smallest_text(problem, np.arange(len(space)))
+    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.platform.task))()
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+
+
+def only_baseline_text(problem: Problem) -> str:
+    """Return one line with the smallest of the candidates of the space if only the baseline fits; else empty."""
+    if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
+        return ""
+    rows = np.flatnonzero(~problem.predictions.fits)
+    if not rows.size:
+        return ""
+    return _(
+        "only the baseline fits, and none of {count:,} other candidates: {smallest}",
+        count=rows.size,
+        smallest=_smallest_text(problem, rows),
+    )
+
+
+def _smallest_text(problem: Problem, rows: IntArray) -> str:
+    """Return the candidate of `rows` that needs the smallest share of its devices' memory, with this memory."""
+    predictions = problem.predictions
+    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
+    row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
+    return _(
+        "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
+        need=predictions.device_used_bytes[row] / 2**30,
+        have=(predictions.row(row).capacity_bytes or 0) / 2**30,
+        budget=_budget_from(problem.platform.task),
+        candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
+    )
 
 
 def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:

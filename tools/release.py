@@ -53,6 +53,7 @@ def try_out(wheels: list[str], folder: Path, sbom: Path | None = None) -> None:
     _require_plugins(programs, folder, {"cpu", VENDOR})
     if sbom:
         _run(sys.executable, "-m", "cyclonedx_py", "environment", str(programs / "python"), "--output-file", str(sbom))
+        _drop_local_paths(sbom)
     _run(*pip, "--dry-run", "--constraint", str(bound), f"flagcore[all] @ {files['flagcore']}")
     _run(*pip, "--no-deps", *wheels)
     _require_plugins(programs, folder, set(PLUGINS))
@@ -62,6 +63,15 @@ def try_out(wheels: list[str], folder: Path, sbom: Path | None = None) -> None:
     print(done.stdout, done.stderr, sep="\n")
     if done.returncode or re.search(r"^plugin \w+ ", done.stderr, re.MULTILINE):
         sys.exit("the example cannot be estimated, or a plugin failed: see above")
+
+
+def _drop_local_paths(sbom: Path) -> None:
+    """Remove the references of an inventory to files of this machine."""
+    data = json.loads(sbom.read_text())
+    for each in data["components"]:
+        references = each.get("externalReferences", [])
+        each["externalReferences"] = [found for found in references if not found["url"].startswith("file:")]
+    sbom.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _require_plugins(programs: Path, folder: Path, expected: set[str]) -> None:

@@ -188,7 +188,9 @@ FORMAT_OF_MESSAGES: list[Callable[[str, str], str]] = []
 
 
 def say(text: str, level: str = "info") -> None:
-    """Print a message to stderr; a closed stderr is ignored."""
+    """Print a message to stderr, whose lines fit a terminal; a closed stderr is ignored."""
+    if not FORMAT_OF_MESSAGES:
+        text = _wrapped(text, _message_width())
     for form in FORMAT_OF_MESSAGES:
         text = form(level, text)
     with suppress(OSError, ValueError):
@@ -226,14 +228,20 @@ def show_record(record: Mapping[str, Any], form: str) -> None:
 
 def show(text: str, form: str = "table") -> None:
     """Print a result to stdout; text and tables fit the terminal."""
-    click.echo(_fitted(text) if form in ("table", "text") else text)
-
-
-def _fitted(text: str) -> str:
-    """Wrap long lines to the width of the terminal; paths are not broken."""
     from flagcore.report.formats import WIDTH
 
-    width = WIDTH.get()
+    click.echo(_wrapped(text, WIDTH.get()) if form in ("table", "text") else text)
+
+
+def _message_width() -> int | None:
+    """Return the width of the terminal that shows stderr; None for another stderr and with `--wide`."""
+    context = click.get_current_context(silent=True)
+    is_wide = context is not None and context.params.get("wide")
+    return shutil.get_terminal_size().columns if sys.stderr.isatty() and not is_wide else None
+
+
+def _wrapped(text: str, width: int | None) -> str:
+    """Wrap long lines to a width; paths are not broken."""
     if width is None:
         return text
     lines = text.split("\n")

@@ -11,6 +11,7 @@ from flagcore.contracts.platform import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
+from flagcore.domain.serving import ServeSpec
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 
@@ -64,6 +65,16 @@ class ExportJob:
     def nodes(self) -> int:
         """The number of nodes of the job."""
         return sum(group.nodes for group in self.platform.task.cluster.groups)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the candidate serves; without `launch.ready`, its servers are on several hosts."""
+        return isinstance(self.platform.task.spec.work, ServeSpec)
+
+    @property
+    def unequal_nodes(self) -> bool:
+        """Whether the engine's own program runs on several kinds of nodes, which need different variables and flags."""
+        return bool(self.launch.sample) and len({each.kind for each in self.platform.setups}) > 1
 
 
 @runtime_checkable

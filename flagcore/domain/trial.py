@@ -55,7 +55,8 @@ class Role(Enum):
 class Measurement:
     """The measurement of one run, in seconds and bytes. Figures that were not measured are None.
 
-    `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. For a server,
+    `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. `warmup_steps`
+    is the number of steps of a warm-up that ended early; None: all of `control.warmup_iters`. For a server,
     a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
     reports show, `points` those of all load points, and `broken` describes the limits that were exceeded. `windows` are
     the times (of `time.monotonic`) of that load point's runs, which are not stored.
@@ -91,6 +92,7 @@ class Measurement:
     devices: tuple[Mapping[str, float], ...] = ()
     slow: tuple[str, ...] = ()
     scaled_from: float | None = None
+    warmup_steps: int | None = None
 
     @property
     def interval(self) -> float:
@@ -214,11 +216,16 @@ class Trial:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0
 
-    def overhead_s(self, steps: int) -> float | None:
-        """Return the seconds of a measured trial outside its `steps` steps, mostly its start; None for other trials."""
+    def overhead_s(self, steps: int, warmup: int) -> float | None:
+        """Return the seconds of a measured trial outside its steps, mostly its start; None for other trials.
+
+        It has `steps` steps, of which `warmup` are warm-up, or fewer if its warm-up ended early.
+        """
         measured = self.measurement
         if self.state is not TrialState.MEASURED or measured is None:
             return None
+        if measured.warmup_steps is not None:
+            steps -= warmup - measured.warmup_steps
         return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
 
 

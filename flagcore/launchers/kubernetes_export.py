@@ -28,6 +28,8 @@ def export(job: ExportJob) -> Mapping[str, str]:
     image, kind = job.options.get("image"), job.options.get("kind", "jobset")
     if not image:
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))
+    if job.is_server and not job.launch.ready:
+        raise UsageError(_("--to kubernetes starts each server in one pod; for several hosts use --to slurm"))
     claim, mount = claim_and_mount(job.options.get("volume", ""))
     count = 1 if job.launch.ready else job.nodes
     hosts = KINDS[kind].hosts(job.name, count)

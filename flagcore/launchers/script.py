@@ -46,10 +46,13 @@ def batch_script(job: ExportJob) -> str:
         lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with NODE_RANK and MASTER_ADDR set.")
     rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
     lines += ["start() {", *rank, *_kind_check(job), *start_lines(job), "}"]
-    first = '  export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    first = [
+        '  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1',
+        "  export MASTER_ADDR=${MASTER_ADDR%%[[:space:]]*}",
+    ]
     lines += [
         'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
-        *([first] if several else []),
+        *(first if several else []),
         "  export -f start",
         '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --kill-on-bad-exit=1 bash -c start',
         "fi",

@@ -91,8 +91,9 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
 
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of measured trials without their steps; 0 before the first trial."""
-    steps = context.task.spec.control.train_iters
-    overheads = [seconds for trial in context.trials if (seconds := trial.overhead_s(steps)) is not None]
+    control = context.task.spec.control
+    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in context.trials)
+    overheads = [seconds for seconds in found if seconds is not None]
     return max(median(overheads), 0.0) if overheads else 0.0
 
 

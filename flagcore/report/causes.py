@@ -39,19 +39,23 @@ def causes_text(
     predicted: tuple[float | None, float | None],
     time: Mapping[str, tuple[float, float]],
     source: str,
+    *,
+    has_rounds: bool = False,
 ) -> str:
     """Return a paragraph on where a candidate spends more or less time than another one.
 
     `other` is the name of the other. `seconds` are the step times of the other and of the candidate, `predicted` the
-    same as predicted, `time` the parts of the predicted time of both. `source` is how `seconds` are known.
+    same as predicted, `time` the parts of the predicted time of both. `source` is how `seconds` are known. With
+    `has_rounds`, the speedup is that of rounds, which reports show, so the text has no other.
     """
     before, after = seconds
     if abs(after - before) <= SAME * before:
         return _("It is as fast as {other} ({source}).", other=other, source=source)
     if objective in SERVING:
         first, second = (objective_value(objective, each) for each in seconds)
+        with_change = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
         text = _(
-            "It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).",
+            N_("It has {value} {unit} against the {before} of {other} ({source}).") if has_rounds else with_change,
             value=shown(second),
             unit=heading(objective),
             change=second / first - 1.0,
@@ -61,8 +65,9 @@ def causes_text(
         )
         parts_of = N_("By prediction, the largest differences in the time of a request: {parts}.")
     else:
+        with_change = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
         text = _(
-            "A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).",
+            N_("A step takes {value} s against the {before} s of {other} ({source}).") if has_rounds else with_change,
             value=shown(after),
             change=after / before - 1.0,
             before=shown(before),

@@ -36,7 +36,8 @@ def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[T
     control = task.spec.control
     if (given := control.max_time_per_task) is not None:
         return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
-    starts = [seconds for each in earlier if (seconds := each.overhead_s(control.train_iters)) is not None]
+    overheads = (each.overhead_s(control.train_iters, control.warmup_iters) for each in earlier)
+    starts = [seconds for seconds in overheads if seconds is not None]
     start, longest = start_seconds(workload), START_SLACK * max(starts, default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
     steps = 0.0

@@ -30,7 +30,7 @@ LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow", "windo
 MAPPINGS = ("effective", "versions", "telemetry", "figures")
 OPTIONAL_FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
-    *("modelled_s", "low_s", "high_s", "scaled_from"),
+    *("modelled_s", "low_s", "high_s", "scaled_from", "warmup_steps"),
 )
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
 """The fields of a measurement with a single figure."""

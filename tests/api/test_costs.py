@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ def plan(cluster: dict[str, Any], **tuner: Any) -> dict[str, Any]:
     return {"model": MODEL, "cluster": cluster, "train": TRAIN, "auto_tuner": {"space": SPACE, **tuner}}
 
 
+def planned_best(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the best in result.json of a plan."""
+    (folder / "spec.json").write_text(json.dumps(spec))
+    api.tune(folder / "spec.json", run_dir=folder / "run", fidelity="estimate")
+    return dict(json.loads((folder / "run" / "result.json").read_text())["best"])
+
+
 @pytest.mark.slow
 def test_a_measured_run_on_two_devices(tmp_path: Path) -> None:
     project = Project(tmp_path)
@@ -39,26 +47,27 @@ def test_a_measured_run_on_two_devices(tmp_path: Path) -> None:
     assert "energy_source" not in cost  # neither a TDP nor the power of this CPU is known
 
 
-def test_a_plan_on_groups_with_different_prices_and_chips() -> None:
+def test_a_plan_on_groups_with_different_prices_and_chips(tmp_path: Path) -> None:
     groups = [
         {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 8, "price_per_device_hour": 3.0},
         {"chip": "A100-80GB", "nodes": 2, "devices_per_node": 8, "price_per_device_hour": 1.5},
     ]
     cluster = {"groups": groups, "grams_co2_per_kwh": 500}
     spec = plan(cluster, control={"planned_steps": 10_000}) | {"train": TRAIN | {"global_batch_size": 48}}
-    best = api.estimate(spec, top=1).candidates[0]
-    seconds = best["step_time_s"]["value"]
+    best = planned_best(spec, tmp_path)
+    seconds, cost = best["predicted"]["step_time_s"]["value"], best["cost"]
     tokens_per_s, per_hour, watts = 48 * 1024 / seconds, 8 * 3.0 + 16 * 1.5, 8 * 700 + 16 * 400
-    assert best["cost_per_million_tokens"] == pytest.approx(per_hour / 3600 / tokens_per_s * 1e6)
-    assert best["planned_cost"] == pytest.approx(10_000 * seconds / 3600 * per_hour)
-    assert best["energy_kwh_per_million_tokens"] == pytest.approx(watts / tokens_per_s * 1e6 / 3.6e6)
-    assert best["planned_energy_kwh"] == pytest.approx(watts / 1000 * 10_000 * seconds / 3600)
-    assert best["planned_co2_kg"] == pytest.approx(best["planned_energy_kwh"] * 0.5)
-    assert best["co2_kg_per_million_tokens"] == pytest.approx(best["energy_kwh_per_million_tokens"] * 0.5)
-    assert best["energy_source"] == "tdp"
+    assert cost["planned_days"] == pytest.approx(10_000 * seconds / 86400)
+    assert cost["planned_cost"] == pytest.approx(10_000 * seconds / 3600 * per_hour)
+    assert cost["cost_per_million_tokens"] == pytest.approx(per_hour / 3600 / tokens_per_s * 1e6)
+    assert cost["energy_kwh_per_million_tokens"] == pytest.approx(watts / tokens_per_s * 1e6 / 3.6e6)
+    assert cost["planned_energy_kwh"] == pytest.approx(watts / 1000 * 10_000 * seconds / 3600)
+    assert cost["planned_co2_kg"] == pytest.approx(cost["planned_energy_kwh"] * 0.5)
+    assert cost["co2_kg_per_million_tokens"] == pytest.approx(cost["energy_kwh_per_million_tokens"] * 0.5)
+    assert cost["energy_source"] == "tdp"
 
 
-def test_a_planned_server_pays_the_devices_that_it_uses() -> None:
+def test_a_planned_server_pays_the_devices_that_it_uses(tmp_path: Path) -> None:
     spec = {
         "model": MODEL,
         "cluster": {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 2.0, "grams_co2_per_kwh": 100},
@@ -76,6 +85,12 @@ def test_a_planned_server_pays_the_devices_that_it_uses() -> None:
         assert each["energy_kwh_per_million_tokens"] == pytest.approx(devices * 700 / rate * 1e6 / 3.6e6)
         assert each["co2_kg_per_million_tokens"] == pytest.approx(each["energy_kwh_per_million_tokens"] * 0.1)
     assert best["cost_per_million_tokens"] < other["cost_per_million_tokens"]
+    saved = planned_best(spec, tmp_path)
+    assert saved["candidate"] == best["candidate"]
+    assert saved["cost"] == {
+        name: pytest.approx(best[name]) if name != "energy_source" else "tdp" for name in saved["cost"]
+    }
+    assert "co2_kg_per_million_tokens" in saved["cost"]
 
 
 def test_measured_power_replaces_the_tdp() -> None:

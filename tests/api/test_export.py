@@ -102,28 +102,6 @@ def test_the_script_of_a_plan_starts_a_node_with_its_rank(plan: Path, tmp_path: 
     assert subprocess.run(["bash", tmp_path / "script"], env={}, capture_output=True, cwd=tmp_path).returncode != 0
 
 
-@needs_megatron_lm
-@pytest.mark.slow
-def test_megatrons_own_parser_accepts_the_arguments_of_a_plan(plan: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.argv[0] = 'x'; from megatron.training.arguments import parse_args, validate_args\n"
-    code += "args = parse_args(); validate_args(args); print(args.data_parallel_size)"
-    folder = tmp_path / "plan"
-    folder.mkdir()
-    script = only(exported(written(folder, json.loads(plan.read_text())), "megatron"))
-    words = started(script, tmp_path, "torchrun", NODE_RANK="0", MASTER_ADDR="first")
-    arguments = [word for word in words[words.index("pretrain_gpt.py") + 1 :] if word != "--tp-comm-overlap"]
-    path = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)))
-    environment = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": "1024", "RANK": "0"}
-    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    tensor, stages, context = (
-        int(arguments[arguments.index(f"--{name}-parallel-size") + 1])
-        for name in ("tensor-model", "pipeline-model", "context")
-    )
-    assert done.stdout.split()[-1] == str(1024 // (tensor * stages * context))
-
-
 def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path) -> None:
     script = only(exported(plan, "slurm"))
     options = dict(line[8:].removeprefix("--").split("=") for line in script.splitlines() if line.startswith("#SBATCH"))

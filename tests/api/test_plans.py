@@ -100,6 +100,22 @@ def test_where_nothing_fits_the_cheapest_change_is_named(space: dict[str, Any], 
     assert change in str(caught.value)
 
 
+def test_where_only_the_baseline_fits_the_smallest_other_candidate_is_named() -> None:
+    groups = [{"chip": chip, "devices_per_node": 8, "nic_bytes_per_second": 5e10} for chip in ("H100-SXM", "C550")]
+    baseline = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+    plans = {}
+    for mesh in ("dp8", "tp4 dp2"):
+        data = {**spec(space={"meshes": [f"C550 {mesh} + H100-SXM {mesh}"]}), "cluster": {"groups": groups}}
+        data["model"] = {**SHAPE, "num_layers": 80}
+        data["auto_tuner"]["baseline"] = baseline
+        plans[mesh] = api.estimate(data)
+    (only,) = plans["dp8"].candidates
+    assert only["candidate"]["meshes"] is None
+    assert "meshes=C550 dp8 + H100-SXM dp8" in plans["dp8"].unmet
+    assert len(plans["tp4 dp2"].candidates) > 1
+    assert plans["tp4 dp2"].unmet == ""
+
+
 def test_a_rule_that_removes_what_fits_is_named() -> None:
     space = {**SPACE, "use_recompute": True, "recompute_granularity": "selective", "tensor_model_parallel_size": 2}
     baseline = {"tensor_model_parallel_size": 2, "use_recompute": True, "recompute_granularity": "selective"}

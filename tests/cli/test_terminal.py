@@ -71,6 +71,17 @@ def test_sentences_fit_a_terminal_too_and_keep_every_word(
     assert narrow_output.split() == full_output.split()
 
 
+def test_messages_fit_a_terminal_unless_it_is_wide(
+    flag: Flag, on_terminal: Callable[..., str], project: Project
+) -> None:
+    full = flag("estimate", project.spec())
+    assert max(map(len, full.err.splitlines())) > 70
+    narrow = on_terminal("estimate", project.spec(), columns=70)
+    assert max(map(len, narrow.splitlines())) <= 70
+    wide = on_terminal("estimate", project.spec(), "--wide", columns=70).replace("\r\n", "\n")
+    assert sorted(wide.split("\n")) == sorted((full.err + full.out).split("\n"))
+
+
 def test_files_of_a_run_are_complete_regardless_of_the_terminal(
     on_terminal: Callable[..., str], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,15 @@ def test_trials_have_a_start_time_in_addition_to_steps() -> None:
     assert overhead_seconds(search_context(KNOWN)) == 0.0
 
 
+def test_steps_that_a_short_warm_up_saved_are_not_part_of_the_start() -> None:
+    control = search_context(KNOWN).task.spec.control
+    (trial, *_others) = measured()
+    assert trial.measurement is not None
+    early = replace(trial, measurement=replace(trial.measurement, warmup_steps=control.warmup_iters - 1))
+    early = replace(early, duration_s=trial.duration_s - trial.measurement.step_time_s)
+    assert overhead_seconds(search_context(KNOWN, [early])) == pytest.approx(20.0)
+
+
 def test_a_time_out_is_a_bound_of_the_step() -> None:
     assert reported(timed_out(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
 

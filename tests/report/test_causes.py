@@ -28,6 +28,13 @@ def test_the_parts_are_listed_only_if_the_prediction_has_the_sign_of_the_measure
     assert "-0.4 s" not in text((1.6, 1.2), (None, 1.0))
 
 
+@pytest.mark.parametrize("objective", [STEP, "output_tokens_per_s"])
+def test_the_speedup_of_rounds_is_the_only_one(objective: str) -> None:
+    told = causes_text(objective, "the baseline", (1.6, 1.2), (1.5, 1.0), TIME, "measured", has_rounds=True)
+    assert "%" not in told
+    assert "-0.4 s" in told
+
+
 def test_a_rate_is_compared_as_a_rate() -> None:
     assert "+100.0%" in text((0.5, 0.25), (0.5, 0.25), "output_tokens_per_s")
     assert "-50.0%" in text((0.5, 0.25), (0.5, 0.25), "ttft_s.p99")

@@ -35,7 +35,10 @@ def causes_of(
     are_measured = all(snapshot.search_state.speed_of(each) for each in (candidate, other))
     source = _("measured") if are_measured else _("expected after trials") if snapshot.run else _("predicted")
     steps = (lookup(other_predicted, "step_time_s.value"), lookup(predicted, "step_time_s.value"))
-    return causes_text(snapshot.task.spec.objective, name, (other_s, seconds), steps, parts, source)
+    has_rounds = candidate == best and are_measured
+    return causes_text(
+        snapshot.task.spec.objective, name, (other_s, seconds), steps, parts, source, has_rounds=has_rounds
+    )
 
 
 def best_of(snapshot: Snapshot) -> Candidate | None:

@@ -25,7 +25,7 @@ from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import NothingFits
-from flagcore.feasibility import nothing_fits_text, unmet_text
+from flagcore.feasibility import nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.i18n import _
 from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
@@ -46,9 +46,10 @@ class Estimate(Notebook):
     the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
     and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
     limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
-    one. `mixing` compares a mixed cluster with each of its kinds of chips alone. `search` is an upper bound for the
-    seconds of all trials. `knobs` are those of the task, `labels` those of the engine. `bottleneck` limits the fastest
-    candidate, and `warning` is given if its MFU is far below that of large jobs, with the cheapest change.
+    one, or if only the baseline fits. `mixing` compares a mixed cluster with each of its kinds of chips alone.
+    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    engine. `bottleneck` limits the fastest candidate, and `warning` is given if its MFU is far below that of large
+    jobs, with the cheapest change.
     """
 
     chip: str
@@ -123,7 +124,7 @@ def estimate(
         counts=before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
         defaults=_engine_defaults(problem, workload),
-        unmet=unmet_text(problem, workload),
+        unmet=unmet_text(problem, workload) or only_baseline_text(problem),
         candidates=_candidates(problem, workload, order, top, distinct=distinct),
         model=model,
         bottleneck=bottleneck_text(fastest),

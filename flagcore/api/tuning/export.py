@@ -307,7 +307,7 @@ def script(plan: Plan, launch: Launch, hidden: HiddenSecrets, folder: Path) -> s
 
 def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -> str:
     """Return a script that starts a launch on several nodes, on generated data until the user replaces its sample
-    arguments; empty for another launch.
+    arguments; empty for another launch, and for several kinds of nodes.
     """
     assert plan.best is not None
     groups = problem.platform.task.cluster.groups
@@ -319,7 +319,7 @@ def cluster_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) 
         launch=launch,
         devices=max(group.devices_per_node for group in groups),
     )
-    return batch_script(job) if launch.sample and job.nodes > 1 else ""
+    return batch_script(job) if launch.sample and job.nodes > 1 and not job.unequal_nodes else ""
 
 
 def listing(plan: Plan, launch: Launch) -> str:

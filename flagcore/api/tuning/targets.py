@@ -67,6 +67,7 @@ def export(
     require_startable(snapshot.problem, snapshot.workload, chosen, elsewhere=exporter is not None)
     with writable(folder), _removed_on_failure(folder):
         job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
+        _require_equal_nodes(job, target)
         files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
         for file, text in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
@@ -75,6 +76,16 @@ def export(
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=job.launch.missing),) if job.launch.sample else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+def _require_equal_nodes(job: ExportJob, target: str) -> None:
+    """Raise UsageError if a target starts all nodes equally, but they need different variables and flags."""
+    others = plugins.names(plugins.IMPORTERS)
+    known = [each for each in _exporters(job.platform.task.spec.work.engine) if each in others]
+    if job.unequal_nodes and target not in known:
+        text = _("--to {target} starts all nodes equally, but this cluster has several kinds of chips", target=target)
+        fix = _("use --to {known}", known=", ".join(known)) if known else ""
+        raise UsageError("; ".join(filter(None, [text, fix])))
 
 
 @contextmanager

@@ -115,6 +115,7 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
         peak_allocated_bytes=log.peak_allocated_bytes,
         peak_reserved_bytes=log.peak_reserved_bytes,
         effective=_command_values(candidate, log),
+        warmup_steps=warmup if warmup < task.spec.control.warmup_iters else None,
     )
 
 

@@ -125,7 +125,7 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
     """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
     instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT)
     if any(each.further or each.host for each in instances):
-        raise UsageError("--to compose starts servers of one host; use --to kubernetes or slurm")
+        raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
     variables = {**job.platform.environment, **job.platform.task.spec.envs}

@@ -26,6 +26,7 @@ ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")
 SYSTEM = {flag.name.replace("-", "_") for knob in SPACE_KNOBS for flag in knob.flags}
 MODEL_KNOBS = ("micro_batch_size",)
+SIZES_OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
 LISTS = {"hetero_process_meshes", "hetero_pipeline_layer_split", "hetero_device_types"}
 OF_MESHES = ("expert_tensor_parallel_size_per_process_mesh", "use_partial_reduce_for_shared_embedding")
 NOT_EXPORTED = ("host", "port", "model", "model_path", "metrics", "enable_metrics")
@@ -36,6 +37,8 @@ def export(job: ExportJob) -> Mapping[str, str]:
     """Return the top file of a tree and its section. Raises UsageError for a job that FlagScale cannot start."""
     if job.servers is not None:
         raise UsageError("FlagScale gives all servers the same arguments; use --to kubernetes, compose or the engine")
+    if job.is_server and not job.launch.ready:
+        raise UsageError("FlagScale starts each server on one host; for several hosts use --to slurm or dynamo")
     section = "serve" if job.launch.ready else "train"
     content: Any = _serve(job) if job.launch.ready else _train(job)
     top = {
@@ -111,6 +114,8 @@ def _train(job: ExportJob) -> dict[str, Any]:
         raise UsageError("--to flagscale needs a torchrun command, but train.command is a script")
     sections: dict[str, dict[str, Any]] = {"system": {}, "model": {}, "data": {}}
     arguments = _arguments(argv[program + 1 :])
+    if lacking := [f"--{name.replace('_', '-')}" for name in SIZES_OF_MODEL if name not in arguments]:
+        raise UsageError(f"--to flagscale needs the model's arguments, but train.command lacks {', '.join(lacking)}")
     if job.platform.setups and "enable_hetero" not in arguments:
         of_meshes = mixed(job.platform, job.candidate.as_dict())
         arguments |= {**_arguments(of_meshes.words), "pipeline_model_parallel_size": of_meshes.stages}

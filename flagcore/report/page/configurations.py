@@ -148,6 +148,7 @@ def why(run: RunData) -> str:
         (predicted[0], predicted[1]),
         parts,
         _(NAMES["trials_made"][run.fidelity]),
+        has_rounds=other is run.baseline and run.result.get("speedup") is not None,
     )
 
 

@@ -269,20 +269,24 @@ def _commands(run: RunData, best: Record) -> Iterator[Block]:
         yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
     elif script:
         yield Code(_("Why it cannot be started here (best.sh)"), script)
-    if flags := list(_flags(run, best)):
+    if flags := _flags(run, best):
         yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
     if script and launch.exists() and not json_file(launch).get("missing"):
         title = _("Start script without flagcore (best.sh)")
         yield Collapsed(anchor="script", title=title, blocks=(Code(title, script),))
 
 
-def _flags(run: RunData, best: Record) -> Iterator[str]:
-    """Yield the flags of the engine that set the knobs of the best."""
+def _flags(run: RunData, best: Record) -> list[str]:
+    """Return the flags of the engine that set the knobs of the best; empty if they do not set all of them."""
+    flags: list[str] = []
     for name, value in best["candidate"].items():
         if knob := run.knobs.get(name):
             effect = knob.effect(value)
-            yield from knob.arguments(value)
-            yield from effect.flags if effect else ()
+            flags += [*knob.arguments(value), *(effect.flags if effect else ())]
+            is_default = value is None or value == knob.neutral
+            if not (knob.flags or effect or knob.layout or knob.kind == "flag" or is_default):
+                return []
+    return flags
 
 
 def _failures(run: RunData) -> Iterator[Block]:

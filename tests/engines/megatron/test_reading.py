@@ -146,7 +146,8 @@ def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
 def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
     task = small.task(control=Control(train_iters=12, warmup_iters=10), command=("make", "train"))
     log(tmp_path, {}, (900, 100, 101, 100, 200, 300))
-    assert WORKLOAD.read(task, ONE, str(tmp_path)).step_times_s == (0.2, 0.3)
+    measured = WORKLOAD.read(task, ONE, str(tmp_path))
+    assert (measured.step_times_s, measured.warmup_steps) == ((0.2, 0.3), 4)
 
 
 def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:

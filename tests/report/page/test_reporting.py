@@ -191,3 +191,13 @@ def test_tune_prints_the_path_of_the_page(flag: Flag, project: object) -> None: 
     completed = flag("tune", spec, "--run-dir", "here")
     assert completed.code == 0
     assert "here/report.html" in completed.err
+
+
+def test_flags_are_listed_only_if_they_set_all_knobs(copied: Callable[[str], Path], runs: Runs) -> None:
+    assert "--parallel" in runs("serving").html
+    assert "Flags of the engine" in runs("serving").html
+    folder = copied("serving")
+    result = json.loads((folder / "result.json").read_text())
+    result["best"]["candidate"]["kv_cache_type"] = "q8_0"  # two flags, which the knob does not name
+    (folder / "result.json").write_text(json.dumps(result))
+    assert "Flags of the engine" not in api.report(folder)
