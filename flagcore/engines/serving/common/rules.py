@@ -95,7 +95,8 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     and that it does not exceed the context of the model. Raises SpecError for a request that exceeds the latter.
     """
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
-    needed, known = longest_request(loads), longest_request(loads, estimated=False)
+    vision = task.spec.model.vision
+    needed, known = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
     fits = Rule(
         name="context_length",
         knobs=(knob,),

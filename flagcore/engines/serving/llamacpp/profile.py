@@ -226,7 +226,7 @@ def _batch_rules() -> tuple[Rule, ...]:
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    needed = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),

@@ -228,7 +228,9 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
     """Return the tokens of the cache of one instance on CPU cores, where SGLang would use most of the memory."""
     loads = task.spec.serve.loads
-    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(loads)
+    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
+        loads, task.spec.model.vision
+    )
     return np.maximum(tokens, _MIN_POOL)
 
 

@@ -159,7 +159,7 @@ def _data(info: Mapping[str, Any]) -> int:
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    needed = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = (
         *split_rules(task, data=True, span=True),
         Rule(

@@ -92,7 +92,7 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
         room = float(cache_gib(task, 1, 1)) * 2**30
     else:
         room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
-    longest = -(-longest_request(task.spec.serve.loads) // CONTEXT_STEP) * CONTEXT_STEP
+    longest = -(-longest_request(task.spec.serve.loads, task.spec.model.vision) // CONTEXT_STEP) * CONTEXT_STEP
     if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0) > room:
         return (None,)
     return (longest,)
@@ -279,7 +279,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
-    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads) * token
+    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads, task.spec.model.vision) * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
 
@@ -306,7 +306,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_running=seqs,
         max_batched_tokens=tokens,
         block_size=or_default(values[BLOCK], default_block),
-        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads)),
+        context_len=or_default(
+            values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads, task.spec.model.vision)
+        ),
         chunked=values[CHUNKED],
         graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
