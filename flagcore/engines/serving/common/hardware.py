@@ -136,6 +136,23 @@ def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated
     return int(lengths.max()) if estimated or not requests.is_estimated else 1
 
 
+def most_images(loads: tuple[Load, ...]) -> int:
+    """Return the maximum number of images of a request. Raises SpecError for an unreadable trace."""
+    counts = [0]
+    for load in loads:
+        if load.images is not None:
+            counts.append(load.images.counts[1])
+        elif load.trace is not None:
+            images = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts).images
+            counts += [len(each) for each in images]
+    return max(counts)
+
+
+def has_images(loads: tuple[Load, ...]) -> bool:
+    """Return whether requests have images. Raises SpecError for an unreadable trace."""
+    return most_images(loads) > 0
+
+
 def max_in_flight(loads: tuple[Load, ...]) -> int:
     """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop."""
     return max((load.concurrency or load.num_prompts or 1 for load in loads), default=1)

@@ -147,7 +147,7 @@ def _rows(text: str) -> list[dict[str, Any]]:
 
 def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, ...]:
     """Return the images of a row: one, or a list, each as the path of a file or WIDTHxHEIGHT."""
-    found = next((row[name] for name in _IMAGES if row.get(name)), [])
+    found: Any = next((row[name] for name in _IMAGES if row.get(name)), [])
     entries = found if isinstance(found, list) else [found]
     try:
         return tuple(read_image(entry, folder) for entry in entries)

@@ -25,6 +25,7 @@ from flagcore.engines.serving.common.rules import (
     same_as_unset,
     speculation_rules,
     split_rules,
+    tower_merge,
 )
 from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -225,6 +226,7 @@ def _page_rule() -> Rule:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of SGLang's defaults and of knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
+    defaults[knobs.TOWER] = "weights"
     has_backend = own.BACKEND in task.spec.space or own.BACKEND in own.PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
@@ -234,6 +236,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         *prefill_decode.merges(knobs.TRANSFER),
         *same_as_unset(own.KNOBS, defaults),
         no_drafts(),
+        tower_merge(task),
         *((no_graphs,) if Hardware.of(task).on_cores else ()),
     )
 
