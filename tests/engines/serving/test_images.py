@@ -189,3 +189,10 @@ def test_more_instances_encode_more_images() -> None:
     rates = [float(each.figures["requests_per_s"][0]) for each in (one, two)]
     assert np.isfinite(rates).all()
     assert rates[1] > rates[0]
+
+
+def test_settings_of_images_are_read_back() -> None:
+    values = "'limit_mm_per_prompt': {'image': 2}, 'mm_processor_cache_gb': 0.0, 'mm_encoder_tp_mode': 'data'"
+    log = f"non-default args: {{{values}}}"
+    found = VLLM.effective(lambda path: "", log)
+    assert found == {"limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0, TOWER: "data"}
