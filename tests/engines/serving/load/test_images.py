@@ -118,6 +118,16 @@ def test_numbers_and_sizes_follow_the_buckets() -> None:
     assert 0.87 < np.mean(small) < 0.93
 
 
+def test_random_images_have_squares_of_one_color() -> None:
+    requests = traffic(load(images=Images(buckets=((20, 12, 1.0),))))
+    width, height, values = pixels(image_uris(requests, "png", (0, 1))[0][0])
+    picture = np.frombuffer(values, dtype=np.uint8).reshape(height, width, 3)
+    assert picture.shape == (12, 20, 3)
+    for rows, columns in ((slice(0, 8), slice(8, 16)), (slice(8, 12), slice(16, 20))):
+        assert len({tuple(color) for color in picture[rows, columns].reshape(-1, 3).tolist()}) == 1
+    assert len({tuple(color) for color in picture.reshape(-1, 3).tolist()}) == 6
+
+
 def test_jpeg_is_written_with_its_size() -> None:
     pillow = pytest.importorskip("PIL.Image")
     requests = traffic(load(images=Images(buckets=((41, 23, 1.0),))))
@@ -145,9 +155,12 @@ def test_a_trace_has_images_as_files_or_sizes(tmp_path: Path) -> None:
     assert parts(bodies[2])[0]["text"].endswith("no image")
 
 
+TIMED = ((1000, "56x28"), (0, "16x8"))
+
+
 def test_lengths_of_a_trace_may_have_images(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, [{"input_len": 9, "output_len": 2, "images": ["56x28"]}]))
-    assert trace.images == [(Image(56, 28),)]
+    rows = [{"input_len": 9, "output_len": 2, "timestamp": time, "images": [size]} for time, size in TIMED]
+    assert read_trace(written(tmp_path, rows)).images == [(Image(16, 8),), (Image(56, 28),)]
     assert read_trace(written(tmp_path, [{"input_len": 9, "output_len": 2}])).images == ()
 
 
