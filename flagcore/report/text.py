@@ -350,7 +350,7 @@ def serving_load_text(serve: ServeSpec) -> str:
         low, high = first.images.counts
         numbers = f"{low}" if low == high else f"{low}-{high}"
         sizes = ", ".join(f"{width}x{height}" for width, height, _share in first.images.buckets)
-        points.append(_("{numbers} images of {sizes} pixels", numbers=numbers, sizes=sizes))
+        points.append(_("images per request: {numbers} ({sizes} pixels)", numbers=numbers, sizes=sizes))
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))
     lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -196,3 +197,5 @@ def test_settings_of_images_are_read_back() -> None:
     log = f"non-default args: {{{values}}}"
     found = VLLM.effective(lambda path: "", log)
     assert found == {"limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0, TOWER: "data"}
+    info = {"tp_size": 2, "mm_enable_dp_encoder": True}
+    assert SGLANG.effective(lambda path: json.dumps(info), "")[TOWER] == "data"

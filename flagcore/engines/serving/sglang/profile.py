@@ -123,6 +123,8 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     ):
         if isinstance(info.get(name), bool):
             values[knob] = info[name] is value_if_true
+    if isinstance(is_whole := info.get("mm_enable_dp_encoder"), bool):
+        values[knobs.TOWER] = "data" if is_whole else "weights"
     if values.get(own.SPECULATION) == "EAGLE":  # also reported for NEXTN
         del values[own.SPECULATION]
     drafted = info.get("speculative_num_draft_tokens")
