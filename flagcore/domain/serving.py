@@ -39,8 +39,8 @@ MAX_LENGTH_RATIO = 5
 and a mean of 217)."""
 
 
-IMAGE_SIZE = r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$"
-"""The pattern of the size of an image: WIDTHxHEIGHT in pixels."""
+IMAGE_SIZE = r"^([1-9][0-9]{0,3})x([1-9][0-9]{0,3})$"
+"""The pattern of the size of an image: WIDTHxHEIGHT in pixels, up to 9999."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

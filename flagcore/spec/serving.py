@@ -165,7 +165,7 @@ def _images(section: ImagesSection, profile: ProfileSection, file: str) -> Image
         size = re.match(IMAGE_SIZE, text)
         if size is None:
             key, problem = ("serve", "profile", "images", "bucket_config", text), "is not a size in pixels"
-            raise spec_error(key, problem, fix="write WIDTHxHEIGHT, such as 1280x720", file=file)
+            raise spec_error(key, problem, fix="write WIDTHxHEIGHT up to 9999, such as 1280x720", file=file)
         sizes[text] = size
     return Images(
         buckets=tuple(

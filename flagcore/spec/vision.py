@@ -12,8 +12,32 @@ from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import Size
 from flagcore.spec.validate import checked
 
-MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Values of model_type whose towers and image sizes `Vision` describes."""
+_QWEN3: Mapping[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 16,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14},
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+}
+"""Values of model_type whose towers and image sizes `Vision` describes, with the defaults of their configuration
+classes in transformers 5.19."""
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Defaults of transformers 5.19 (`Qwen2VLImageProcessor.size`)."""
 
@@ -44,9 +68,9 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
     `preprocessor` is the content of preprocessor_config.json, empty without this file.
     """
     kind, section = config.get("model_type"), config.get("vision_config")
-    if kind not in MODELS or not isinstance(section, Mapping):
+    if not isinstance(kind, str) or kind not in MODELS or not isinstance(section, Mapping):
         return None
-    tower = checked(_Tower, dict(section), at=("vision_config",))
+    tower = checked(_Tower, {**MODELS[kind], **section}, at=("vision_config",))
     hidden = tower.embed_dim or tower.hidden_size
     output = tower.hidden_size if tower.embed_dim else tower.out_hidden_size or tower.hidden_size
     windows = tower.window_size if tower.fullatt_block_indexes is not None else None

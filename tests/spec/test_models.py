@@ -253,6 +253,7 @@ def test_vision_towers_are_read(tmp_path: Path) -> None:
     assert (older.hidden_size, older.ffn_hidden_size, older.output_size) == (1280, 5120, 3584)
     assert (older.full_layers, older.window_size, older.gated_linear_unit) == (32, 0, False)
     assert model_in(tmp_path, QWEN3).vision is None
+    assert model_in(tmp_path, QWEN2_VL | {"vision_config": {}}).vision == older
 
 
 def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:

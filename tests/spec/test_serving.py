@@ -48,7 +48,7 @@ def test_a_list_of_clients_gives_several_load_points() -> None:
         ({"images": {"bucket_config": {"8x8": 1}}, "turns": 2}, "serve.profile.images"),
         ({"images": {"bucket_config": {"8x8": 1}}, "trace": "x.jsonl"}, "serve.profile.images"),
         ({"images": {"bucket_config": {"8 by 8": 1}}}, "serve.profile.images.bucket_config['8 by 8']"),
-        ({"images": {"bucket_config": {"0x8": 1}}}, "serve.profile.images.bucket_config['0x8']"),
+        ({"images": {"bucket_config": {"10000x8": 1}}}, "serve.profile.images.bucket_config['10000x8']"),
         ({"images": {"bucket_config": {"8x8": 0}}}, "serve.profile.images.bucket_config['8x8']"),
         ({"images": {"bucket_config": {}}}, "serve.profile.images.bucket_config"),
         ({"distribution": "normal"}, "serve.profile.distribution"),
