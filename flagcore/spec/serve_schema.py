@@ -51,7 +51,7 @@ _LOAD = Load()
 
 
 class ImagesSection(Section):
-    """Random images of each request, in addition to its text. Names are those of `vllm bench serve`."""
+    """Random images of each request, in addition to its text. The keys have the names that load generators use."""
 
     bucket_config: Annotated[dict[str, Share], Field(min_length=1, examples=[{"1280x720": 0.5, "256x256": 0.5}])]
     """Sizes as WIDTHxHEIGHT in pixels, and the relative frequency of each."""
