@@ -56,14 +56,6 @@ def keys(imported: api.ImportedCommand) -> set[str]:
     return {note.key for note in imported.notes}
 
 
-def test_a_model_with_a_vision_tower_is_trained_as_its_text_model(tmp_path: Path) -> None:
-    (tmp_path / "model" / "config.json").write_text(
-        json.dumps(CONFIG | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 4}})
-    )
-    imported = api.read_command("megatron", ["run.sh"], model="model", chip="H100-SXM")
-    assert "baseline" not in keys(imported)  # the command is the baseline
-
-
 @pytest.mark.parametrize("words", [["run.sh"], [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING}"]])
 def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path) -> None:
     imported = api.read_command("megatron", words, chip="H100-SXM")

@@ -38,7 +38,6 @@ def spec_of_command(
     devices = cluster["nodes"] * (cluster["devices_per_node"] if cluster["devices_per_node"] != "auto" else 1)
     if model:
         section = asdict(model_from(model, base=directory))
-        section.pop("vision")
     else:
         section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
     baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
