@@ -11,7 +11,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Chip, Fact, Link, Source, Support
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.model import Model
+from flagcore.domain.model import Model, Vision
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.physics.collectives.costs import Collectives
@@ -42,6 +42,20 @@ DENSE = Model(
     num_query_groups=2,
     kv_channels=16,
     vocab_size=1000,
+)
+VISION = Vision(  # the tower of Qwen2.5-VL-7B
+    num_layers=32,
+    full_layers=4,
+    hidden_size=1280,
+    num_heads=16,
+    ffn_hidden_size=3420,
+    gated_linear_unit=True,
+    output_size=3584,
+    patch_size=14,
+    merge_size=2,
+    min_pixels=3136,
+    max_pixels=12845056,
+    window_size=112,
 )
 EXPERTS = dataclasses.replace(DENSE, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
 

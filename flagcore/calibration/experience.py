@@ -37,10 +37,10 @@ class Experience:
     def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
         """Write the measurements of a run, and return the file; None if there is nothing to store. Raises RunError.
 
-        Serving jobs with several load points or a trace are not stored, because a record has one load.
+        Serving jobs with several load points, a trace or images are not stored, because a record has one load of text.
         """
         work = task.spec.work
-        if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace):
+        if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace or work.loads[0].images):
             return None
         records = [
             _record(run, task, trial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -38,6 +39,30 @@ MAX_LENGTH_RATIO = 5
 and a mean of 217)."""
 
 
+IMAGE_SIZE = r"^([1-9][0-9]{0,3})x([1-9][0-9]{0,3})$"
+"""The pattern of the size of an image: WIDTHxHEIGHT in pixels, up to 9999."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Random images of the requests of a load.
+
+    A request has from floor((1 - `num_mm_items_range_ratio`) x `base_items_per_request`) to ceil((1 + ratio) x base)
+    images, uniformly distributed. Each has the width, height and probability of a bucket; probabilities add up to 1.
+    """
+
+    buckets: tuple[tuple[int, int, float], ...]
+    base_items_per_request: int = 1
+    num_mm_items_range_ratio: float = 0.0
+    format: str = "png"
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The fewest and the most images of a request."""
+        base, ratio = self.base_items_per_request, self.num_mm_items_range_ratio
+        return math.floor(base * (1 - ratio)), math.ceil(base * (1 + ratio))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """A load point. Lengths are numbers of tokens.
@@ -51,9 +76,9 @@ class Load:
     clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
     `trace` has the lengths and optionally arrival times and texts. Conversations have up to `turns` requests, each sent
     `think_time_s` after the answer to the one before, or after the delay in the trace; its prompt continues that
-    request and its answer, so `input_len` is the length of the new part. `acceptance` is the share of drafted tokens
-    that the model accepts, None if unknown. With `num_prompts` None, the load is a steady state, which can be predicted
-    but not run.
+    request and its answer, so `input_len` is the length of the new part. `images` are in addition to the text.
+    `acceptance` is the share of drafted tokens that the model accepts, None if unknown. With `num_prompts` None, the
+    load is a steady state, which can be predicted but not run.
     """
 
     input_len: int = 1024
@@ -70,6 +95,7 @@ class Load:
     turns: int = 1
     think_time_s: float = 0.0
     acceptance: float | None = None
+    images: Images | None = None
     warmup: int = 0
     seed: int = 0
 

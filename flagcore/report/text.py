@@ -346,6 +346,11 @@ def serving_load_text(serve: ServeSpec) -> str:
     first = loads[0]
     if first.turns > 1:
         points.append(_("conversations of up to {turns} turns", turns=first.turns))
+    if first.images is not None:
+        low, high = first.images.counts
+        numbers = f"{low}" if low == high else f"{low}-{high}"
+        sizes = ", ".join(f"{width}x{height}" for width, height, _share in first.images.buckets)
+        points.append(_("images per request: {numbers} ({sizes} pixels)", numbers=numbers, sizes=sizes))
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))
     lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}

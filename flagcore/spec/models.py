@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,7 @@ def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, st
 def _model_at(source: str, base: Path, file: str) -> Model:
     from flagcore.spec.data_file import read_mapping
     from flagcore.spec.huggingface import model_of_config
+    from flagcore.spec.vision import vision_of
 
     plain({"model": source}, file=file)
     fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")
@@ -139,7 +141,10 @@ def _model_at(source: str, base: Path, file: str) -> Model:
     if path.suffix == ".gguf":
         return _model_of_gguf(path, file)
     data = read_mapping(path, file=str(path), key="model")
-    return model_of_config(data, name=_name(path), file=str(path))
+    model = model_of_config(data, name=_name(path), file=str(path))
+    sizes = path.with_name("preprocessor_config.json")
+    vision = vision_of(data, read_mapping(sizes, file=str(sizes), key="model") if sizes.is_file() else {})
+    return replace(model, vision=vision)
 
 
 def _model_of_gguf(path: Path, file: str) -> Model:

@@ -38,6 +38,7 @@ NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
+Share = Annotated[float, Field(gt=0, le=1_000_000)]
 Turns = Annotated[int, Field(ge=1, le=1000)]
 WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
@@ -47,6 +48,19 @@ KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Fie
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
+
+
+class ImagesSection(Section):
+    """Random images of each request, in addition to its text. The keys have the names that load generators use."""
+
+    bucket_config: Annotated[dict[str, Share], Field(min_length=1, examples=[{"1280x720": 0.5, "256x256": 0.5}])]
+    """Sizes as WIDTHxHEIGHT in pixels, and the relative frequency of each."""
+    base_items_per_request: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Number of images of a request."""
+    num_mm_items_range_ratio: Fraction = 0.0
+    """Numbers of images are uniform between (1 - ratio) x and (1 + ratio) x base_items_per_request."""
+    format: Literal["png", "jpeg"] = "png"
+    """Format of the images; jpeg needs Pillow."""
 
 
 class ProfileSection(Section):
@@ -75,12 +89,14 @@ class ProfileSection(Section):
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
-    """File with texts or lengths, and optional arrival times: JSONL with prompts, ShareGPT-like JSONL, sessions of
-    AIPerf, Mooncake JSONL, or CSV of BurstGPT or Azure."""
+    """File with texts or lengths, and optional arrival times and images: JSONL with prompts, ShareGPT-like JSONL,
+    sessions of AIPerf, Mooncake JSONL, or CSV of BurstGPT or Azure."""
     turns: Turns = _LOAD.turns
     """Most requests of a conversation: each is sent after the answer to the one before, and continues its prompt."""
     think_time_s: WaitSeconds = _LOAD.think_time_s
     """Seconds from an answer to the next turn, unless the trace has delays."""
+    images: ImagesSection | None = None
+    """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
     acceptance: Fraction | None = None
     """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
     warmup: NoRequests = _LOAD.warmup

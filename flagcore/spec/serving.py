@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
+from flagcore.spec.serve_schema import ImagesSection, ProfileSection, ServeSection, SloSection
 
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
@@ -134,7 +135,9 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.distribution != "uniform" and (profile.range_spread is not None or profile.range_ratio != 1.0):
         problem, fix = "cannot be combined with serve.profile.range_ratio or range_spread", "remove one of the two"
         raise spec_error("serve.profile.distribution", problem, value=profile.distribution, fix=fix, file=file)
-    fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
+    fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
+    if profile.images is not None:
+        fields["images"] = _images(profile.images, profile, file)
     if profile.trace is not None:
         fields["trace"] = str((base / profile.trace).resolve())
     if profile.request_rate == AUTO:
@@ -148,6 +151,28 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
         return (Load(**fields),)  # the trace may have arrival times
     clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
     return tuple(Load(**fields, concurrency=each) for each in clients)
+
+
+def _images(section: ImagesSection, profile: ProfileSection, file: str) -> Images:
+    """Return the images of a load. Raises SpecError for a wrong size, and for loads that cannot have images."""
+    other = "trace" if profile.trace is not None else "turns" if profile.turns > 1 else ""
+    if other:
+        fix = "put the images into the trace" if other == "trace" else "remove one of the two"
+        problem = f"cannot be combined with serve.profile.{other}"
+        raise spec_error("serve.profile.images", problem, fix=fix, file=file)
+    sizes, total = dict[str, re.Match[str]](), sum(section.bucket_config.values())
+    for text in section.bucket_config:
+        size = re.match(IMAGE_SIZE, text)
+        if size is None:
+            key, problem = ("serve", "profile", "images", "bucket_config", text), "is not a size in pixels"
+            raise spec_error(key, problem, fix="write WIDTHxHEIGHT up to 9999, such as 1280x720", file=file)
+        sizes[text] = size
+    return Images(
+        buckets=tuple(
+            (int(sizes[text][1]), int(sizes[text][2]), share / total) for text, share in section.bucket_config.items()
+        ),
+        **section.model_dump(exclude={"bucket_config"}),
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -34,6 +34,9 @@ ALIASES = {
     "devices_per_node": ("gpus", "num_gpus", "num_devices", "ngpus", "nproc_per_node"),
     "precision": ("dtype", "torch_dtype"),
     "engine": ("backend", "framework"),
+    "bucket_config": ("random_mm_bucket_config", "sizes"),
+    "base_items_per_request": ("random_mm_base_items_per_request", "image_batch_size"),
+    "num_mm_items_range_ratio": ("random_mm_num_mm_items_range_ratio",),
 }
 """Names of keys in other tools and model files that are not similar to the keys of a spec."""
 

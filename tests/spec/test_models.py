@@ -10,6 +10,7 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
+from tests.small import VISION
 
 ErrorOf = Callable[..., SpecError]
 
@@ -201,3 +202,74 @@ def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: Error
 @pytest.mark.parametrize("source", [5, None, ["a"], {"num_layers": 2, "vocab": 3}, "", "a\0b"])
 def test_source_of_another_kind_is_refused(error_of: ErrorOf, source: Any) -> None:
     assert error_of(read_model, source, Path()).key.startswith("model")
+
+
+QWEN25_VL = config("qwen2_5_vl", 28, 3584, 18944, 28, 152064, num_key_value_heads=4) | {
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+}
+QWEN2_VL = QWEN25_VL | {
+    "model_type": "qwen2_vl",
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14},
+}
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "text_config": QWEN3 | {"model_type": "qwen3_vl_text"},
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
+
+
+def model_in(folder: Path, data: Mapping[str, Any], **preprocessor: Any) -> Model:
+    (folder / "config.json").write_text(json.dumps(data))
+    if preprocessor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return read_model(str(folder), folder)
+
+
+def test_vision_towers_are_read(tmp_path: Path) -> None:
+    model = model_in(tmp_path, QWEN25_VL, min_pixels=3136, max_pixels=12845056)
+    assert model.vision == VISION
+    assert (model.num_layers, model.add_qkv_bias) == (28, True)
+    older = model_in(tmp_path, QWEN2_VL).vision
+    assert older is not None
+    assert (older.hidden_size, older.ffn_hidden_size, older.output_size) == (1280, 5120, 3584)
+    assert (older.full_layers, older.window_size, older.gated_linear_unit) == (32, 0, False)
+    assert model_in(tmp_path, QWEN3).vision is None
+    assert model_in(tmp_path, QWEN2_VL | {"vision_config": {}}).vision == older
+
+
+def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
+    assert getattr(model_in(tmp_path, QWEN25_VL).vision, "max_pixels", None) == 28 * 28 * 1280
+    size = {"longest_edge": 16777216, "shortest_edge": 65536}
+    model = model_in(tmp_path, QWEN3_VL, size=size)
+    assert model.vision is not None
+    assert (model.vision.min_pixels, model.vision.max_pixels, model.vision.mergers) == (65536, 16777216, 4)
+    assert model.vision.tokens(1280, 704) == 40 * 22
+    assert model.qk_layernorm
+
+
+def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as raised:
+        model_in(tmp_path, QWEN25_VL | {"vision_config": {"depth": 0, "hidden_size": 8}})
+    assert any("vision_config" in each.key for each in raised.value.problems)
+    with pytest.raises(SpecError) as raised:
+        model_in(tmp_path, QWEN25_VL, min_pixels="many")
+    assert "min_pixels" in raised.value.key

@@ -104,6 +104,8 @@ def parse_example(key: str, example: object, base: dict[str, Any], tmp_path: Pat
         data["cluster"] = {"hostfile": "hosts.txt"}
     if path[:2] == ["serve", "client"]:
         data["serve"]["client"] = {"command": ["x"]}
+    if path[:3] == ["serve", "profile", "images"]:
+        data["serve"].setdefault("profile", {})["images"] = {"bucket_config": {"8x8": 1}}
     place = data
     for name in path[:-1]:
         place = place[name]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.serving import Images, Load, ServeSpec
 from flagcore.errors import SpecError
 from flagcore.spec import json_schema, parse_spec, read_job
 from flagcore.spec.convert import check_engines
@@ -25,6 +25,13 @@ def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = 
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
+def test_images_have_sizes_with_shares() -> None:
+    found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}, "format": "jpeg"}}).loads[0].images
+    assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)), format="jpeg")
+    assert Images(buckets=(), base_items_per_request=3, num_mm_items_range_ratio=0.5).counts == (1, 5)
+    assert serve({}).loads[0].images is None
+
+
 def test_a_list_of_clients_gives_several_load_points() -> None:
     assert [load.concurrency for load in serve({"concurrency": [1, 8]}).loads] == [1, 8]
     assert [load.request_rate for load in serve({"request_rate": [2.5, "inf"]}).loads] == [2.5, math.inf]
@@ -38,6 +45,12 @@ def test_a_list_of_clients_gives_several_load_points() -> None:
         ({"concurrency": 4, "request_rate": 1.0}, "serve.profile.concurrency"),
         ({"range_ratio": 0.5, "range_spread": 0.5}, "serve.profile.range_spread"),
         ({"range_ratio": 0.5, "distribution": "lognormal"}, "serve.profile.distribution"),
+        ({"images": {"bucket_config": {"8x8": 1}}, "turns": 2}, "serve.profile.images"),
+        ({"images": {"bucket_config": {"8x8": 1}}, "trace": "x.jsonl"}, "serve.profile.images"),
+        ({"images": {"bucket_config": {"8 by 8": 1}}}, "serve.profile.images.bucket_config['8 by 8']"),
+        ({"images": {"bucket_config": {"10000x8": 1}}}, "serve.profile.images.bucket_config['10000x8']"),
+        ({"images": {"bucket_config": {"8x8": 0}}}, "serve.profile.images.bucket_config['8x8']"),
+        ({"images": {"bucket_config": {}}}, "serve.profile.images.bucket_config"),
         ({"distribution": "normal"}, "serve.profile.distribution"),
         ({"request_rate": "fast"}, "serve.profile.request_rate"),
         ({"concurrency": 0}, "serve.profile.concurrency"),

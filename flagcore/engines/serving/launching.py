@@ -19,6 +19,7 @@ from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.common.knobs import TRANSFER
 from flagcore.engines.serving.common.prefill_decode import KINDS, roles
+from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.settings import PORT, SHARED
 from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
@@ -47,6 +48,8 @@ def ready(spec: Spec, engine: Engine) -> None:
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
+        if load.images is not None:
+            check_format(load.images.format)
     if serve.directory is not None and not Path(serve.directory).is_dir():
         problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
         raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)

@@ -18,6 +18,7 @@ from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
 from flagcore.engines.serving.common.weights import STORED_BYTES, cache_bytes_per_token, parameters
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
+from flagcore.engines.serving.model.vision import EncoderCosts, encoder_costs
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
@@ -76,6 +77,8 @@ def predict(
         times=times,
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, split, costs),
+        vision=task.spec.model.vision,
+        encoder=_encoder(task, settings, split, costs, overheads),
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
@@ -84,6 +87,14 @@ def predict(
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
     return _predictions(context, figures, costs, width_factor)
+
+
+def _encoder(task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads) -> EncoderCosts | None:
+    vision, shares = task.spec.model.vision, settings.tower_shares
+    if vision is None:
+        return None
+    serving = serving_of(task, costs.kernels, overheads)
+    return encoder_costs(vision, serving, split, costs, split.tensor if shares is None else shares)
 
 
 def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
@@ -208,6 +219,7 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
         own_cache=settings.cache_bytes,
         batched_tokens=settings.max_batched_tokens.astype(np.float64),
         running=settings.max_running.astype(np.float64),
+        tower_shares=settings.tower_shares,
     )
     return memory if settings.on_device is None else _offload(serving, split, memory, settings.on_device)
 

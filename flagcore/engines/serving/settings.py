@@ -51,7 +51,8 @@ class Settings:
     passes. Without `chunked` a prompt is computed in one piece. `on_device` is the share of the layers, with the output
     head as one layer, that are on devices and not on the host; None: all. `host_s` are the seconds of an iteration on
     the host if a knob determines them, else NaN. Speculation drafts `drafted` tokens of a sequence per iteration. The
-    weights of `quantized` candidates are converted to fp8.
+    weights of `quantized` candidates are converted to fp8. The weights of a vision tower are split over `tower_shares`
+    ranks, infinity if it is not loaded; None: over the tensor ranks.
     """
 
     instances: IntArray
@@ -75,6 +76,7 @@ class Settings:
     host_s: FloatArray | None = None
     drafted: IntArray | None = None
     quantized: BoolArray | None = None
+    tower_shares: FloatArray | None = None
 
     @classmethod
     def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
@@ -96,7 +98,9 @@ class Settings:
             "expert": expert,
             "pass_tokens": own["max_batched_tokens"],
             "block_size": ones,
-            "context_len": common_knobs.or_default(context, longest_request(task.spec.serve.loads)),
+            "context_len": common_knobs.or_default(
+                context, longest_request(task.spec.serve.loads, task.spec.model.vision)
+            ),
             "chunked": ones,
             "graphs": 0 * ones,
             "prefix_caching": columns.get(common_knobs.PREFIX_KNOB.name, 0 * ones),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
+from flagcore.domain.model import Vision
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
@@ -18,6 +20,7 @@ from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
+from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork
 from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
 from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
@@ -49,6 +52,7 @@ class Candidates:
     """Candidates and their kinds of instances, with settings, split, memory and costs of iterations.
 
     `transfer` are the seconds for the cache of a prompt token if the instances of a kind only prefill or decode.
+    `encoder` are the costs of the `vision` tower, None without one.
     """
 
     kinds: InstanceKinds
@@ -60,6 +64,8 @@ class Candidates:
     times: IterationCosts
     overheads: Overheads
     transfer: FloatArray
+    vision: Vision | None = None
+    encoder: EncoderCosts | None = None
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
@@ -68,7 +74,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     Equal candidates are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
     """
-    loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
+    loads = [SimulatedLoad.draw(load, context.vision) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     if context.kinds.role is not None:
@@ -111,13 +117,21 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
     """Return the figures of a load on kinds of instances: their rows and counts."""
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
-    prices = [(Price(context.times, row, _lane(context, load, row), overheads), count) for row, count in kinds]
+    prices = [
+        (Price(context.times, row, _lane(context, load, row), overheads, partial(_encoding, context, row)), count)
+        for row, count in kinds
+    ]
     role = context.kinds.role
     if role is None or not role[kinds[0][0]]:
         return load.figures(prices, context.serve.slo)
     (first, prefills), (decode, decodes) = prices
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
     return load.figures([(decode, decodes)], context.serve.slo, prefill)
+
+
+def _encoding(context: Candidates, row: int, images: Sequence[ImageWork]) -> list[float]:
+    """Return the seconds of the vision tower for the images of each request."""
+    return [] if context.encoder is None else context.encoder.seconds(row, images)
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
@@ -143,6 +157,8 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
     other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
+    if context.encoder is not None:
+        other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
     if context.kinds.role is not None:
         other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
@@ -193,7 +209,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     A request visits one instance that prefills and one that decodes, if a candidate has such. `figures` are the metrics
     of the candidates. The parts add up to the mean seconds of a request; the rest is the queue.
     """
-    load, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
+    load, kinds = SimulatedLoad.draw(context.serve.loads[0], context.vision), context.kinds
     lanes = np.minimum(kinds.lanes, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
@@ -224,7 +240,15 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         ranks=split.data,
         stages=split.pipeline,
         role=context.kinds.role,
+        encode=_mean_encoding(context, load),
     )
+
+
+def _mean_encoding(context: Candidates, load: SimulatedLoad) -> FloatArray:
+    """Return the mean seconds of the vision tower for a request."""
+    rows = range(context.kinds.owner.size) if context.encoder is not None and load.images else ()
+    seconds = [float(np.mean(_encoding(context, row, load.images))) for row in rows]
+    return np.array(seconds) if seconds else np.zeros(context.kinds.owner.size)
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from flagcore.domain.model import Vision
 from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
+from flagcore.engines.serving.load.images import image_tokens
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.reuse import Part, cached_tokens, prompt_parts, turn_order
 from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.vision import ImageWork, image_work
 
 HIT_RATE = "cache_hit_rate"
 """The share of prompt tokens that the prefix cache had."""
@@ -42,7 +45,8 @@ MIN_WAITING = 64
 class SimulatedLoad:
     """The requests of a load, drawn once for all candidates.
 
-    `parts` are those of each prompt that a prefix cache may have. `turn` is the turn of each request in its
+    `input_len` includes the tokens of images, and `images` is the other work for them. `parts` are those of each prompt
+    that a prefix cache may have. `turn` is the turn of each request in its
     conversation, `think_s` the mean time before a turn after the first one. `hits` stores cached tokens by the lanes
     and the size of a cache.
     """
@@ -52,14 +56,17 @@ class SimulatedLoad:
     output_len: IntArray
     arrivals: FloatArray | None
     is_text: bool = False
+    images: Sequence[ImageWork] = ()
     parts: Sequence[Sequence[Part]] = ()
     turn: IntArray | None = None
     think_s: float = 0.0
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def draw(cls, load: Load) -> SimulatedLoad:
-        """Draw the requests of `load`. Raises SpecError for an invalid load or an unreadable trace."""
+    def draw(cls, load: Load, vision: Vision | None = None) -> SimulatedLoad:
+        """Draw the requests of `load`. Images need the `vision` tower. Raises SpecError for an invalid load or an
+        unreadable trace.
+        """
         drawn_load = load = in_flight(load)
         if load.num_prompts is None and load.trace is None:
             flight = load.concurrency or OPEN_LOOP_FLIGHT
@@ -67,12 +74,14 @@ class SimulatedLoad:
             ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
             drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
         requests = traffic(drawn_load)
+        images = requests.images if vision is not None else ()
         drawn = cls(
             load,
-            requests.input_len,
+            requests.input_len + image_tokens(images, vision) if images and vision else requests.input_len,
             requests.output_len,
             requests.arrive_s,
-            bool(requests.texts),
+            bool(requests.texts or images),
+            image_work(images, vision) if vision else (),
             prompt_parts(requests, load.prefix_len),
         )
         return drawn if requests.follows is None else drawn._with_turns(requests)
@@ -196,14 +205,15 @@ class SimulatedLoad:
             simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
             count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
+        images = self.images[::lanes]
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
             hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
             if self.turn is not None:  # first turns have no think time
                 think_s = self.think_s * float((self.turn > 0).mean())
-            outcome = simulate(price, lengths, arrival_times, simulated, hits, think_s)
+            outcome = simulate(price, lengths, arrival_times, simulated, hits, think_s, images)
         else:
-            outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated)
+            outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(outcome)
         if self._is_steady:
             return times.steady_state(simulated, flight, is_crowded=price.lane.running < flight)
@@ -243,7 +253,8 @@ class SimulatedLoad:
         indices = np.minimum((np.arange(count) / share).astype(np.int64), self.input_len.size - 1)
         arrivals = None if self.arrivals is None else self.arrivals[indices].tolist()
         lengths = list(zip(self.input_len[indices].tolist(), self.output_len[indices].tolist(), strict=True))
-        return simulate(price, lengths, arrivals, flight)
+        images = [self.images[index] for index in indices] if self.images else ()
+        return simulate(price, lengths, arrivals, flight, images=images)
 
 
 def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:

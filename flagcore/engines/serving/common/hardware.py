@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.model import Vision
 from flagcore.domain.serving import MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.load.images import DELIMITERS, image_tokens
 from flagcore.engines.serving.load.traces import cached_trace
 from flagcore.errors import SpecError
 
@@ -93,21 +95,29 @@ def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int
     return found
 
 
-def longest_request(loads: tuple[Load, ...], *, estimated: bool = True) -> int:
+def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
     """Return the tokens of the longest request, prompt and answer: the upper end of a distribution or a trace.
 
     Without `estimated`, texts whose tokens are not counted are ignored; otherwise they have at most one token per
-    `MIN_TOKEN_BYTES`. Raises SpecError for an unreadable trace.
+    `MIN_TOKEN_BYTES`, and a chat `CHAT_TOKENS` more. Images have the tokens of the model's `vision` tower. Raises
+    SpecError for an unreadable trace.
     """
     lengths = [1]
     for load in loads:
         if load.trace is not None:
-            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, estimated=estimated))
+            lengths.append(load.prefix_len + _longest_in_trace(load, load.trace, vision, estimated=estimated))
             continue
         spread = MAX_LENGTH_RATIO - 1.0 if load.distribution == "lognormal" else load.range_spread or 0.0
         upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
         lengths.append(load.prefix_len + load.turns * sum(upper_lengths))
+        if load.images is not None and vision is not None:
+            largest = max(vision.tokens(width, height) for width, height, _ in load.images.buckets) + DELIMITERS
+            lengths[-1] += load.images.counts[1] * largest + CHAT_TOKENS * estimated
     return max(lengths)
+
+
+CHAT_TOKENS = 64
+"""Tokens of the template of a chat that a context is sized for: Qwen2.5-VL's has 20 with its system prompt."""
 
 
 MIN_TOKEN_BYTES = 2
@@ -115,13 +125,32 @@ MIN_TOKEN_BYTES = 2
 with 3 bytes each."""
 
 
-def _longest_in_trace(load: Load, path: str, *, estimated: bool) -> int:
+def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated: bool) -> int:
     requests = cached_trace(path, load.turns, load.output_len).first(load.num_prompts)
     lengths = requests.input_len + requests.output_len
     if requests.is_estimated and estimated:
         sizes = np.array([len(text.encode()) for text in requests.texts])
         lengths = np.maximum(lengths, -(-sizes // MIN_TOKEN_BYTES) + requests.output_len)
+    if requests.images and vision is not None:
+        lengths = lengths + image_tokens(requests.images, vision) + CHAT_TOKENS * estimated
     return int(lengths.max()) if estimated or not requests.is_estimated else 1
+
+
+def most_images(loads: tuple[Load, ...]) -> int:
+    """Return the maximum number of images of a request. Raises SpecError for an unreadable trace."""
+    counts = [0]
+    for load in loads:
+        if load.images is not None:
+            counts.append(load.images.counts[1])
+        elif load.trace is not None:
+            images = cached_trace(load.trace, load.turns, load.output_len).first(load.num_prompts).images
+            counts += [len(each) for each in images]
+    return max(counts)
+
+
+def has_images(loads: tuple[Load, ...]) -> bool:
+    """Return whether requests have images. Raises SpecError for an unreadable trace."""
+    return most_images(loads) > 0
 
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:

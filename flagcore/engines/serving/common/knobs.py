@@ -24,6 +24,7 @@ from flagcore.engines.serving.common.hardware import (
     SIZES,
     TP,
     Hardware,
+    has_images,
     max_in_flight,
 )
 from flagcore.errors import SpecError
@@ -128,6 +129,13 @@ def is_fp8(quantization: Knob, columns: Columns) -> BoolArray:
     return np.isin(
         columns[quantization.name], [code(quantization, word) for word in quantization.words if "fp8" in word]
     )
+
+
+def tower_shares(knob: Knob, columns: Columns, *, loaded: bool = True) -> FloatArray:
+    """Return the ranks that split the weights of the vision tower, infinity if it is not `loaded`."""
+    tensor = columns[TP].astype(np.float64)
+    is_whole = columns[TOWER] == code(knob, "data")
+    return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
 
 
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
@@ -254,6 +262,7 @@ def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
 MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
 TRANSFER = "kv_transfer"
+TOWER = "mm_encoder_tp_mode"
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 """Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
 
@@ -343,6 +352,17 @@ QUANTIZATION_KNOB = knob(
     QUANTIZATION,
     "Format to which the engine converts the weights, or in which they are stored; a conversion changes the answers.",
     kind="word",
+)
+TOWER_KNOB = knob(
+    TOWER,
+    "How tensor ranks share the vision tower: each has a part of its weights, or all weights and a part of the images.",
+    label="tower",
+    kind="word",
+    words=("weights", "data"),
+    auto=Auto(
+        lambda task: ("weights", "data") if task.spec.model.vision and has_images(task.spec.serve.loads) else (None,),
+        "both for a load with images; else not set",
+    ),
 )
 SPECULATION_KNOB = knob(
     SPECULATION,

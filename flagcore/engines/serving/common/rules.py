@@ -12,10 +12,12 @@ from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
-from flagcore.engines.serving.common.knobs import DRAFTED, SPECULATION, code
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
+from flagcore.engines.serving.common.knobs import DRAFTED, SPECULATION, TOWER, code
+from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.engines.serving.common.weights import context_limit
 from flagcore.errors import SpecError
+from flagcore.spec.vision import MODELS
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
@@ -90,12 +92,57 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     )
 
 
+_TEXT_ONLY = ("language-model-only", "is-embedding", "embedding", "embeddings")
+"""Flags of servers that cannot have images."""
+
+
+def check_images(task: Task, needed_flag: str = "") -> None:
+    """Raise SpecError for requests with images if the model or the server cannot have them.
+
+    `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
+    """
+    serve, vision = task.spec.serve, task.spec.model.vision
+    if not has_images(serve.loads):
+        return
+    flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
+    blocked = next((name for name in _TEXT_ONLY if name in flags), "")
+    blocked = blocked or next((name for name in ("runner", "task") if flags.get(name) in ("pooling", "embed")), "")
+    if blocked:
+        problem, fix = (
+            f"cannot be sent to a server with {blocked}",
+            f"remove serve.engine_args.{blocked}, or the images",
+        )
+    elif needed_flag and needed_flag not in flags:
+        problem = f"need the file of a vision tower: {serve.engine} without {needed_flag} takes text only"
+        fix = f"set serve.engine_args: {{{needed_flag}: FILE}}, or remove the images"
+    elif vision is None:
+        problem = f"need a model with a known vision tower ({', '.join(MODELS)})"
+        fix = "set model to its Hugging Face directory or config.json, or remove the images"
+    else:
+        return
+    if serve.loads[0].images:
+        raise SpecError(key="serve.profile.images", problem=problem, fix=fix)
+    trace = serve.loads[0].trace
+    raise SpecError(key="serve.profile.trace", value=trace, problem=f"has images, which {problem}", fix=fix)
+
+
+def tower_merge(task: Task) -> Merge:
+    """Return the merge of values of `TOWER` without a vision tower, or with one tensor rank."""
+    return Merge(
+        name="tower_of_one_rank",
+        knobs=(TP, TOWER),
+        canonical=lambda c: {TOWER: np.where((c[TP] > 1) & (task.spec.model.vision is not None), c[TOWER], 0)},
+    )
+
+
 def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
     """Return the rules that the context fits the longest request, because engines silently truncate longer answers,
     and that it does not exceed the context of the model. Raises SpecError for a request that exceeds the latter.
     """
+    check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
-    needed, known = longest_request(loads), longest_request(loads, estimated=False)
+    vision = task.spec.model.vision
+    needed, known = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
     fits = Rule(
         name="context_length",
         knobs=(knob,),

@@ -106,12 +106,16 @@ def parameters(model: Model) -> float:
 
 
 def weight_bytes(task: Task) -> float:
-    """Return the bytes of a task's weights: the size of the file, or their number times the width of the precision."""
+    """Return the bytes of a task's weights: the size of the file, or their number times the width of the precision.
+
+    A vision tower that is not in the file has 16 bits.
+    """
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
-    precision = task.spec.serve.precision
-    return parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
+    precision, vision = task.spec.serve.precision, task.spec.model.vision
+    text = parameters(task.spec.model) * STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
+    return text + (2.0 * vision.weights if vision else 0.0)
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float) -> float:

@@ -189,7 +189,7 @@ def total_context(task: Task) -> int:
 
 def slot_context(task: Task, context: int | None) -> int:
     """Return the context of one slot, by default the tokens of the longest request, rounded up."""
-    return -(-(context or longest_request(task.spec.serve.loads)) // SLOT_GRAIN) * SLOT_GRAIN
+    return -(-(context or longest_request(task.spec.serve.loads, task.spec.model.vision)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:

@@ -19,7 +19,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import context_rules, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import check_images, context_rules, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
@@ -136,6 +136,7 @@ def memory(log: str) -> dict[str, float]:
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of llama.cpp for legal candidates."""
+    check_images(task, "mmproj")
     hardware, total = Hardware.of(task), own.total_context(task)
     return (
         *split_rules(task, data=False),
@@ -226,7 +227,7 @@ def _batch_rules() -> tuple[Rule, ...]:
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    needed = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),

@@ -8,6 +8,8 @@ from enum import Enum
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 """APIs that accept token ids: OpenAI's completions, and SGLang's API, also of engines whose completions need text."""
+CHAT = "/v1/chat/completions"
+"""OpenAI's API that accepts text and images."""
 
 
 class ProblemKind(Enum):

@@ -7,7 +7,7 @@ import gc
 import resource
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,27 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.highest import LimitCheck
-from flagcore.engines.serving.load.result import COMPLETIONS, Answer, LoadResult, ProblemKind, RequestFailed, Target
+from flagcore.engines.serving.load.result import (
+    CHAT,
+    COMPLETIONS,
+    Answer,
+    LoadResult,
+    ProblemKind,
+    RequestFailed,
+    Target,
+)
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
-from flagcore.engines.serving.load.traffic import body, in_flight, prompts, salted, traffic, warm_up
+from flagcore.engines.serving.load.traffic import (
+    body,
+    image_uris,
+    in_flight,
+    prompts,
+    salted,
+    traffic,
+    warm_up,
+    words,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -51,12 +68,19 @@ def measure(
     """
     load = in_flight(load)
     requests = traffic(load)
-    path = COMPLETIONS if requests.texts else targets[0].path
+    path = CHAT if requests.images else COMPLETIONS if requests.texts else targets[0].path
     targets = [replace(target, path=path) for target in targets]
     warmup_requests = warm_up(requests, load.warmup)
-    draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
-    main = _requests(model, path, requests, salted(requests.texts, (load.seed, seed)) or draw(requests))
-    warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True))
+    seeds = (load.seed, seed)
+    draw: Callable[..., Sequence[IntArray | str]] = partial(
+        prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=seeds
+    )
+    if requests.images:
+        draw = partial(words, prefix_len=load.prefix_len, seed=seeds)
+    uris = partial(image_uris, kind=load.images.format if load.images else "png", seed=seeds)
+    main = _requests(model, path, requests, salted(requests.texts, seeds) or draw(requests), uris(requests))
+    warmup_uris = uris(warmup_requests, warm_up=True)
+    warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True), warmup_uris)
     deadline = time.perf_counter() + timeout_s
     _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)
 
@@ -213,15 +237,18 @@ class _Stopped(Exception):
     """A load is certain to exceed a limit. Ends it; not raised outside this module."""
 
 
-def _requests(model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str]) -> list[_Request]:
+def _requests(
+    model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str], uris: Sequence[Sequence[str]]
+) -> list[_Request]:
     arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
     counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
     follows = [False] * len(prompts) if requests.follows is None else (requests.follows >= 0).tolist()
     think_s = [0.0] * len(prompts) if requests.think_s is None else requests.think_s.tolist()
-    columns = zip(prompts, counts, requests.output_len.tolist(), arrive_s, follows, think_s, strict=True)
+    images = uris or [()] * len(prompts)
+    columns = zip(prompts, images, counts, requests.output_len.tolist(), arrive_s, follows, think_s, strict=True)
     return [
-        _Request(body(model, prompt, output_len, path), count, output_len, *others)
-        for prompt, count, output_len, *others in columns
+        _Request(body(model, prompt, output_len, path, each), count, output_len, *others)
+        for prompt, each, count, output_len, *others in columns
     ]
 
 

@@ -1,9 +1,9 @@
 """Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-Formats: prompts (JSON lines), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of several turns),
-AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in milliseconds,
-input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV: Timestamp in
-seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
+Formats: prompts (JSON lines, also with images), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of
+several turns), AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in
+milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
+Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
 GeneratedTokens; Azure/AzurePublicDataset).
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.load.images import Image, RequestImages, read_image
 from flagcore.errors import SpecError
 from flagcore.files import read_regular
 
@@ -36,9 +37,10 @@ MAX_DELAY_S = 86_400.0
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
-_TEXT = ("prompt", "conversations", "messages", "turns")
+_TEXT = ("prompt", "text", "conversations", "messages", "turns")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
+_IMAGES = ("images", "image")
 _ANSWERS = ("assistant", "gpt")
 """Roles of turns that are answers."""
 
@@ -52,7 +54,8 @@ class Traffic:
     with `is_estimated` some of their lengths are estimates. `follows` is the index of the request of whose conversation
     a request is the next turn, -1 for the first turn; None without conversations. A turn is sent `think_s` seconds
     after the answer to that request, and its prompt continues that prompt. The requests of a conversation are
-    contiguous and arrive together. `notes` tell the user about differences from the load and about estimates.
+    contiguous and arrive together. `images` are in addition to the prompts; empty if no request has any. `notes` tell
+    the user about differences from the load and about estimates.
     """
 
     input_len: IntArray
@@ -62,6 +65,7 @@ class Traffic:
     texts: Sequence[str] = ()
     follows: IntArray | None = None
     think_s: FloatArray | None = None
+    images: RequestImages = ()
     notes: tuple[str, ...] = ()
     is_estimated: bool = False
 
@@ -78,6 +82,7 @@ class Traffic:
             texts=self.texts[:count],
             follows=None if self.follows is None else self.follows[:count],
             think_s=None if self.think_s is None else self.think_s[:count],
+            images=self.images[:count],
             notes=(*self.notes, *notes),
         )
 
@@ -105,7 +110,7 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     file = Path(path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns, output_len)
+        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns, output_len, file.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_InvalidRow, csv.Error) as error:
@@ -115,15 +120,15 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     return trace
 
 
-def _json(text: str, turns: int, output_len: int) -> Traffic:
+def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
     rows = _rows(text)
     if not rows:
         raise _InvalidRow("it is empty")
     first = rows[0]
     if any(name in first for name in _TEXT):
-        return _texts(rows, turns, output_len)
+        return _texts(rows, turns, output_len, folder)
     if any(name in first for name in _INPUT):
-        return _lengths(rows)
+        return _lengths(rows, folder)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
@@ -142,13 +147,27 @@ def _rows(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
+def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, ...]:
+    """Return the images of a row: one, or a list, each as the path of a file or WIDTHxHEIGHT."""
+    found: Any = next((row[name] for name in _IMAGES if row.get(name)), [])
+    entries = found if isinstance(found, list) else [found]
+    try:
+        return tuple(read_image(entry, folder) for entry in entries)
+    except (TypeError, ValueError, OSError) as error:
+        problem = f"row {number}: images must be paths of PNG or JPEG files, or WIDTHxHEIGHT; {error}"
+        raise _InvalidRow(problem) from None
+
+
+def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
     """Read rows of Mooncake, or rows with lengths under a common name; times and blocks are read if all rows have
     them.
     """
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
+    images = [_images(row, number, folder) for number, row in enumerate(rows, 1)]
     blocks: list[Sequence[int]] = []
+    if any(images) and any("hash_ids" in row for row in rows):
+        raise _InvalidRow("images and hash_ids cannot be combined")
     if all("hash_ids" in row for row in rows):
         for number, (row, length) in enumerate(zip(rows, inputs, strict=True), 1):
             ids = row["hash_ids"]
@@ -157,7 +176,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
             if len(ids) * BLOCK < length:
                 raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
             blocks.append(tuple(ids))
-    return _trace(inputs, outputs, _times(rows), blocks)
+    return _trace(inputs, outputs, _times(rows), blocks, images=images)
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
@@ -176,9 +195,10 @@ class _Turn:
     output_len: int | None
     answer: str = ""
     think_s: float = 0.0
+    images: tuple[Image, ...] = ()
 
 
-def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Traffic:
+def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folder: Path) -> Traffic:
     """Read prompts and conversations; turns without a question or an answer end a conversation."""
     unknown = 0
     times = _times(rows)
@@ -186,7 +206,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Tr
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
-        for turn in _turns(rows[index], index + 1, turns):
+        for turn in _turns(rows[index], index + 1, turns, folder):
             if turn.prompt and output_len and turn.output_len is None and not turn.answer and _only_asks(rows[index]):
                 turn, unknown = replace(turn, output_len=output_len), unknown + 1
             if not turn.prompt or not (turn.answer or turn.output_len):
@@ -207,6 +227,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Tr
         [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
         None if times is None else arrivals,
         texts=[turn.prompt for turn in requests],
+        images=[turn.images for turn in requests],
         notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
     )
     trace = replace(trace, is_estimated=bool(estimated))
@@ -217,7 +238,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int) -> Tr
 
 def _only_asks(row: Mapping[str, Any]) -> bool:
     """Return whether a row is of a format without answers."""
-    return "prompt" in row or "turns" in row
+    return any(name in row for name in ("prompt", "text", "turns"))
 
 
 def estimated_tokens(text: str) -> int:
@@ -225,15 +246,18 @@ def estimated_tokens(text: str) -> int:
     return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
 
 
-def _turns(row: Mapping[str, Any], number: int, count: int) -> list[_Turn]:
+def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> list[_Turn]:
     """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
     known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
     output = _optional_count(row, number)
-    if isinstance(row.get("prompt"), str):
-        return [_Turn(row["prompt"], known, output)]
+    prompt = row.get("prompt", row.get("text"))
+    if isinstance(prompt, str):
+        return [_Turn(prompt, known, output, images=_images(row, number, folder))]
     messages = row.get("turns", row.get("conversations", row.get("messages")))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
+    if any(name in each for each in (row, *messages) for name in _IMAGES):
+        raise _InvalidRow(f"row {number}: conversations cannot have images; give prompts")
     texts = [next((part for name in _PARTS if (part := each.get(name))), "") for each in messages]
     if not all(isinstance(text, str) for text in texts):
         raise _InvalidRow(f"row {number} has a turn whose {' or '.join(_PARTS)} is not a string")
@@ -307,11 +331,13 @@ def _trace(
     times: Iterable[float] | None,
     blocks: Sequence[Sequence[int]] = (),
     texts: Sequence[str] = (),
+    images: RequestImages = (),
     notes: tuple[str, ...] = (),
 ) -> Traffic:
     lengths, answers = np.array(list(inputs), dtype=np.int64), np.array(list(outputs), dtype=np.int64)
+    images = images if any(images) else ()
     if times is None:
-        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, texts=texts, notes=notes)
+        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, texts=texts, images=images, notes=notes)
     arrivals = np.array(list(times), dtype=np.float64)
     order = np.argsort(arrivals, kind="stable")
     return Traffic(
@@ -320,6 +346,7 @@ def _trace(
         arrive_s=arrivals[order] - arrivals.min(initial=np.inf) if arrivals.size else arrivals,
         blocks=[blocks[i] for i in order] if blocks else (),
         texts=[texts[i] for i in order] if texts else (),
+        images=[images[i] for i in order] if images else (),
         notes=notes,
     )
 

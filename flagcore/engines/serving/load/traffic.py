@@ -15,7 +15,8 @@ import numpy as np
 
 from flagcore.domain.serving import DEFAULT_CONCURRENCY, MAX_LENGTH_RATIO, Load
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
+from flagcore.engines.serving.load.images import data_uri, draw_images, random_text
+from flagcore.engines.serving.load.result import CHAT, COMPLETIONS, GENERATE
 from flagcore.engines.serving.load.traces import BLOCK, Traffic, cached_trace
 from flagcore.errors import SpecError
 
@@ -40,6 +41,9 @@ def traffic(load: Load) -> Traffic:
         )
         if load.turns > 1:
             requests = _conversations(requests, load.turns)
+        if load.images is not None:
+            rng = np.random.default_rng([load.seed, 3])
+            requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
     if requests.follows is not None and not (requests.follows >= 0).any():
         requests = replace(requests, follows=None, think_s=None)  # so few requests have no second turn
     follows, think_s = requests.follows, requests.think_s
@@ -138,12 +142,16 @@ MIN_ID_SHARE, MAX_ID_SHARE = 0.1, 0.9
 """Token ids are drawn between these shares of the vocabulary, because special ids, bytes and padding are at its
 ends."""
 
-_PREFIX, _PROMPT, _BLOCK, _WARMUP = range(4)
+_PREFIX, _PROMPT, _BLOCK, _WARMUP, _IMAGE = range(5)
 
 
 def warm_up(requests: Traffic, count: int) -> Traffic:
     """Return `count` requests with the lengths of the load's first requests."""
-    return Traffic(input_len=np.resize(requests.input_len, count), output_len=np.resize(requests.output_len, count))
+    return Traffic(
+        input_len=np.resize(requests.input_len, count),
+        output_len=np.resize(requests.output_len, count),
+        images=[requests.images[index % len(requests.images)] for index in range(count)] if requests.images else (),
+    )
 
 
 def prompts(
@@ -174,20 +182,42 @@ def prompts(
     return [np.concatenate([prefix, ids]) for ids in ids_by_request]
 
 
+def words(traffic: Traffic, *, prefix_len: int, seed: Sequence[int], warm_up: bool = False) -> list[str]:
+    """Return prompts of words in place of the token ids of `prompts`, because an API for images accepts text only."""
+    prefix = random_text(prefix_len, np.random.default_rng((*seed, _PREFIX)))
+    rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
+    return [f"{prefix} {random_text(length - prefix_len, rng)}".strip() for length in traffic.input_len.tolist()]
+
+
+def image_uris(traffic: Traffic, kind: str, seed: Sequence[int], *, warm_up: bool = False) -> list[list[str]]:
+    """Return the images of each request as data URIs. Random ones differ between requests and seeds."""
+    key = (*seed, _IMAGE, int(warm_up))
+    return [
+        [data_uri(image, kind, (*key, number, place)) for place, image in enumerate(images)]
+        for number, images in enumerate(traffic.images)
+    ]
+
+
 def salted(texts: Sequence[str], seed: Sequence[int]) -> list[str]:
     """Return the prompts of a repeat: the same first line keeps the prefixes that they share, but no others' prefix."""
     return [f"{'.'.join(map(str, seed))}\n{text}" for text in texts]
 
 
-def body(model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS) -> bytes:
+def body(
+    model: str, prompt: IntArray | str, output_len: int, path: str = COMPLETIONS, images: Sequence[str] = ()
+) -> bytes:
     """Return the body of a request to the API at `path` for exactly `output_len` streamed tokens and their count.
 
-    A prompt is text or token ids.
+    A prompt is text or token ids. `images` are data URIs, which CHAT accepts.
     """
     ids = prompt if isinstance(prompt, str) else prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
     if path == GENERATE:
         request |= {"input_ids": ids}
+    elif path == CHAT:
+        content = [{"type": "text", "text": ids}, *({"type": "image_url", "image_url": {"url": uri}} for uri in images)]
+        messages = [{"role": "user", "content": content}]
+        request |= {"model": model, "stream_options": {"include_usage": True}, "messages": messages}
     else:
         request |= {"model": model, "stream_options": {"include_usage": True}, "prompt": ids}
     return json.dumps(request, separators=(",", ":")).encode()

@@ -27,7 +27,8 @@ class ClosedLoop:
     """One lane of each candidate and its load: `flight` requests of `prompt` and `output` tokens.
 
     `budget` (tokens of an iteration), `running` (sequences) and `cache_tokens` are totals over all `ranks` and
-    `stages`. A lane whose `role` is 1 only computes prompts, with role 2 it only decodes.
+    `stages`. A lane whose `role` is 1 only computes prompts, with role 2 it only decodes. The vision tower takes
+    `encode` seconds for the images of a request.
     """
 
     flight: FloatArray
@@ -39,6 +40,7 @@ class ClosedLoop:
     ranks: FloatArray
     stages: FloatArray
     role: IntArray | None = None
+    encode: FloatArray | float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def _iterations(
     mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared, tokens)
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
+    mixed = mixed + loop.encode * longest / loop.prompt
     is_eager = (tokens > costs.captured) | (not overheads.mixes)
     mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
@@ -152,7 +155,7 @@ def parts(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decodin
     prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece)) + interpolate(
         costs.sampled, np.ones_like(piece)
     )
-    prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2)
+    prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
     is_eager = (piece > costs.captured) | (not overheads.mixes)
     prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
     return {

@@ -18,6 +18,7 @@ from math import inf
 
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.simulation import Outcome, Simulation
+from flagcore.engines.serving.model.vision import ImageWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class _Batch:
     tokens: float = 0.0
     pairs: float = 0.0
     longest: float = 0.0
+    encode: float = 0.0
     end: float = 0.0
     done: float = 0.0
 
@@ -61,9 +63,10 @@ def simulate_disaggregated(
     lengths: Sequence[tuple[int, int]],
     arrivals: Sequence[float] | None,
     concurrency: int,
+    images: Sequence[ImageWork] = (),
 ) -> Outcome:
     """Simulate requests as `simulation.simulate` does, for an instance that decodes with the times `price`."""
-    return _Disaggregated(price, prefill, lengths, arrivals, concurrency).run()
+    return _Disaggregated(price, prefill, lengths, arrivals, concurrency, images).run()
 
 
 class _Disaggregated(Simulation):
@@ -80,19 +83,23 @@ class _Disaggregated(Simulation):
         lengths: Sequence[tuple[int, int]],
         arrivals: Sequence[float] | None,
         concurrency: int,
+        images: Sequence[ImageWork],
     ) -> None:
         self.prefill = prefill
         self.servers = [_Server() for _ in range(max(1, round(prefill.per_decode)))]
         self.occupied = len(self.servers) / prefill.per_decode
         self.ready: list[tuple[float, int, _Batch]] = []
         self.batches = 0
-        super().__init__(price, lengths, arrivals, concurrency)
+        super().__init__(price, lengths, arrivals, concurrency, images=images)
+
+    def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
+        super()._add_images(self.prefill.price, images)
 
     def _enter(self, index: int) -> None:
         """Add a request to the next batch of the instance that is free first."""
         request = self.requests[index]
         overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
-        arrival = request.arrival + overheads.request + overheads.entry
+        arrival = request.arrival + overheads.request + overheads.entry + request.read
         done = min(lane.shared_prefix, request.prompt - 1.0)
         piece = request.prompt - done
         server = min(self.servers, key=lambda each: each.free)
@@ -102,7 +109,8 @@ class _Disaggregated(Simulation):
         batch.members.append(index)
         batch.tokens, batch.longest = batch.tokens + piece, max(batch.longest, piece)
         batch.pairs += piece * (done + 0.5 * piece)
-        seconds = self._prompt_seconds(batch)
+        batch.encode += request.encode
+        seconds = self._prompt_seconds(batch) + batch.encode
         batch.end = batch.start + seconds
         caches = self.prefill.transfer * sum(self.requests[each].prompt for each in batch.members)
         batch.done = max(batch.end, batch.link_free) + caches

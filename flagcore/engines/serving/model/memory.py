@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
+from flagcore.engines.serving.model.vision import tower_bytes
 from flagcore.engines.serving.model.work import Serving, Split
 from flagcore.engines.transformer import attended, widths
 from flagcore.physics.kernels.roofline import BYTES
@@ -40,14 +41,20 @@ def serving_memory(
     own_cache: FloatArray,
     batched_tokens: FloatArray,
     running: FloatArray,
+    tower_shares: FloatArray | None = None,
 ) -> ServingMemory:
     """Return the memory of a device.
 
-    The cache has the bytes of `budget` without weights, activations and graphs, or `own_cache` if it is not NaN.
+    The cache has the bytes of `budget` without weights, activations and graphs, or `own_cache` if it is not NaN. The
+    weights of a vision tower are split over `tower_shares` ranks, by default over the tensor ranks.
     """
     model = serving.model
     weights = weight_bytes(serving, split)
     activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
+    if model.vision is not None:
+        shares = split.tensor if tower_shares is None else tower_shares
+        tower, peak = tower_bytes(model.vision, shares, batched_tokens)
+        weights, activations = weights + tower / split.cores, np.maximum(activations, peak / split.cores)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
     other = 0.0 if serving.overheads.activations_beside else activations + graphs
     token = token_bytes(model, split)

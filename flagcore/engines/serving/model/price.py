@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from flagcore.engines.serving.model.iteration import NODES, IterationCosts
+from flagcore.engines.serving.model.vision import ImageWork
 from flagcore.engines.serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
@@ -36,9 +38,20 @@ class Lane:
 
 
 class Price:
-    """The iteration times of one candidate (a row of `costs`) on its lane, with the engine's overheads."""
+    """The iteration times of one candidate (a row of `costs`) on its lane, with the engine's overheads.
 
-    def __init__(self, costs: IterationCosts, row: int, lane: Lane, overheads: Overheads) -> None:
+    `encoding` returns the seconds of the vision tower for the images of each request.
+    """
+
+    def __init__(
+        self,
+        costs: IterationCosts,
+        row: int,
+        lane: Lane,
+        overheads: Overheads,
+        encoding: Callable[[Sequence[ImageWork]], list[float]] = lambda images: [],
+    ) -> None:
+        self.encoding = encoding
         self.lane, self.overheads = lane, overheads.slowed(float(costs.crowding[row]))
         self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
         self._parts = lane.ranks * lane.stages
@@ -69,12 +82,14 @@ class Price:
             self._decode[sequences] = seconds
         return seconds
 
-    def mixed(self, sequences: int, tokens: float, longest: float, pairs: float, ended: int) -> float:
+    def mixed(
+        self, sequences: int, tokens: float, longest: float, pairs: float, ended: int, encode: float = 0.0
+    ) -> float:
         """Return the seconds of an iteration of `tokens` prompt tokens and `sequences` decoding sequences.
 
         The time to read the context of the sequences is not included. `longest` is the largest piece of one prompt,
-        `pairs` the number of query-key pairs, `ended` the number of prompts that end. The slowest rank or batch has an
-        even share of the tokens, or the longest piece.
+        `pairs` the number of query-key pairs, `ended` the number of prompts that end, `encode` the seconds of the
+        vision tower for their images. The slowest rank or batch has an even share of the tokens, or the longest piece.
         """
         stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
@@ -82,7 +97,7 @@ class Price:
         time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
         if batch > self._captured or not self.overheads.mixes:
             time = max(time, self._floor)
-        return time + self._fixed + self._sequence * sequences
+        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
         """Return the seconds of `count` iterations of `tokens` tokens of one long prompt while `sequences` decode.

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from math import ceil, inf
 
 from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.vision import ImageWork
 
 MIN_PIECES = 4
 """Minimum number of iterations filled by one prompt that are computed in one step. Chosen."""
@@ -22,14 +23,17 @@ MIN_PIECES = 4
 
 @dataclass(slots=True)
 class Request:
-    """One request: lengths in tokens, of which the prefix cache has the first `hit`, and its times in seconds. The
-    fields from `done` on are internal to the simulation.
+    """One request: lengths in tokens, of which the prefix cache has the first `hit`, and its times in seconds. Its
+    images take `read` seconds in the front end and `encode` seconds in the vision tower. The fields from `done` on are
+    internal to the simulation.
     """
 
     arrival: float
     prompt: int
     output: int
     hit: float = 0.0
+    read: float = 0.0
+    encode: float = 0.0
     first: float = -1.0
     end: float = -1.0
     done: float = 0.0
@@ -56,14 +60,15 @@ def simulate(
     concurrency: int,
     hits: Sequence[float] = (),
     think_s: float = 0.0,
+    images: Sequence[ImageWork] = (),
 ) -> Outcome:
     """Simulate requests of `lengths` (prompt, output) and return the outcome.
 
     Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
     request `think_s` after another one ends. `hits` are the prompt tokens in the prefix cache, besides the prefix that
-    all requests share.
+    all requests share. `images` is the work for the images of each request.
     """
-    return Simulation(price, lengths, arrivals, concurrency, hits, think_s).run()
+    return Simulation(price, lengths, arrivals, concurrency, hits, think_s, images).run()
 
 
 class Simulation:
@@ -81,6 +86,7 @@ class Simulation:
         concurrency: int,
         hits: Sequence[float] = (),
         think_s: float = 0.0,
+        images: Sequence[ImageWork] = (),
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
@@ -91,6 +97,7 @@ class Simulation:
         ]
         for request, hit in zip(self.requests, hits, strict=False):
             request.hit = hit
+        self._add_images(price, images)
         self.parse_ends: list[float] = []
         self.parse_groups = [0] * len(self.requests)
         self.queue: deque[Request] = deque()
@@ -104,6 +111,11 @@ class Simulation:
         self.outcome = Outcome(self.requests)
         for index in range(self.sent):
             self._enter(index)
+
+    def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
+        """Set the times of images, with the vision tower of an instance with the times `price`."""
+        for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
+            request.read, request.encode = work.read_s, encode
 
     def run(self) -> Outcome:
         while True:
@@ -131,7 +143,8 @@ class Simulation:
     def _tokenized_time(self) -> float:
         """Return when one thread has tokenized the next request after the previous ones."""
         parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
-        return parsed + self.overheads.prompt_token * self.requests[self.next].prompt
+        request = self.requests[self.next]
+        return parsed + self.overheads.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
         return self._tokenized_time() + self.overheads.request
@@ -172,11 +185,12 @@ class Simulation:
         budget = self.lane.budget - decoding
         if self.partial and self._pieces(self.partial[0], decoding, budget):
             return True
-        tokens = pairs = longest = 0.0
+        tokens = pairs = longest = encode = 0.0
         ended: list[Request] = []
         while budget > 0 and (self.partial or self._admit(len(ended))):
             request = self.partial[0]
             total = request.prompt + request.made
+            encode, request.encode = encode + request.encode, 0.0
             piece = min(budget, total - request.done)
             pairs += piece * (request.done + 0.5 * piece)
             request.done += piece
@@ -185,7 +199,7 @@ class Simulation:
                 ended.append(self.partial.popleft())
         if not tokens:
             return False
-        time = self.price.mixed(decoding, tokens, longest, pairs, len(ended))
+        time = self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode)
         if decoding:
             time += self.price.cached(self.running) * (self.offset + self.running * self.step)
             self._advance(1, time)

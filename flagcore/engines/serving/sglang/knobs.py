@@ -1,7 +1,7 @@
 """The knobs of SGLang's server, its command line, and SGLang's defaults.
 
 Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`. The releases
-that have a flag follow from `srt/server_args.py` of 0.4.0 to 0.5.12.
+that have a flag follow from `srt/server_args.py` of 0.4.0 to 0.5.12 (mm-enable-dp-encoder: sgl-project/sglang #13126).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
@@ -172,6 +173,7 @@ KNOBS = (
     knob(HICACHE, "GiB of host memory for evicted cache of each rank.", label="offload", versions=">=0.4.6"),
     knob(COMPILE, "Whether torch.compile is used.", label="compile", kind="flag", neutral=False),
     variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
+    variant(knobs.TOWER_KNOB, Flag(name="mm-enable-dp-encoder", word="data"), versions=">=0.5.6"),
 )
 """`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
 `data_parallel_size`."""
@@ -228,7 +230,9 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
     """Return the tokens of the cache of one instance on CPU cores, where SGLang would use most of the memory."""
     loads = task.spec.serve.loads
-    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(loads)
+    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(
+        loads, task.spec.model.vision
+    )
     return np.maximum(tokens, _MIN_POOL)
 
 
@@ -256,6 +260,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_element_bytes=element,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
+        tower_shares=knobs.tower_shares(BY_NAME[knobs.TOWER], values),
     )
 
 

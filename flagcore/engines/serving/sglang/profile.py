@@ -25,6 +25,7 @@ from flagcore.engines.serving.common.rules import (
     same_as_unset,
     speculation_rules,
     split_rules,
+    tower_merge,
 )
 from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -122,6 +123,8 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     ):
         if isinstance(info.get(name), bool):
             values[knob] = info[name] is value_if_true
+    if isinstance(is_whole := info.get("mm_enable_dp_encoder"), bool):
+        values[knobs.TOWER] = "data" if is_whole else "weights"
     if values.get(own.SPECULATION) == "EAGLE":  # also reported for NEXTN
         del values[own.SPECULATION]
     drafted = info.get("speculative_num_draft_tokens")
@@ -159,7 +162,7 @@ def _data(info: Mapping[str, Any]) -> int:
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    needed = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads, task.spec.model.vision)
     layouts = (
         *split_rules(task, data=True, span=True),
         Rule(
@@ -225,6 +228,7 @@ def _page_rule() -> Rule:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of SGLang's defaults and of knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
+    defaults[knobs.TOWER] = "weights"
     has_backend = own.BACKEND in task.spec.space or own.BACKEND in own.PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
@@ -234,6 +238,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         *prefill_decode.merges(knobs.TRANSFER),
         *same_as_unset(own.KNOBS, defaults),
         no_drafts(),
+        tower_merge(task),
         *((no_graphs,) if Hardware.of(task).on_cores else ()),
     )
 

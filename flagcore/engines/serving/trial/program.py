@@ -308,7 +308,8 @@ def _warm_up(load: Load, servers: int, most: int) -> Load:
     """
     wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len
-    return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
+    output_len = min(WARM_UP_TOKENS, load.output_len)
+    return Load(input_len=length, output_len=output_len, num_prompts=wave, concurrency=wave, images=load.images)
 
 
 def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:

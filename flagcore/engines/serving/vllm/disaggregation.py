@@ -82,7 +82,7 @@ def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules for connectors."""
-    longest = longest_request(task.spec.serve.loads)
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
     version, default = own.PROGRAM.version(task.spec), transfer_of(task, {})
     knob = own.BY_NAME[TRANSFER]
     codes = {0: default, **{code(knob, word): word for word in knob.words}}

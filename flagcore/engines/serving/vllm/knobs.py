@@ -2,7 +2,8 @@
 
 Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `platforms/cpu.py`; for older
 versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21: graphs within the memory share, 0.92).
-The releases that have a flag follow from `engine/arg_utils.py` and `config/` of 0.8.5 to 0.32.
+The releases that have a flag follow from `engine/arg_utils.py` and `config/` of 0.8.5 to 0.32; for images, from the CPU
+builds 0.8.5 and 0.9.1 to 0.10.2 (vllm-project/vllm #23190: mm-encoder-tp-mode).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ EAGER, GRAPHS, THREADS = "enforce_eager", "cudagraph_mode", "threads"
 ASYNC, BACKEND, SPECULATION, DRAFTED = knobs.ASYNC, knobs.BACKEND, knobs.SPECULATION, knobs.DRAFTED
 POLICY, COMPILATION, LEVEL = "scheduling_policy", "compilation_mode", "optimization_level"
 BALANCING, OFFLOADING, QUANTIZATION = knobs.BALANCING, "kv_offloading_size", knobs.QUANTIZATION
+TOWER, IMAGES, PROCESSED = knobs.TOWER, "limit_mm_per_prompt", "mm_processor_cache_gb"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The release since which scheduling is asynchronous by default (#27614), but not on CPU cores."""
 SYNCHRONOUS_SECONDS = 956e-6
@@ -92,7 +94,7 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
         room = float(cache_gib(task, 1, 1)) * 2**30
     else:
         room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
-    longest = -(-longest_request(task.spec.serve.loads) // CONTEXT_STEP) * CONTEXT_STEP
+    longest = -(-longest_request(task.spec.serve.loads, task.spec.model.vision) // CONTEXT_STEP) * CONTEXT_STEP
     if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0) > room:
         return (None,)
     return (longest,)
@@ -206,6 +208,16 @@ KNOBS = (
         versions=">=0.12",
     ),
     variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
+    variant(knobs.TOWER_KNOB, "mm-encoder-tp-mode", versions=">=0.10.2"),
+    knob(IMAGES, "Most images of a request.", flags=("limit-mm-per-prompt.image",), label="images", versions=">=0.9.1"),
+    knob(
+        PROCESSED,
+        "GiB of host memory for prepared images, in each front end and scheduler, for repeated ones; 0: none.",
+        label="image cache",
+        neutral=4,
+        minimum=0,
+        versions=">=0.10.1",
+    ),
     knob(
         THREADS,
         "CPU cores of one rank. If not set, a single rank leaves one core to the API server.",
@@ -279,7 +291,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
-    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads) * token
+    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads, task.spec.model.vision) * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
 
@@ -306,7 +318,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_running=seqs,
         max_batched_tokens=tokens,
         block_size=or_default(values[BLOCK], default_block),
-        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads)),
+        context_len=or_default(
+            values[CONTEXT], context_limit(task.spec) or longest_request(task.spec.serve.loads, task.spec.model.vision)
+        ),
         chunked=values[CHUNKED],
         graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
@@ -315,6 +329,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
+        tower_shares=knobs.tower_shares(BY_NAME[TOWER], values, loaded="language-model-only" not in other_args),
     )
 
 

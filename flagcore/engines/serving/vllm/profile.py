@@ -15,7 +15,7 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode, program
 from flagcore.engines.serving.common.command_line import as_words
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, most_images
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.rules import (
     context_rules,
@@ -23,6 +23,7 @@ from flagcore.engines.serving.common.rules import (
     same_as_unset,
     speculation_rules,
     split_rules,
+    tower_merge,
 )
 from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -173,6 +174,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
         *_model_rules(task),
         *context_rules(task, CONTEXT),
         _block_rule(task),
+        Rule(
+            name="images_of_request",
+            knobs=(own.IMAGES,),
+            message=f"{own.IMAGES} must be at least the images of a request, {most_images(task.spec.serve.loads)}",
+            broken=lambda c: (c[own.IMAGES] > 0) & (c[own.IMAGES] < most_images(task.spec.serve.loads)),
+        ),
     )
 
 
@@ -261,8 +268,12 @@ def merges(task: Task) -> tuple[Merge, ...]:
         *heterogeneous.merges(*((THREADS,) if on_cores else ())),
         *prefill_decode.merges(knobs.TRANSFER),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
-        *same_as_unset(own.KNOBS, {own.KV: "auto", own.POLICY: "fcfs", ASYNC: "on" if own.is_async(task) else "off"}),
+        *same_as_unset(
+            own.KNOBS,
+            {own.KV: "auto", own.POLICY: "fcfs", ASYNC: "on" if own.is_async(task) else "off", own.TOWER: "weights"},
+        ),
         no_drafts(),
+        tower_merge(task),
         Merge(
             name="no_graphs_is_eager",
             knobs=(EAGER, GRAPHS),

@@ -135,7 +135,7 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
         ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
         ("[1, 2]", "a.json", "row 1 is not an object"),
-        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, conversations, messages, turns, input_len"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, text, conversations, messages, turns, input_len"),
         ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
         ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
         ('{"input_length": "x", "output_length": 5}', "a.jsonl", "row 1: input_length is 'x', not a number"),

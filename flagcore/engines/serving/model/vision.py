@@ -1,0 +1,121 @@
+"""Seconds and memory of the vision tower, which turns images into tokens of the prompt.
+
+A tower is a transformer without a cache (Qwen2.5-VL, arXiv 2502.13923, section 2.1; Qwen2-VL, arXiv 2409.12191).
+Engines run it without captured graphs, on the first stage of a pipeline, before the iteration that computes the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, Costs
+from flagcore.domain.model import Vision
+from flagcore.domain.space import FloatArray
+from flagcore.engines.serving.load.images import RequestImages
+from flagcore.engines.serving.model.work import PIXEL, Serving, Split
+
+REFERENCE_PATCHES = 4096.0
+"""Patches for which the rates of a tower are computed. Chosen: an image of 0.8 megapixels."""
+KERNELS = 14.0
+"""Launches of a layer, an estimate: two norms, five products, rotation, attention, activation, two sums, two copies."""
+
+
+class ImageWork(NamedTuple):
+    """The work for the images of a request: patches, pairs of query and key over all layers, images, pixels."""
+
+    patches: float
+    pairs: float
+    images: int
+    pixels: int
+
+    @property
+    def read_s(self) -> float:
+        """The seconds in which one thread of the front end decodes and scales the images."""
+        return PIXEL * self.pixels
+
+
+def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
+    """Return the work for the images of each request. In most layers, a patch attends to its window only."""
+    found = list[ImageWork]()
+    windowed = vision.num_layers - vision.full_layers
+    for request in images:
+        patches = np.array([vision.tokens(*image[:2]) * vision.merge_size**2 for image in request], dtype=np.float64)
+        window = np.minimum(patches, (vision.window_size / vision.patch_size) ** 2)
+        pairs = float((patches * (vision.full_layers * patches + windowed * window)).sum())
+        pixels = sum(image.width * image.height for image in request)
+        found.append(ImageWork(float(patches.sum()), pairs, len(request), pixels))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCosts:
+    """Seconds of a tower by candidate: per patch, per pair of query and key, and the least for a request.
+
+    `ranks` ranks work on different images at the same time.
+    """
+
+    patch: FloatArray
+    pair: FloatArray
+    floor: FloatArray
+    ranks: FloatArray
+
+    def seconds(self, row: int, work: Sequence[ImageWork]) -> list[float]:
+        """Return the seconds for the images of each request on a candidate."""
+        patch, pair, floor, ranks = (float(each[row]) for each in (self.patch, self.pair, self.floor, self.ranks))
+        return [
+            max((patch * each.patches + pair * each.pairs) / min(ranks, each.images), floor) if each.images else 0.0
+            for each in work
+        ]
+
+
+def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, shares: FloatArray) -> EncoderCosts:
+    """Return the costs of a tower whose weights are split over `shares` ranks: all tensor ranks, or one.
+
+    Products have 16 bits. Ranks that share the weights add up their results after attention and after the FFN.
+    """
+    kernels, precision, hidden = costs.kernels, serving.wide_precision, float(vision.hidden_size)
+    shares = np.maximum(np.where(np.isinf(shares), 1.0, shares), 1.0)
+    ones, tokens = np.ones_like(shares), np.full_like(shares, REFERENCE_PATCHES)
+
+    def product(rows: FloatArray, inner: FloatArray, outer: FloatArray) -> FloatArray:
+        return kernels.gemm_seconds(rows, outer, inner, precision)
+
+    gates, width = 2.0 if vision.gated_linear_unit else 1.0, vision.ffn_hidden_size / shares
+    layer = product(tokens, hidden * ones, 3.0 * hidden / shares) + product(tokens, hidden / shares, hidden * ones)
+    layer = layer + product(tokens, hidden * ones, gates * width) + product(tokens, width, hidden * ones)
+    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # norms, sums and activation
+    layer = layer + kernels.memory_seconds(traffic)
+    stride = np.ones(shares.shape, dtype=np.int64)
+    payload = tokens * 2.0 * hidden
+    reduce = costs.collectives.seconds("all_reduce", payload, shares.astype(np.int64), stride)
+    layer = layer + np.where(shares > 1.0, 2.0 * reduce, 0.0)
+    rows, merged = tokens / vision.merge_size**2, hidden * vision.merge_size**2 * ones
+    merger = product(rows, merged, merged / shares) + product(rows, merged / shares, vision.output_size * ones)
+    heads, dim = np.maximum(vision.num_heads / shares, 1.0), hidden / vision.num_heads * ones
+    shape = AttentionShape(batch=ones, heads=heads, groups=heads, queries=tokens, keys=tokens, head_dim=dim)
+    # the kernel is causal and computes half of the pairs
+    pair = 2.0 * kernels.attention_seconds(shape, precision) / REFERENCE_PATCHES**2
+    floor = KERNELS * vision.num_layers * kernels.launch_seconds() * split.crowding
+    return EncoderCosts(
+        patch=(vision.num_layers * layer + vision.mergers * merger) / REFERENCE_PATCHES / split.cores,
+        pair=pair / split.cores,
+        floor=np.zeros_like(shares) if costs.synchronous else floor * ones,
+        ranks=np.where(shares < split.tensor, split.tensor, 1.0),
+    )
+
+
+def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the bytes of the weights and of the peak activations of a tower on a device, in 16 bits.
+
+    Engines reserve memory for the largest image, or for images of `batched_tokens` (vLLM 0.32:
+    `multimodal/encoder_budget.py`). An infinite number of `shares`: the tower is not loaded.
+    """
+    gates = 2.0 if vision.gated_linear_unit else 1.0
+    tokens = np.maximum(batched_tokens, float(vision.max_tokens))
+    layer = 3.0 * vision.hidden_size + (gates + 1.0) * vision.ffn_hidden_size / np.maximum(shares, 1.0)
+    activations = 2.0 * tokens * (vision.merge_size**2 * layer + vision.mergers * vision.output_size)
+    return 2.0 * vision.weights / shares, np.where(np.isinf(shares), 0.0, activations)
