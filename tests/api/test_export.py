@@ -114,18 +114,6 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
-def test_each_node_of_a_mixed_plan_has_its_own_type(tmp_path: Path) -> None:
-    groups = [{"chip": chip, "nodes": 1, "devices_per_node": 2} for chip in ("H100-SXM", "C550")]
-    space = {"meshes": ["H100-SXM tp2 + C550 tp2"]}
-    data = {**SMALL_TRAINING, "cluster": {"groups": groups}, "auto_tuner": {"space": space}}
-    script = only(exported(written(tmp_path, data), "slurm"))
-    node = {"NODE_RANK": "1", "MASTER_ADDR": "first"}
-    words = started(script, tmp_path, "torchrun", DEVICE_TYPE="C550", **node)
-    assert words[words.index("--hetero-current-device-type") + 1] == "C550"
-    with pytest.raises(subprocess.CalledProcessError):
-        started(script, tmp_path, "torchrun", **node)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> None:
     command = ["env", "sh", "-c", 'echo "$@" on $MODE', "sh", "{node_rank} of {nnodes}", "{master_addr}:{master_port}"]

@@ -188,6 +188,12 @@ def test_a_fixed_layout_is_compared_with_the_balanced_one(flag: Flag, spec: Call
 
 def test_the_balanced_split_is_shown_if_no_chip_can_run_alone() -> None:
     nothing = {"alone": [], "of_sum": None, "of_best_alone": None, "best_alone": ""}
-    plan = {"idle": {"a": 0.27}, "limit": "bubble", "slowest": "a", "layers": [11, 13]}
+    plan = {
+        "idle": {"a": 0.27},
+        "limit": "bubble",
+        "slowest": "a",
+        "layers": [11, 13],
+        "mixed": {"implementation": "local"},
+    }
     text = verdict({**nothing, **plan, "balanced": {"layers": [10, 14], "step_time_s": 2.0}})
     assert all(figure in text for figure in ("27%", "11, 13", "10, 14"))
