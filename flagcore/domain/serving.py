@@ -20,6 +20,8 @@ MIN_REQUESTS = {"p99": 400, "p90": 40}
 """Requests that a percentile needs. Chosen: four of them are above it."""
 DEFAULT_CONCURRENCY = 64
 """Default number of requests in flight."""
+OPEN_LOOP_FLIGHT = 64
+"""Assumed number of requests in flight of an open loop without a number of requests."""
 
 
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Load:
     `think_time_s` after the answer to the one before, or after the delay in the trace; its prompt continues that
     request and its answer, so `input_len` is the length of the new part. `images` are in addition to the text.
     `acceptance` is the share of drafted tokens that the model accepts, None if unknown. With `num_prompts` None, the
-    load is a steady state, which can be predicted but not run.
+    load goes on; if it `is_steady`, only requests between its first and its last ones count, else all of them.
     """
 
     input_len: int = 1024
@@ -88,6 +90,7 @@ class Load:
     range_spread: float | None = None
     distribution: str = "uniform"
     num_prompts: int | None = 128
+    is_steady: bool = False
     concurrency: int | None = None
     request_rate: float | None = None
     burstiness: float = 1.0

@@ -78,8 +78,8 @@ class ProfileSection(Section):
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     distribution: Distribution = "uniform"
     """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
-    num_prompts: Requests = 128
-    """Number of requests."""
+    num_prompts: Requests | Literal["auto"] = "auto"
+    """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
     most that keep the SLO, up to num_prompts."""

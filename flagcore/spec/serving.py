@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, Images, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.plain_data import spec_error
@@ -18,6 +18,8 @@ from flagcore.spec.serve_schema import ImagesSection, ProfileSection, ServeSecti
 
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
+DEFAULT_REQUESTS = 128
+"""Default number of requests of a load without a steady state."""
 
 
 def serve_of(
@@ -26,13 +28,13 @@ def serve_of(
     """Return the serving job of a section for one of its engines. Raises SpecError."""
     weights = section.weights or (model if isinstance(model, str) else None)
     directory = (base / (section.directory or ".")).resolve()
-    highest = _highest(section, file)
+    highest, slo = _highest(section, file), slo_of(section.slo)
     return ServeSpec(
         engine=engine,
-        loads=_loads(section.profile, base, file),
+        loads=_loads(section.profile, slo, base, file),
         precision=section.precision or (_stored_format(base / weights) if weights else None) or "bf16",
         engine_args=dict(section.engine_args),
-        slo=slo_of(section.slo),
+        slo=slo,
         repeats=section.repeats,
         highest=highest,
         default_space=default_space,
@@ -125,7 +127,7 @@ def _highest(section: ServeSection, file: str) -> str | None:
     return keys[0]
 
 
-def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
+def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path, file: str) -> tuple[Load, ...]:
     if profile.concurrency is not None and profile.request_rate is not None:
         problem, fix = "cannot be combined with serve.profile.request_rate", "remove one of the two"
         raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
@@ -136,6 +138,8 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
         problem, fix = "cannot be combined with serve.profile.range_ratio or range_spread", "remove one of the two"
         raise spec_error("serve.profile.distribution", problem, value=profile.distribution, fix=fix, file=file)
     fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
+    fields["num_prompts"] = number = _num_prompts(profile, slo)
+    fields["is_steady"] = number is None
     if profile.images is not None:
         fields["images"] = _images(profile.images, profile, file)
     if profile.trace is not None:
@@ -143,14 +147,28 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.request_rate == AUTO:
         return (Load(**fields, request_rate=MAX_RATE),)
     if profile.concurrency == AUTO:
-        return (Load(**fields, concurrency=profile.num_prompts),)
+        return (Load(**fields, concurrency=number),)
     rates = _as_list(profile.request_rate)
     if rates:
         return tuple(Load(**fields, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
         return (Load(**fields),)  # the trace may have arrival times
-    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
+    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
     return tuple(Load(**fields, concurrency=each) for each in clients)
+
+
+def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:
+    """Return the number of requests; None for loads that can be measured in their steady state.
+
+    Traces, conversations, bursts and searches for the highest load need a number: by default as many as the percentiles
+    of the limits need.
+    """
+    if profile.num_prompts != AUTO:
+        return int(profile.num_prompts)
+    has_end = profile.trace is not None or profile.turns > 1 or "inf" in _as_list(profile.request_rate)
+    if has_end or AUTO in (profile.request_rate, profile.concurrency):
+        return max([DEFAULT_REQUESTS, *(MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in slo)])
+    return None
 
 
 def _images(section: ImagesSection, profile: ProfileSection, file: str) -> Images:

@@ -168,7 +168,7 @@ def _profile(notes: Notes) -> dict[str, Any]:
     notes.note(
         "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
     )
-    return {"input_len": load.input_len, "output_len": load.output_len, "num_prompts": 128, "concurrency": 16}
+    return {"input_len": load.input_len, "output_len": load.output_len, "concurrency": 16}
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:

@@ -47,7 +47,7 @@ def ready(spec: Spec, engine: Engine) -> None:
         fix = "set auto_tuner.launcher and cluster.hostfile, or predict with `flag estimate`"
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
-        traffic(in_flight(load))
+        traffic(in_flight(replace(load, num_prompts=1) if load.is_steady else load))
         if load.images is not None:
             check_format(load.images.format)
     if serve.directory is not None and not Path(serve.directory).is_dir():
@@ -82,6 +82,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             client=serve.client,
             report=serve.report,
             slo=serve.slo,
+            asked=(*serve.slo, task.spec.objective),
             highest=serve.highest,
             start=_first_load(platform, engine, candidate),
             patterns=platform.failure_patterns,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.images import image_tokens
@@ -31,8 +31,6 @@ STEADY_RATIO = 0.9
 """Minimum length of a simulated request in a steady state, relative to the load's length: requests of equal length
 would stay in phase."""
 
-OPEN_LOOP_FLIGHT = 64
-"""Requests in flight that represent an open loop without end."""
 
 MAX_REQUESTS = 6000
 """Maximum number of simulated requests of one lane, at least three times those in flight; others are extrapolated."""
@@ -174,8 +172,8 @@ class SimulatedLoad:
         if len(kinds) > 1:
             times = RequestTimes.from_outcome(self._mixed_lanes(kinds, lane_flight))
             if flight < lanes:  # some lanes are always idle
-                return figures_of(times.steady_state(flight, flight), 1.0, slo)
-            times = times.steady_state(lane_flight * lanes, lane_flight * lanes) if self._is_steady else times
+                return figures_of(self._endless(times, flight, flight), 1.0, slo)
+            times = self._endless(times, lane_flight * lanes, lane_flight * lanes) if self._is_endless else times
             return figures_of(times, flight / lane_flight / lanes, slo)
         times = self._one_lane(kinds[0][0], min(lanes, flight), lane_flight, prefill)
         if self.arrivals is not None:  # the last request runs on another lane
@@ -184,9 +182,19 @@ class SimulatedLoad:
         return figures | {HIT_RATE: self._hit_rate(kinds[0][0], min(lanes, flight))} if self.parts else figures
 
     @property
-    def _is_steady(self) -> bool:
-        """Whether the load is the steady state of a closed loop."""
+    def _is_endless(self) -> bool:
+        """Whether the load is a closed loop that goes on."""
         return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+
+    def _endless(self, times: RequestTimes, simulated: int, flight: int, *, is_crowded: bool = False) -> RequestTimes:
+        """Return the times of a load that goes on.
+
+        The first wave found free slots: it counts only in measurements that include it. If requests wait for slots
+        (`is_crowded`), neither the first wave nor the last one counts.
+        """
+        first, last = simulated * (self.load.is_steady or is_crowded), simulated * is_crowded
+        rows = slice(first, times.count - last) if times.count > 2 * simulated else slice(None)
+        return times.endless(simulated, flight, rows)
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
@@ -215,8 +223,8 @@ class SimulatedLoad:
         else:
             outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(outcome)
-        if self._is_steady:
-            return times.steady_state(simulated, flight, is_crowded=price.lane.running < flight)
+        if self._is_endless:
+            return self._endless(times, simulated, flight, is_crowded=price.lane.running < flight)
         if count < inputs.size:
             accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
             delay = (flight - simulated) * accepted_s  # the front end parses the first wave together
@@ -345,13 +353,11 @@ class RequestTimes:
             seconds=outcome.duration,
         )
 
-    def steady_state(self, simulated: int, flight: int, *, is_crowded: bool = False) -> RequestTimes:
-        """Return the steady state of `flight` requests in flight; `simulated` of them were simulated.
+    def endless(self, simulated: int, flight: int, rows: slice) -> RequestTimes:
+        """Return the times of `flight` requests in flight; `simulated` of them were simulated, of which `rows` count.
 
-        Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait. With
-        `is_crowded` requests wait for slots, so the first wave, which found free slots, and the last one are dropped.
+        Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait.
         """
-        rows = slice(simulated, self.count - simulated) if is_crowded and self.count > 2 * simulated else slice(None)
         ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
         seconds = float(e2e.sum()) / simulated
         wait = (flight - simulated) * seconds / e2e.size

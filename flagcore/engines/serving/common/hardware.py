@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.model import Vision
-from flagcore.domain.serving import MAX_LENGTH_RATIO, Load
+from flagcore.domain.serving import MAX_LENGTH_RATIO, OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.load.images import DELIMITERS, image_tokens
@@ -155,7 +155,7 @@ def has_images(loads: tuple[Load, ...]) -> bool:
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:
     """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop."""
-    return max((load.concurrency or load.num_prompts or 1 for load in loads), default=1)
+    return max((load.concurrency or load.num_prompts or OPEN_LOOP_FLIGHT for load in loads), default=1)
 
 
 INSTANCES = "instances"

@@ -9,6 +9,7 @@ import numpy as np
 from flagcore.domain.serving import LATENCIES
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.result import Answer, LoadResult
+from flagcore.engines.serving.load.steady import Window
 
 _REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 MAX_QUANTILES = 201
@@ -20,26 +21,51 @@ def duration_s(answers: Sequence[Answer]) -> float:
     return max(answer.end_s for answer in answers) - min(answer.start_s for answer in answers)
 
 
-def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, float]:
+def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
     """Return latencies by statistic, and rates over `duration_s`, as `vllm bench serve` defines them.
 
     TPOT has one value per request, ITL all gaps of all requests; a latency without values is omitted.
-    `steady_output_tokens_per_s` is added if all `concurrency` slots were busy for long enough, see `steady_rate`.
     """
     wall = duration_s(answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
     input_tokens = sum(answer.input_tokens for answer in answers)
-    figures = {
+    return {
         "output_tokens_per_s": output_tokens / wall,
         "total_tokens_per_s": (output_tokens + input_tokens) / wall,
         "requests_per_s": len(answers) / wall,
+        **_latencies(answers),
     }
+
+
+def steady_figures(answers: Sequence[Answer], window: Window) -> dict[str, float]:
+    """Return the figures of a steady state: latencies of the requests that count, and rates in the window.
+
+    A request counts for rates by the share of its pieces that arrived in the window.
+    """
+    shares = np.array([_share(answer, window) for answer in answers]) / (window.end_s - window.begin_s)
+    outputs = np.array([answer.output_tokens for answer in answers])
+    inputs = np.array([answer.input_tokens for answer in answers])
+    return {
+        "output_tokens_per_s": float(shares @ outputs),
+        "total_tokens_per_s": float(shares @ (outputs + inputs)),
+        "requests_per_s": float(shares.sum()),
+        **_latencies(window.counted(answers)),
+    }
+
+
+def _latencies(answers: Sequence[Answer]) -> dict[str, float]:
+    figures = dict[str, float]()
     for name in LATENCIES:
         values = _values(answers, name)
         if values.size:
             figures |= {f"{name}.{statistic}": value for statistic, value in statistics_of(values).items()}
-    steady = steady_rate(answers, concurrency) if concurrency else None
-    return figures if steady is None else figures | {"steady_output_tokens_per_s": steady}
+    return figures
+
+
+def _share(answer: Answer, window: Window) -> float:
+    """Return the share of an answer's pieces that arrived in the window."""
+    times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
+    return float(np.mean((times > window.begin_s) & (times <= window.end_s)))
 
 
 def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
@@ -58,22 +84,6 @@ def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
     return quantiles
 
 
-def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
-    """Return the output tokens per second while all slots of a closed loop were busy; None for too few requests.
-
-    The interval is from the first finish to the last send, after which slots stay empty. At least as many requests as
-    slots must end in it. The tokens of a request are distributed evenly over its pieces.
-    """
-    begin, end = min(answer.end_s for answer in answers), max(answer.start_s for answer in answers)
-    if sum(begin < answer.end_s <= end for answer in answers) < concurrency:
-        return None
-    tokens = 0.0
-    for answer in answers:
-        times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
-        tokens += answer.output_tokens * float(np.mean((times > begin) & (times <= end)))
-    return tokens / (end - begin)
-
-
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
     """Return the requests per second that meet all limits of `slo`: seconds by metric (`ttft_s.p99` or `ttft_s`).
 
@@ -84,7 +94,8 @@ def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
     gaps = {figure: limit for figure, limit in slo.items() if figure.partition(".")[0] == "itl_s"}
     if not result.requests:
         return 0.0
-    return sum(_is_good(answer, widest, gaps) for answer in result.requests) / result.duration_s
+    share = sum(_is_good(answer, widest, gaps) for answer in result.requests) / len(result.requests)
+    return share * result.figures["requests_per_s"]
 
 
 def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:

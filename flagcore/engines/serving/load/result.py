@@ -75,7 +75,8 @@ class LoadResult:
     requests.
 
     The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
-    last finish. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
+    last finish. Of a steady state, `requests` are those that count; they were sent in `window`, in seconds after the
+    first send. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
     that was `stopped` because it was certain to exceed a limit has no figures, and the `requests` so far.
     """
 
@@ -87,3 +88,4 @@ class LoadResult:
     requests: tuple[Answer, ...] = ()
     notes: tuple[str, ...] = field(default=())
     stopped: bool = False
+    window: tuple[float, float] | None = None

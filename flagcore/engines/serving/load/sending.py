@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import psutil
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
-from flagcore.engines.serving.load.figures import duration_s, figures_of
+from flagcore.engines.serving.load.figures import duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.highest import LimitCheck
 from flagcore.engines.serving.load.result import (
     CHAT,
@@ -27,6 +28,7 @@ from flagcore.engines.serving.load.result import (
     RequestFailed,
     Target,
 )
+from flagcore.engines.serving.load.steady import PRECISION, SteadyState, Window
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import (
@@ -59,14 +61,20 @@ def measure(
     seed: int,
     timeout_s: float,
     limits: Mapping[str, float] | None = None,
+    asked: Collection[str] = (),
+    steady_s: float = math.inf,
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
 
     The first `load.warmup` requests do not count. `seed` is the seed of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s` when a request fails, or when it is certain to exceed one of `limits`.
-    Raises SpecError for an invalid load. It must not be called inside an event loop.
+    or arrivals. The load ends after `timeout_s`, when a request fails, when it is certain to exceed one of `limits` or,
+    in a steady state, when the `asked` figures are precise, or after `steady_s`. Raises SpecError for an invalid load.
+    It must not be called inside an event loop.
     """
     load = in_flight(load)
+    steady = SteadyState(asked, load.concurrency, steady_s) if load.is_steady else None
+    if steady is not None:
+        load = replace(load, num_prompts=steady.most(load))
     requests = traffic(load)
     path = CHAT if requests.images else COMPLETIONS if requests.texts else targets[0].path
     targets = [replace(target, path=path) for target in targets]
@@ -92,12 +100,12 @@ def measure(
                 sender = _LoadSender(http, targets, warmup, LimitCheck({}, len(warmup)))
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
-                    return sender.result(load.concurrency, requests.notes, None)
-            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)))
+                    return sender.result(requests.notes, None)
+            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)), steady)
             gc.collect()
             meter = Meter()
             await sender.send(load.concurrency, deadline)
-            return sender.result(load.concurrency, requests.notes, meter)
+            return sender.result(requests.notes, meter)
 
     return asyncio.run(run())
 
@@ -120,14 +128,21 @@ class _LoadSender:
     """Sends the requests of one load."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request], check: LimitCheck
+        self,
+        http: aiohttp.ClientSession,
+        targets: Sequence[Target],
+        requests: Sequence[_Request],
+        check: LimitCheck,
+        steady: SteadyState | None = None,
     ) -> None:
-        self._http, self._requests, self._check = http, requests, check
+        self._http, self._requests, self._check, self._steady = http, requests, check, steady
+        self._window: Window | None = None
+        self._unanswered = dict[int, float]()  # the times of requests in flight, the oldest first
         self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
-        self._failed = self._stopped = False
-        self._start = self._late_s = 0.0
+        self._failed = self._stopped = self._ended = False
+        self._start = self._late_s = self._last_s = 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float) -> None:
@@ -138,7 +153,7 @@ class _LoadSender:
         _, waiting = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if self._failed and waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
-        elif waiting and not self._stopped:
+        elif waiting and not self._ended and not self._ends_steadily():
             unanswered = len(self._requests) - len(self._answers)
             self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {timeout_s:.1f} s"] += unanswered
         for task in tasks:
@@ -146,7 +161,7 @@ class _LoadSender:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, RequestFailed):
                 self.problems[str(result)] += 1
-            elif isinstance(result, Exception) and not isinstance(result, _Stopped):
+            elif isinstance(result, Exception) and not isinstance(result, _Ended):
                 raise result
 
     def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
@@ -182,12 +197,13 @@ class _LoadSender:
     async def _send_one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import send_request
 
-        if self._failed or self._stopped:
+        if self._failed or self._ended:
             return
         target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
-        stream = Stream()
+        number, stream = sum(self._sent), Stream()
+        self._unanswered[number] = time.perf_counter() - self._start
         try:
             sent = await send_request(self._http, self._urls[target], request.body, stream)
             answer = stream.answer(
@@ -202,18 +218,43 @@ class _LoadSender:
             raise
         finally:
             self._in_flight[target] -= 1
+        del self._unanswered[number]
         self._answers.append(answer)
-        if self._check.exceeded(answer):
-            self._stopped = True
-            raise _Stopped
+        self._last_s = max(self._last_s, answer.start_s)
+        self._stopped = self._check.exceeded(answer)
+        if self._steady is not None:
+            self._window = self._steady.reached(self._answers, self._answered_until_s)
+        self._ended = self._stopped or self._window is not None
+        if self._ended:
+            raise _Ended
 
-    def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
+    @property
+    def _answered_until_s(self) -> float:
+        """The time before which all requests that were sent are answered, at most that of the last request."""
+        return next(iter(self._unanswered.values()), self._last_s)
+
+    def _ends_steadily(self) -> bool:
+        """End a load without precise figures, and return whether it has a steady state."""
+        if self._steady is not None and self._window is None and self._answers:
+            self._window = self._steady.window(self._answers, self._answered_until_s)
+        return self._window is not None
+
+    def result(self, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
         figures: dict[str, float] = {}
         if meter is not None and not self.problems and not self._stopped:
-            is_closed = self._requests[0].arrive_s is None
             client_load = meter.figures()
-            figures = {**figures_of(answers, concurrency if is_closed else None), **client_load}
+            if self._steady is None:
+                figures = figures_of(answers)
+            elif self._ends_steadily() and self._window is not None:
+                figures = steady_figures(answers, self._window)
+                answers = self._window.counted(answers)
+                if self._window.error > PRECISION:
+                    notes = (*notes, f"the load ended with figures that are precise to {self._window.error:.0%}")
+            else:
+                figures = figures_of(answers)
+                notes = (*notes, "the load has no steady state: latencies changed until its end")
+            figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"
                 notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
@@ -221,7 +262,7 @@ class _LoadSender:
                 notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         return LoadResult(
             figures=figures,
-            duration_s=duration_s(answers) if figures else time.perf_counter() - self._start,
+            duration_s=duration_s(answers) if figures and self._window is None else time.perf_counter() - self._start,
             completed=len(answers),
             failed=self.problems.total(),
             problems=tuple(
@@ -230,11 +271,12 @@ class _LoadSender:
             requests=answers if figures or self._stopped else (),
             notes=notes,
             stopped=self._stopped,
+            window=None if self._window is None else (self._window.begin_s, self._window.end_s),
         )
 
 
-class _Stopped(Exception):
-    """A load is certain to exceed a limit. Ends it; not raised outside this module."""
+class _Ended(Exception):
+    """Ends a load that exceeds a limit or has precise figures; not raised outside this module."""
 
 
 def _requests(

@@ -102,9 +102,9 @@ class Job:
     """The serving and the load of one candidate.
 
     `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
-    command of another load client, which writes `report`. `hosts` are the names of the hosts of instances; none for
-    this machine. The load goes to `router`, if there is one, and else to all instances.
+    are the limits for goodput, `asked` the figures that must be precise. `highest` is as in ServeSpec, `start` the load
+    to try first. `client` is the command of another load client, which writes `report`. `hosts` are the names of the
+    hosts of instances; none for this machine. The load goes to `router`, if there is one, and else to all instances.
     """
 
     engine: str
@@ -114,6 +114,7 @@ class Job:
     timeout_s: float
     repeats: int = 1
     slo: Mapping[str, float] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
     patterns: tuple[FailurePattern, ...] = ()
     directory: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -41,6 +41,8 @@ STATES_BY_PROBLEM = {
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
 """The state of a trial by the kind of its first problem; the default is FAILED."""
+TIME_SHARE_OF_LOADS = 0.8
+"""Part of the time left that the loads without a number of requests may take together."""
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
@@ -151,6 +153,7 @@ class LoadRunner:
         self.job, self.engine, self.servers, self.folder, self.deadline = job, engine, servers, folder, deadline
         self.model = _model(servers[0])
         self.completions_per_s = math.inf  # of the last load
+        self.loads_left = 1
         self.fronts = router or servers
         self.all: Sequence[Served] = (*servers, *router)
         self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
@@ -170,6 +173,7 @@ class LoadRunner:
                 if job.client is not None:
                     measurement = self._run_client(job.client, f"client-{repeat}", name)
                 else:
+                    self.loads_left = (job.repeats - repeat) * len(job.loads) - index
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
                 points[index]["repeats"].append(measurement)
         return points
@@ -249,6 +253,8 @@ class LoadRunner:
         self.completions_per_s = completions_per_s(result.requests)
         if result.stopped:
             return None
+        if result.window is not None:
+            self._warm_up(1)  # returns when the servers have dropped the requests in flight
         figures = {**result.figures, **shares(self.engine, start, _counters(self.engine, self.servers))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
@@ -260,7 +266,7 @@ class LoadRunner:
             "figures": figures,
             "quantiles": quantiles_of(result.requests),
             "duration_s": result.duration_s,
-            "window": [ended_s - result.duration_s, ended_s],
+            "window": [ended_s - result.duration_s + each for each in result.window or (0.0, result.duration_s)],
             "completed": result.completed,
             "notes": list(result.notes),
         }
@@ -278,6 +284,8 @@ class LoadRunner:
             seed=seed,
             timeout_s=timeout_s,
             limits=limits,
+            asked=self.job.asked,
+            steady_s=TIME_SHARE_OF_LOADS * timeout_s / self.loads_left,
         )
         if result.problems or result.failed:
             raise _load_failure(result, name, self.all)

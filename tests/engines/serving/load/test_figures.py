@@ -14,10 +14,11 @@ from flagcore.engines.serving.load.figures import (
     figures_of,
     goodput,
     quantiles_of,
-    steady_rate,
+    steady_figures,
 )
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.sending import Meter
+from flagcore.engines.serving.load.steady import Window
 
 
 def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> Answer:
@@ -36,7 +37,7 @@ def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0
 
 def result(*answers: Answer) -> LoadResult:
     return LoadResult(
-        figures=figures_of(answers, None),
+        figures=figures_of(answers),
         duration_s=duration_s(answers),
         completed=len(answers),
         failed=0,
@@ -45,14 +46,14 @@ def result(*answers: Answer) -> LoadResult:
 
 
 def test_rates_are_taken_from_the_first_send_to_the_last_finish() -> None:
-    figures = figures_of([answer(2.0), answer(3.0), answer(9.0)], None)
+    figures = figures_of([answer(2.0), answer(3.0), answer(9.0)])
     assert figures["output_tokens_per_s"] == pytest.approx(9 / 10)
     assert figures["total_tokens_per_s"] == pytest.approx(39 / 10)
     assert figures["requests_per_s"] == pytest.approx(3 / 10)
 
 
 def test_latencies_have_a_value_per_request_and_gaps_are_pooled() -> None:
-    figures = figures_of([answer(ttft=1.0, gaps=(1.0,)), answer(ttft=3.0, gaps=(0.0, 0.0, 0.0))], None)
+    figures = figures_of([answer(ttft=1.0, gaps=(1.0,)), answer(ttft=3.0, gaps=(0.0, 0.0, 0.0))])
     assert figures["ttft_s.mean"] == figures["ttft_s.p50"] == 2.0
     assert figures["ttft_s.p90"] == pytest.approx(2.8)
     assert figures["tpot_s.mean"] == 0.5
@@ -61,13 +62,13 @@ def test_latencies_have_a_value_per_request_and_gaps_are_pooled() -> None:
 
 
 def test_a_latency_without_values_is_left_out() -> None:
-    figures = figures_of([answer(gaps=()), answer(1.0, gaps=())], None)
+    figures = figures_of([answer(gaps=()), answer(1.0, gaps=())])
     assert not [name for name in figures if name.startswith(("tpot_s", "itl_s"))]
     assert figures["ttft_s.p50"] == 1.0
 
 
 def test_one_token_does_not_lower_the_time_per_token() -> None:
-    assert figures_of([answer(gaps=()), answer()], None)["tpot_s.mean"] == 1.0
+    assert figures_of([answer(gaps=()), answer()])["tpot_s.mean"] == 1.0
 
 
 def slots(count: int, waves: int, gap: float) -> list[Answer]:
@@ -76,17 +77,12 @@ def slots(count: int, waves: int, gap: float) -> list[Answer]:
     return [answer(wave * length + slot * 0.01, gaps=(gap,) * 3) for wave in range(waves) for slot in range(count)]
 
 
-def test_steady_rate_leaves_out_the_first_wave_and_the_tail() -> None:
+def test_a_steady_state_leaves_out_the_first_wave_and_the_tail() -> None:
     tail = [*slots(2, 10, 1.0), answer(36.5, ttft=1.0, gaps=(30.0,) * 3)]
-    figures = figures_of(tail, 2)
-    assert figures["steady_output_tokens_per_s"] == pytest.approx(2 * 4 / 4.0, rel=0.05)
-    assert figures["output_tokens_per_s"] < 0.8
-
-
-def test_steady_rate_needs_slots_that_were_filled_twice() -> None:
-    assert steady_rate(slots(4, 1, 1.0), 4) is None
-    assert steady_rate(slots(4, 2, 1.0), 4) is None
-    assert steady_rate(slots(4, 4, 1.0), 4) is not None
+    figures = steady_figures(tail, Window(begin_s=4.0, end_s=36.0, error=0.0))
+    assert figures["output_tokens_per_s"] == pytest.approx(2 * 4 / 4.0, rel=0.05)
+    assert figures["requests_per_s"] == pytest.approx(0.5, rel=0.05)
+    assert figures["e2e_s.p99"] == pytest.approx(4.0)
 
 
 def test_goodput_counts_requests_that_keep_all_limits_a_second() -> None:
@@ -145,7 +141,7 @@ def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
 def test_quantiles_are_a_few_percentiles_of_all_values(count: int) -> None:
     answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
-    figures, quantiles = figures_of(answers, None), quantiles_of(answers)
+    figures, quantiles = figures_of(answers), quantiles_of(answers)
     assert list(quantiles) == list(LATENCIES)
     for name, values in quantiles.items():
         assert len(values) == min(MAX_QUANTILES, count * (2 if name == "itl_s" else 1))
