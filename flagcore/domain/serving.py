@@ -118,7 +118,9 @@ class ServeSpec:
     release of the engine; None: the installed one. Each load point runs `repeats` times. If `client` is given, this
     command sends the load and writes a `report`; otherwise flagcore's client does. `highest` is `request_rate` or
     `concurrency` if a trial searches for the highest one that keeps the SLO; that of the only load is the maximum.
-    `default_space`: the spec has no space, so the engine searches layouts and limits of the batch.
+    `prefix_aware`: a request goes to the instance that got the longest prefix of its prompt before, unless that one is
+    much busier than others; else to the one with the fewest requests. `default_space`: the spec has no space, so the
+    engine searches layouts and limits of the batch.
     """
 
     engine: str
@@ -135,4 +137,5 @@ class ServeSpec:
     client: tuple[str, ...] | None = None
     report: str = "report.json"
     highest: str | None = None
+    prefix_aware: bool = False
     default_space: bool = False

@@ -155,6 +155,9 @@ class ServeSection(Section):
     """Latency limits."""
     repeats: Devices = 1
     """Number of times that each load point runs per launch, with new prompts."""
+    router: Literal["auto", "least_requests", "prefix_aware"] = "auto"
+    """Which of several instances gets a request: the one with the fewest requests, or the one that got the longest
+    prefix of the prompt before; auto: the latter for traces and conversations."""
     client: ClientSection | None = None
     """Another load generator; null: flagcore's, with `profile`."""
     weights: Text | None = None

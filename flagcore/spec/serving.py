@@ -37,6 +37,7 @@ def serve_of(
         slo=slo,
         repeats=section.repeats,
         highest=highest,
+        prefix_aware=_is_prefix_aware(section),
         default_space=default_space,
         **_client(section, file),
         weights=str((base / weights).resolve()) if weights else None,
@@ -45,6 +46,11 @@ def serve_of(
         cards=cards,
         engine_version=section.engine_version,
     )
+
+
+def _is_prefix_aware(section: ServeSection) -> bool:
+    shares_prefixes = section.profile.trace is not None or section.profile.turns > 1
+    return section.router == "prefix_aware" or (section.router == AUTO and shares_prefixes)
 
 
 def _stored_format(weights: Path) -> str | None:

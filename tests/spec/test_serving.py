@@ -39,6 +39,26 @@ def test_a_list_of_clients_gives_several_load_points() -> None:
     assert [load.concurrency for load in serve({"trace": "x.jsonl"}).loads] == [None]
 
 
+def test_the_router_knows_prefixes_if_the_load_has_some() -> None:
+    assert not serve({}).prefix_aware
+    assert serve({"turns": 3}).prefix_aware
+    assert serve({"trace": "x.jsonl"}).prefix_aware
+    assert serve({}, router="prefix_aware").prefix_aware
+    assert not serve({"turns": 3}, router="least_requests").prefix_aware
+
+
+def test_a_load_without_a_number_is_steady_unless_it_needs_one() -> None:
+    (load,) = serve({}).loads
+    assert (load.num_prompts, load.is_steady, load.concurrency) == (None, True, 64)
+    assert serve({"request_rate": 2.0}).loads[0].is_steady
+    slo = {"ttft_s": {"p99": 1.0}}
+    for profile in ({"trace": "x"}, {"turns": 2}, {"request_rate": "inf"}, {"request_rate": "auto"}):
+        (load,) = serve(profile, slo=slo).loads  # type: ignore[arg-type]
+        assert (load.num_prompts, load.is_steady) == (400, False)
+    assert serve({"turns": 2}).loads[0].num_prompts == 128
+    assert serve({"num_prompts": 10}).loads[0] == Load(num_prompts=10, concurrency=10)
+
+
 @pytest.mark.parametrize(
     ("profile", "key"),
     [

@@ -112,7 +112,7 @@ class Engine:
     of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
     """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
     router: Callable[[Task, Mapping[str, KnobValue]], Router] | None = None
-    """Returns the program in front of such servers."""
+    """Returns the program in front of such servers, and in front of several servers that cache prefixes."""
     dynamo: Worker | None = None
     """How Dynamo runs the engine. None: it does not."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()

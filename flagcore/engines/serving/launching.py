@@ -21,6 +21,7 @@ from flagcore.engines.serving.common.knobs import TRANSFER
 from flagcore.engines.serving.common.prefill_decode import KINDS, roles
 from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
+from flagcore.engines.serving.router import PREFIX
 from flagcore.engines.serving.settings import PORT, SHARED
 from flagcore.engines.serving.trial.job import SERVE, SHARED_FOLDER, Instance, Job, Router, as_text
 from flagcore.errors import LaunchError, SpecError, UsageError
@@ -63,10 +64,10 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
     """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
     instances = instances_of(platform, engine, candidate, str(Path(folder, SHARED_FOLDER)))
-    router = router_of(platform, engine, candidate)
     directory = serve.directory or folder
     try:
         if for_real:
+            router = front_of(platform, engine, candidate, len(instances))
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
             if not hosts and any(each.host or each.further for each in instances):
                 text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
@@ -89,7 +90,8 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
             hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
-            router=router,
+            router=router_of(platform, engine, candidate),
+            prefix_aware=serve.prefix_aware,
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
@@ -117,6 +119,17 @@ def router_of(platform: Platform, engine: Engine, candidate: Candidate) -> Route
     return engine.router(platform.task, values) if engine.router and values.get(PREFILL_DECODE) else None
 
 
+def front_of(platform: Platform, engine: Engine, candidate: Candidate, count: int) -> Router | None:
+    """Return the router in front of `count` instances outside trials, None for a balancer.
+
+    In trials, flagcore's client chooses the instances that do both.
+    """
+    router = router_of(platform, engine, candidate)
+    if router is not None or count == 1 or not platform.task.spec.serve.prefix_aware:
+        return router
+    return engine.router(platform.task, candidate.as_dict()) if engine.router else Router.own(PREFIX)
+
+
 def exported(engine: Engine, job: ExportJob, target: str) -> Mapping[str, str]:
     """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
     if target == dynamo.TARGET:
@@ -139,7 +152,7 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
         job.platform.task.spec.serve.directory,
         common,
         job.comments,
-        router_of(job.platform, engine, job.candidate),
+        front_of(job.platform, engine, job.candidate, len(instances)),
     )
 
 

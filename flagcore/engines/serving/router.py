@@ -1,9 +1,11 @@
-"""A router for instances that only prefill and instances that only decode, if the engine's own router is not installed.
+"""A router for instances that cache prefixes, or that only prefill or only decode, if the engine's is not installed.
 
+    python router.py --port 8000 --protocol prefix --decode http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     python router.py --port 8000 --protocol nixl --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8017
 
-A request goes to the least busy instance of each kind; the answer comes from the one that decodes. The protocol is that
-of the engine's connector. This file needs only Python's standard library, because exports copy it.
+With the protocol `prefix`, a request goes to the instance that got the longest prefix of its prompt before. Otherwise
+it goes to the least busy instance of each kind; the answer comes from the one that decodes, and the protocol is that of
+the engine's connector. This file needs only Python's standard library, because exports copy it.
 
 Sources of the protocols: vllm 0.32 `distributed/kv_transfer/kv_connector/v1/nixl`, vllm 0.23
 `v1/p2p/p2p_nccl_connector.py` (addresses in the request's id), sglang 0.5.23 `srt/disaggregation` (bootstrap room).
@@ -15,27 +17,39 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import re
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 CHUNK_BYTES = 1 << 16
 MAX_BODY = 1 << 28
-PROTOCOLS = ("nixl", "p2p", "folder", "bootstrap")
+PREFIX = "prefix"
+PROTOCOLS = (PREFIX, "nixl", "p2p", "folder", "bootstrap")
 """nixl: the prefill's answer has the place of its cache. p2p: both have the addresses in the request's id. folder: the
-cache is found by the prompt. bootstrap: both get the request at once, with a number by which they meet."""
+cache is found by the prompt. bootstrap: both get the request at once, with a number by which they meet. PREFIX:
+instances do both."""
 CONNECT_SECONDS = 5.0
 """The limit of a connection to an instance. Chosen: above a lost packet's retry, below what a client waits."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A host that is off is noticed after 25 s, also if an instance has long been busy with a request. Chosen."""
 AVOIDED_SECONDS = 10.0
 """How long an instance that could not be reached gets no further request if another one can take it. Chosen."""
+PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
+"""The part of a prompt that is remembered as one."""
+MIN_MATCH = 0.3
+"""Share of a prompt from which its prefix decides, as in vllm-router 0.1.17 and sglang-router 0.3.2."""
+MAX_RATIO, MAX_MORE = 1.5, 4
+"""An instance gets no request for its prefix if it has more than `MAX_RATIO` x the requests of the least busy one +
+MAX_MORE. Chosen: the routers' own limit of 64 more requests would leave small instances idle."""
+MAX_PIECES = 1 << 18
+"""Pieces that are remembered of an instance; the ones that were used longest ago are forgotten."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -90,11 +104,61 @@ class Upstream(Exception):
         self.status, self.body = status, body
 
 
+class Prefixes:
+    """Chooses one of `count` instances by the prefixes of the prompts that they got.
+
+    A prompt is a sequence of pieces; the identity of a piece includes all pieces before it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._seen: list[dict[Hashable, None]] = [{} for _ in range(count)]
+
+    def choose(self, pieces: Sequence[Hashable], busy: Sequence[float]) -> int:
+        """Return the instance for a prompt: that with the longest prefix, or else the least busy one.
+
+        `busy` are the requests of each instance.
+        """
+        most = MAX_RATIO * min(busy) + MAX_MORE
+        matches = [self._match(seen, pieces) if busy[index] <= most else 0 for index, seen in enumerate(self._seen)]
+        needed = max(matches) if max(matches) >= MIN_MATCH * len(pieces) else 0
+        suitable = [index for index, match in enumerate(matches) if match >= needed]
+        chosen = min(suitable, key=lambda index: (busy[index], len(self._seen[index])))
+        seen = self._seen[chosen]
+        for piece in pieces:
+            seen.pop(piece, None)
+            seen[piece] = None
+        while len(seen) > MAX_PIECES:
+            del seen[next(iter(seen))]
+        return chosen
+
+    def _match(self, seen: dict[Hashable, None], pieces: Sequence[Hashable]) -> int:
+        return next((index for index, piece in enumerate(pieces) if piece not in seen), len(pieces))
+
+
+def pieces_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
+    """Return the whole pieces of a prompt."""
+    size = PIECE_CHARACTERS if isinstance(prompt, str) else PIECE_TOKENS
+    pieces, last = list[int](), 0
+    for end in range(size, len(prompt) + 1, size):
+        part = prompt[end - size : end]
+        last = hash((last, part if isinstance(part, str) else tuple(part)))
+        pieces.append(last)
+    return tuple(pieces)
+
+
+def prompt_of(body: dict[str, Any]) -> str | list[int]:
+    """Return the prompt of a request: its text or token ids, of a chat the text of its messages."""
+    prompt = body.get("prompt") or body.get("text") or body.get("input_ids") or body.get("messages") or ""
+    is_ids = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+    return prompt if isinstance(prompt, str) or is_ids else json.dumps(prompt)
+
+
 class Router:
-    """Sends each request through one instance of `prefill` and one of `decode`."""
+    """Sends each request through one instance of `prefill` and one of `decode`; of the latter alone with PREFIX."""
 
     def __init__(self, protocol: str, prefill: Sequence[Place], decode: Sequence[Place]) -> None:
         self.protocol, self.prefill, self.decode = protocol, prefill, decode
+        self._prefixes = Prefixes(len(decode))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the request of one connection."""
@@ -136,6 +200,13 @@ class Router:
         return None
 
     async def _generate(self, request: Request, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if self.protocol == PREFIX:
+            recent = time.monotonic() - AVOIDED_SECONDS
+            busy = [math.inf if each.failed_at > recent else each.busy for each in self.decode]
+            busy = [each.busy for each in self.decode] if min(busy) == math.inf else busy
+            chosen = self.decode[self._prefixes.choose(pieces_of(prompt_of(body)), busy)]
+            with _least_busy(self.decode, chosen) as decode:
+                return await _relay(decode, request, writer, asyncio.Event())
         with _least_busy(self.prefill) as prefill, _least_busy(self.decode) as decode:
             if self.protocol == "bootstrap":
                 room = {"bootstrap_host": prefill.host, "bootstrap_port": prefill.transfer_port}
@@ -320,11 +391,13 @@ async def main(router: Router, host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Route requests to instances that prefill and instances that decode.")
+    parser = argparse.ArgumentParser(description="Route requests to instances.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--protocol", choices=PROTOCOLS, required=True)
-    for kind in ("prefill", "decode"):
-        parser.add_argument(f"--{kind}", type=Place.parse, action="append", required=True, metavar="URL[,PORT]")
+    parser.add_argument("--prefill", type=Place.parse, action="append", default=[], metavar="URL[,PORT]")
+    parser.add_argument("--decode", type=Place.parse, action="append", required=True, metavar="URL[,PORT]")
     given = parser.parse_args()
+    if bool(given.prefill) == (given.protocol == PREFIX):
+        parser.error(f"--prefill is required, except with --protocol {PREFIX}")
     asyncio.run(main(Router(given.protocol, given.prefill, given.decode), given.host, given.port))

@@ -74,7 +74,10 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     Equal candidates are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
     """
-    loads = [SimulatedLoad.draw(load, context.vision) for load in context.serve.loads]
+    loads = [
+        SimulatedLoad.draw(load, context.vision, prefix_aware=context.serve.prefix_aware)
+        for load in context.serve.loads
+    ]
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     if context.kinds.role is not None:
@@ -209,7 +212,8 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     A request visits one instance that prefills and one that decodes, if a candidate has such. `figures` are the metrics
     of the candidates. The parts add up to the mean seconds of a request; the rest is the queue.
     """
-    load, kinds = SimulatedLoad.draw(context.serve.loads[0], context.vision), context.kinds
+    serve, kinds = context.serve, context.kinds
+    load = SimulatedLoad.draw(serve.loads[0], context.vision, prefix_aware=serve.prefix_aware)
     lanes = np.minimum(kinds.lanes, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)

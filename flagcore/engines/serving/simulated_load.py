@@ -17,7 +17,8 @@ from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
 from flagcore.engines.serving.model.price import Price
-from flagcore.engines.serving.model.reuse import Part, cached_tokens, prompt_parts, turn_order
+from flagcore.engines.serving.model.request_times import RequestTimes
+from flagcore.engines.serving.model.reuse import Part, cached_tokens, prefix_lanes, prompt_parts, turn_order
 from flagcore.engines.serving.model.simulation import Outcome, simulate
 from flagcore.engines.serving.model.vision import ImageWork, image_work
 
@@ -45,8 +46,8 @@ class SimulatedLoad:
 
     `input_len` includes the tokens of images, and `images` is the other work for them. `parts` are those of each prompt
     that a prefix cache may have. `turn` is the turn of each request in its
-    conversation, `think_s` the mean time before a turn after the first one. `hits` stores cached tokens by the lanes
-    and the size of a cache.
+    conversation, `think_s` the mean time before a turn after the first one. `prefix_aware` is as in ServeSpec. `hits`
+    stores cached tokens by the lanes and the size of a cache, `rows` the requests of a lane by the lanes.
     """
 
     load: Load
@@ -58,10 +59,12 @@ class SimulatedLoad:
     parts: Sequence[Sequence[Part]] = ()
     turn: IntArray | None = None
     think_s: float = 0.0
+    prefix_aware: bool = False
     hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
+    rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def draw(cls, load: Load, vision: Vision | None = None) -> SimulatedLoad:
+    def draw(cls, load: Load, vision: Vision | None = None, *, prefix_aware: bool = False) -> SimulatedLoad:
         """Draw the requests of `load`. Images need the `vision` tower. Raises SpecError for an invalid load or an
         unreadable trace.
         """
@@ -81,6 +84,7 @@ class SimulatedLoad:
             bool(requests.texts or images),
             image_work(images, vision) if vision else (),
             prompt_parts(requests, load.prefix_len),
+            prefix_aware=prefix_aware,
         )
         return drawn if requests.follows is None else drawn._with_turns(requests)
 
@@ -121,15 +125,25 @@ class SimulatedLoad:
         """Return the prompt tokens in the cache of one of `lanes` lanes, for each of its requests."""
         key = lanes, price.lane.retained
         if not self.parts or not price.lane.retained:
-            return np.zeros(self.input_len[::lanes].size)
+            return np.zeros(self._rows(lanes).size)
         if key not in self.hits:
-            self.hits[key] = cached_tokens(self.parts[::lanes], price.lane.retained)
+            self.hits[key] = cached_tokens([self.parts[row] for row in self._rows(lanes)], price.lane.retained)
         page = price.lane.page
         return np.asarray(self.hits[key] // page * page)
 
+    def _rows(self, lanes: int) -> IntArray:
+        """Return the requests on one of `lanes` equal lanes; with prefixes, on the one with the median number."""
+        if lanes not in self.rows:
+            self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
+            if self.prefix_aware and self.parts and lanes > 1:
+                lane_of = prefix_lanes(self.parts, lanes)
+                counts = np.bincount(lane_of, minlength=lanes)
+                self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
+        return self.rows[lanes]
+
     def _hit_rate(self, price: Price, lanes: int) -> float:
         """Return the share of the prompt tokens that the prefix caches of `lanes` equal lanes have."""
-        inputs = self.input_len[::lanes]
+        inputs = self.input_len[self._rows(lanes)]
         shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
         return float(shared.sum() / inputs.sum())
 
@@ -203,8 +217,9 @@ class SimulatedLoad:
         requests in flight, and the others get additional wait time. Of more than `MAX_REQUESTS`, the first ones
         represent all.
         """
-        inputs, outputs = self.input_len[::lanes], self.output_len[::lanes]
-        arrivals = None if self.arrivals is None else self.arrivals[::lanes]
+        rows = self._rows(lanes)
+        inputs, outputs = self.input_len[rows], self.output_len[rows]
+        arrivals = None if self.arrivals is None else self.arrivals[rows]
         if inputs.size <= MAX_REQUESTS:
             count, simulated, is_closed = inputs.size, flight, arrivals is None
         else:
@@ -213,7 +228,7 @@ class SimulatedLoad:
             simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
             count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
-        images = self.images[::lanes]
+        images = [self.images[row] for row in rows] if self.images else ()
         arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
             hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
@@ -308,92 +323,3 @@ def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, fl
         if name in widest:
             is_good &= values <= widest[name]
     return is_good
-
-
-MAX_REQUEST_TIMES = 20_000
-"""Maximum number of requests with their own latencies; of more, an evenly spaced sample is kept."""
-
-OVERLOAD_GROWTH = 0.02
-"""An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimes:
-    """Latencies of a sample of requests in seconds, and totals of all requests.
-
-    `tpot` is NaN for answers of one token; `gaps` has the format of `Outcome.gaps`. `input_len` and `output_len` are
-    mean numbers of tokens of the `count` requests, `seconds` is the time from the first to the last.
-    """
-
-    ttft: FloatArray
-    e2e: FloatArray
-    tpot: FloatArray
-    gaps: list[tuple[float, int]]
-    sent: FloatArray
-    input_len: float
-    output_len: float
-    count: int
-    seconds: float
-
-    @classmethod
-    def from_outcome(cls, outcome: Outcome) -> RequestTimes:
-        prompts, outputs, sent, first, end = (
-            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
-            for name in ("prompt", "output", "arrival", "first", "end")
-        )
-        return cls(
-            ttft=first - sent,
-            e2e=end - sent,
-            tpot=np.divide(end - first, outputs - 1.0, out=np.full(sent.shape, np.nan), where=outputs > 1.0),
-            gaps=outcome.gaps,
-            sent=sent,
-            input_len=float(prompts.mean()),
-            output_len=float(outputs.mean()),
-            count=sent.size,
-            seconds=outcome.duration,
-        )
-
-    def endless(self, simulated: int, flight: int, rows: slice) -> RequestTimes:
-        """Return the times of `flight` requests in flight; `simulated` of them were simulated, of which `rows` count.
-
-        Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait.
-        """
-        ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
-        seconds = float(e2e.sum()) / simulated
-        wait = (flight - simulated) * seconds / e2e.size
-        return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
-
-    def extrapolate(
-        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
-    ) -> RequestTimes:
-        """Return the times of all requests of these lengths; the first ones were simulated.
-
-        The other requests repeat the simulated ones without both ends. In a closed loop with `flight` requests in
-        flight, those beyond `simulated` wait, and the first wave starts `delay` seconds later. In an overloaded open
-        loop (`simulated` is None) each request waits longer than the previous one.
-        """
-        count, sample, ends = input_len.size, self.count, simulated or 0
-        low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
-        index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
-        source = np.where(index < low, index, low + index % (high - low))
-        if simulated is not None:
-            gap = float(self.e2e[low:high].mean()) / simulated  # from one end to the next (Little's law)
-            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
-            seconds = self.seconds + (count - sample) * gap + delay
-        else:
-            quarters = self.ttft[: 4 * (sample // 4)].reshape(4, -1).mean(axis=1)
-            interval = float(self.sent[-1]) / max(sample - 1, 1)
-            gap = float(quarters[3] - quarters[1]) / (sample // 2)
-            gap = gap if gap > OVERLOAD_GROWTH * interval else 0.0
-            wait = (index - source) * gap
-            seconds = self.seconds + (count - sample) * (interval + gap)
-        return replace(
-            self,
-            ttft=self.ttft[source] + wait,
-            e2e=self.e2e[source] + wait,
-            tpot=self.tpot[source],
-            input_len=float(input_len.mean()),
-            output_len=float(output_len.mean()),
-            count=count,
-            seconds=seconds,
-        )

@@ -310,6 +310,21 @@ def test_compose_starts_two_kinds_behind_a_router_that_needs_only_python(tmp_pat
     assert "--prefill" in subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
+def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) -> None:
+    where = on_cards(tmp_path, prefix_aware=True)
+    values = {"instances": 2, "pipeline_model_parallel_size": 4}
+    launched(where, tmp_path, for_real=True, **values)
+    start = (tmp_path / "start.sh").read_text()
+    assert "--protocol prefix" in start
+    assert "--decode http://127.0.0.1:8002,18002" in start
+    candidate = Candidate.of({**LLAMACPP.defaults(where.task), **values})
+    job = ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=8)
+    assert "router" in yaml.safe_load(LLAMACPP.export(job, "compose")[export.COMPOSE])["services"]
+    launched(where, tmp_path, **values)
+    job_file = read_job(tmp_path)
+    assert (job_file.router, job_file.prefix_aware) == (None, True)
+
+
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
     candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.serving.router import Place, Router
+from flagcore.engines.serving.router import MAX_MORE, PREFIX, Place, Prefixes, Router, pieces_of, prompt_of
 
 PARAMS = {"remote_engine_id": "7"}
 
@@ -261,3 +261,63 @@ def test_an_invalid_request_has_an_answer(request_: bytes) -> None:
         assert not any(each.got for each in servers)
 
     routed("folder", check)
+
+
+def test_a_conversation_stays_on_its_instance_and_others_go_to_the_least_busy_one() -> None:
+    prefixes, turns = Prefixes(2), {name: [f"{name}{turn}" for turn in range(4)] for name in "abc"}
+    assert prefixes.choose(turns["a"][:1], [0, 1]) == 0
+    assert prefixes.choose(turns["b"][:1], [1, 0]) == 1
+    for turn in range(2, 5):
+        assert [prefixes.choose(turns[name][:turn], [3, 3]) for name in "ab"] == [0, 1]
+    assert prefixes.choose(turns["c"][:1], [2, 1]) == 1
+
+
+def test_a_prefix_does_not_overload_its_instance() -> None:
+    prefixes = Prefixes(2)
+    assert prefixes.choose(["system", "x"], [0, 0]) == 0
+    assert prefixes.choose(["system", "y"], [MAX_MORE, 0]) == 0
+    assert prefixes.choose(["system", "z"], [MAX_MORE + 1, 0]) == 1
+    assert prefixes.choose(["system", "z"], [1, 0]) == 1
+
+
+def test_a_short_prefix_does_not_decide() -> None:
+    prefixes = Prefixes(2)
+    prefixes.choose(["system", *range(9)], [0, 0])
+    assert prefixes.choose(["system", *range(100, 109)], [1, 0]) == 1
+
+
+def test_pieces_of_a_prompt_include_what_is_before_them() -> None:
+    first, second = pieces_of(list(range(40))), pieces_of([99, *range(1, 40)])
+    assert len(first) == 2
+    assert not set(first) & set(second)
+    assert pieces_of("a" * 200)[:3] == pieces_of("a" * 192 + "b" * 64)[:3]
+    assert pieces_of("short") == ()
+
+
+def test_the_prompt_of_a_chat_is_its_messages() -> None:
+    chat = [{"role": "user", "content": "Hello"}]
+    longer = [*chat, {"role": "assistant", "content": "Hi"}]
+    assert prompt_of({"messages": longer}).startswith(prompt_of({"messages": chat})[:-1])  # type: ignore[union-attr, arg-type]
+    assert prompt_of({"prompt": [1, 2]}) == [1, 2]
+    assert prompt_of({"text": "a"}) == "a"
+    assert prompt_of({}) == ""
+
+
+def test_requests_with_the_same_prefix_go_to_one_instance() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        for prompt in ("a" * 200, "b" * 200, "a" * 300, "b" * 300, "a" * 400):
+            assert (await ask(port, prompt=prompt))[0] == 200
+        prompts = [[body["prompt"][0] for _, body, _ in each.got] for each in servers]
+        assert prompts == [[], [], ["a", "a", "a"], ["b", "b"]]
+
+    routed(PREFIX, check)
+
+
+def test_an_instance_that_cannot_be_reached_loses_its_prefixes() -> None:
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        await ask(port, prompt="a" * 200)
+        router.decode[0].url = "http://127.0.0.1:9"
+        assert (await ask(port, prompt="a" * 200))[0] == 503
+        assert (await ask(port, prompt="a" * 200))[1]["from"] == "d1"
+
+    routed(PREFIX, check)

@@ -41,6 +41,7 @@ from flagcore.engines.serving.load.traffic import (
     warm_up,
     words,
 )
+from flagcore.engines.serving.router import Prefixes, pieces_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -63,8 +64,11 @@ def measure(
     limits: Mapping[str, float] | None = None,
     asked: Collection[str] = (),
     steady_s: float = math.inf,
+    prefix_aware: bool = False,
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
+
+    If it is `prefix_aware`, a request goes to the target that got the longest prefix of its prompt before.
 
     The first `load.warmup` requests do not count. `seed` is the seed of the repeat: it changes prompts, but not lengths
     or arrivals. The load ends after `timeout_s`, when a request fails, when it is certain to exceed one of `limits` or,
@@ -86,7 +90,11 @@ def measure(
     if requests.images:
         draw = partial(words, prefix_len=load.prefix_len, seed=seeds)
     uris = partial(image_uris, kind=load.images.format if load.images else "png", seed=seeds)
-    main = _requests(model, path, requests, salted(requests.texts, seeds) or draw(requests), uris(requests))
+    main_prompts = salted(requests.texts, seeds) or draw(requests)
+    main = _requests(model, path, requests, main_prompts, uris(requests))
+    if prefix_aware and len(targets) > 1:
+        pieces = (pieces_of(each if isinstance(each, str) else each.tolist()) for each in main_prompts)
+        main = [replace(request, pieces=each) for request, each in zip(main, pieces, strict=True)]
     warmup_uris = uris(warmup_requests, warm_up=True)
     warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True), warmup_uris)
     deadline = time.perf_counter() + timeout_s
@@ -101,7 +109,8 @@ def measure(
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
                     return sender.result(requests.notes, None)
-            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)), steady)
+            prefixes = Prefixes(len(targets)) if prefix_aware else None
+            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)), steady, prefixes)
             gc.collect()
             meter = Meter()
             await sender.send(load.concurrency, deadline)
@@ -122,6 +131,7 @@ class _Request:
     arrive_s: float | None
     follows: bool = False
     think_s: float = 0.0
+    pieces: tuple[int, ...] = ()
 
 
 class _LoadSender:
@@ -134,7 +144,9 @@ class _LoadSender:
         requests: Sequence[_Request],
         check: LimitCheck,
         steady: SteadyState | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
+        self._prefixes = prefixes
         self._http, self._requests, self._check, self._steady = http, requests, check, steady
         self._window: Window | None = None
         self._unanswered = dict[int, float]()  # the times of requests in flight, the oldest first
@@ -199,7 +211,10 @@ class _LoadSender:
 
         if self._failed or self._ended:
             return
-        target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
+        if self._prefixes is not None:
+            target = self._prefixes.choose(request.pieces, self._in_flight)
+        else:
+            target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
         number, stream = sum(self._sent), Stream()

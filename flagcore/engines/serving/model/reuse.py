@@ -13,6 +13,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.traces import BLOCK, Traffic
+from flagcore.engines.serving.router import Prefixes
 
 Part = tuple[Hashable, int]
 """A part of a prompt: its identity, which includes everything before it, and its tokens."""
@@ -45,6 +46,16 @@ def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatAr
             used -= cache.popitem(last=False)[1]
         found.append(float(hit))
     return np.array(found)
+
+
+def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
+    """Return the lane of each prompt if the router is prefix-aware and the lanes are about equally fast."""
+    prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
+    lane_of = np.zeros(len(prompts), dtype=np.int64)
+    for index, parts in enumerate(prompts):
+        lane_of[index] = prefixes.choose([name for name, _ in parts], (counts - counts.min()).tolist())
+        counts[lane_of[index]] += 1
+    return lane_of
 
 
 def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:

@@ -19,6 +19,7 @@ from flagcore.engines.serving.common import program
 from flagcore.engines.serving.common.hardware import DP, PP, PREFILL_DECODE, TP, Hardware
 from flagcore.engines.serving.common.knobs import TRANSFER, code
 from flagcore.engines.serving.common.prefill_decode import PREFILL, roles
+from flagcore.engines.serving.router import PREFIX
 from flagcore.engines.serving.settings import TRANSFER_PORT, URL
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.trial.job import LOCAL_ADDRESS, Instance, Router
@@ -47,9 +48,16 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
 
 
 def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return SGLang's router if it is installed beside SGLang, else flagcore's."""
+    """Return SGLang's router if it is installed beside SGLang, else flagcore's.
+
+    Instances that do both get the requests whose prefix they have.
+    """
     python = own.PROGRAM.start_command(task.spec)[0]
-    if not program.package_version(python, "sglang-router", "sglang_router"):
+    is_installed = program.package_version(python, "sglang-router", "sglang_router")
+    if not values.get(PREFILL_DECODE):
+        command = (python, "-m", "sglang_router.launch_router")
+        return Router.cache_aware(command) if is_installed else Router.own(PREFIX)
+    if not is_installed:
         return Router.own("bootstrap")
     flags = ("--pd-disaggregation", "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT)
     argv = (python, "-m", "sglang_router.launch_router", *flags, *LOCAL_ADDRESS)

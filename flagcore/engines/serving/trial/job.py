@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
+from flagcore.engines.serving.router import MAX_MORE, MAX_RATIO, PREFIX
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, TRANSFER_PORT, URL
 
 SERVE = "serve.json"
@@ -67,8 +68,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """The program in front of instances that only prefill or only decode: `argv` with PORT, and for each instance the
-    words of its kind with URL and TRANSFER_PORT. flagcore's router would use `protocol`.
+    """The program in front of instances: `argv` with PORT, and for each instance the words of its kind with URL and
+    TRANSFER_PORT; `decode` are also those of instances that do both. flagcore's router would use `protocol`.
     """
 
     argv: tuple[str, ...]
@@ -82,6 +83,16 @@ class Router:
         argv = (python, str(Path(__file__).parent.with_name("router.py")), "--protocol", protocol, *address)
         place = f"{URL},{TRANSFER_PORT}"
         return cls(argv=argv, prefill=("--prefill", place), decode=("--decode", place), protocol=protocol)
+
+    @classmethod
+    def cache_aware(cls, program: Sequence[str]) -> Router:
+        """Return vLLM's or SGLang's router in front of instances that do both, with the limits of flagcore's.
+
+        Source of the flags: `--help` of vllm-router 0.1.17 and sglang-router 0.3.2.
+        """
+        limits = ("--balance-abs-threshold", str(MAX_MORE), "--balance-rel-threshold", str(MAX_RATIO))
+        flags = ("--policy", "cache_aware", *limits, "--prometheus-port", TRANSFER_PORT)
+        return cls(argv=(*program, *flags, *LOCAL_ADDRESS, "--worker-urls"), prefill=(), decode=(URL,), protocol=PREFIX)
 
     def instance(self, places: Sequence[tuple[str, str, int]]) -> Instance:
         """Return how to start it in front of instances, by kind, host and port."""
@@ -104,7 +115,8 @@ class Job:
     `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
     are the limits for goodput, `asked` the figures that must be precise. `highest` is as in ServeSpec, `start` the load
     to try first. `client` is the command of another load client, which writes `report`. `hosts` are the names of the
-    hosts of instances; none for this machine. The load goes to `router`, if there is one, and else to all instances.
+    hosts of instances; none for this machine. The load goes to `router`, if there is one, and else to all instances;
+    `prefix_aware` is as in ServeSpec.
     """
 
     engine: str
@@ -124,6 +136,7 @@ class Job:
     start: float = 1.0
     hosts: tuple[str, ...] = ()
     router: Router | None = None
+    prefix_aware: bool = False
 
 
 def _replaced(text: str, values: Mapping[str, str]) -> str:

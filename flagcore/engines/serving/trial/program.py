@@ -285,6 +285,7 @@ class LoadRunner:
             timeout_s=timeout_s,
             limits=limits,
             asked=self.job.asked,
+            prefix_aware=self.job.prefix_aware,
             steady_s=TIME_SHARE_OF_LOADS * timeout_s / self.loads_left,
         )
         if result.problems or result.failed:

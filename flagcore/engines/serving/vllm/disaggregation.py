@@ -22,6 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware, longest_request
 from flagcore.engines.serving.common.knobs import TRANSFER, code
 from flagcore.engines.serving.common.prefill_decode import PREFILL, Pair, transfer_rule
+from flagcore.engines.serving.router import PREFIX
 from flagcore.engines.serving.settings import HEAD, SHARED, TRANSFER_PORT, URL
 from flagcore.engines.serving.trial.job import LOCAL_ADDRESS, Instance, Router
 from flagcore.engines.serving.vllm import knobs as own
@@ -64,11 +65,16 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
 
 
 def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return vLLM's router if it is installed and knows the connector, else flagcore's."""
-    connector = transfer_of(task, values)
-    protocol = PROTOCOLS[connector]
+    """Return vLLM's router if it is installed and knows the connector, else flagcore's.
+
+    Instances that do both get the requests whose prefix they have.
+    """
     folder = str(Path(own.PROGRAM.start_command(task.spec)[0]).parent)
     program = shutil.which("vllm-router", path=folder) or shutil.which("vllm-router")
+    if not values.get(PREFILL_DECODE):
+        return Router.cache_aware((program,)) if program else Router.own(PREFIX)
+    connector = transfer_of(task, values)
+    protocol = PROTOCOLS[connector]
     if program and connector == NIXL:
         flags = ("--vllm-pd-disaggregation", "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT)
         return Router(

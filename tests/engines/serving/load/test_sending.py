@@ -235,3 +235,14 @@ def test_turn_is_sent_after_the_answer_to_the_turn_before(arrivals: dict[str, An
     assert {answer.input_tokens for answer in first} == {8}
     assert {answer.input_tokens for answer in second} == {21}
     assert min(answer.start_s for answer in second) >= min(answer.end_s for answer in first) + 0.05
+
+
+@pytest.mark.parametrize("prefix_aware", [True, False])
+def test_turns_of_a_conversation_go_to_one_instance_if_the_router_is_prefix_aware(prefix_aware: bool) -> None:
+    load = Load(input_len=40, output_len=5, num_prompts=48, turns=6, concurrency=4, think_time_s=0.01)
+    with serving(in_turn) as first, serving(in_turn) as second:
+        targets = [Target(first.url), Target(second.url)]
+        measure(targets, load, model="m", vocab_size=1000, seed=0, timeout_s=60, prefix_aware=prefix_aware)
+    starts = [{tuple(body["prompt"][:40]) for body in each.bodies} for each in (first, second)]
+    assert bool(starts[0] & starts[1]) != prefix_aware
+    assert min(len(each.bodies) for each in (first, second)) >= 12

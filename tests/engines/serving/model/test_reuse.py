@@ -41,8 +41,9 @@ def test_closed_loop_sends_the_next_turns_of_its_conversations() -> None:
     assert set(order[:4].tolist()) == {0, 1, 2, 3}
 
 
-def figures(load: Load, **values: object) -> dict[str, float]:
-    task = serving("vllm", loads=(load,), weights="hf", command=("/bin/echo", "serve"))
+def figures(load: Load, *, prefix_aware: bool = False, **values: object) -> dict[str, float]:
+    arguments = {"weights": "hf", "command": ("/bin/echo", "serve"), "prefix_aware": prefix_aware}
+    task = serving("vllm", loads=(load,), **arguments)  # type: ignore[arg-type]
     predictions = ENGINE.predict(task, row(ENGINE, task, **values), costs())  # type: ignore[arg-type]
     return {name: float(column[0]) for name, column in predictions.figures.items()}
 
@@ -53,6 +54,12 @@ def test_predicted_hit_rate_raises_the_rate_and_falls_with_instances() -> None:
     assert one[HIT_RATE] == pytest.approx((96 + 208 + 336) / (100 + 220 + 340 + 460), rel=0.01)  # blocks of 16
     assert one["output_tokens_per_s"] > without["output_tokens_per_s"]
     assert 0 < figures(CHAT, instances=4)[HIT_RATE] < 0.7 * one[HIT_RATE]
+
+
+def test_prefix_aware_router_keeps_the_hit_rate_of_one_instance() -> None:
+    one, four = figures(CHAT), figures(CHAT, instances=4, prefix_aware=True)
+    assert four[HIT_RATE] == pytest.approx(one[HIT_RATE], rel=0.05)
+    assert four["output_tokens_per_s"] > figures(CHAT, instances=4)["output_tokens_per_s"]
 
 
 def test_think_time_lowers_the_predicted_rate() -> None:
