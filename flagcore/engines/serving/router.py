@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import random
 import re
 import socket
@@ -202,8 +201,7 @@ class Router:
     async def _generate(self, request: Request, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if self.protocol == PREFIX:
             recent = time.monotonic() - AVOIDED_SECONDS
-            busy = [math.inf if each.failed_at > recent else each.busy for each in self.decode]
-            busy = [each.busy for each in self.decode] if min(busy) == math.inf else busy
+            busy = [each.busy + MAX_BODY * (each.failed_at > recent) for each in self.decode]
             chosen = self.decode[self._prefixes.choose(pieces_of(prompt_of(body)), busy)]
             with _least_busy(self.decode, chosen) as decode:
                 return await _relay(decode, request, writer, asyncio.Event())
