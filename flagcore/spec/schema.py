@@ -117,7 +117,8 @@ class NodesSection(Section):
     memory_per_device: Bytes | Amount | None = None
     """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
     cpus_per_node: Devices | None = None
-    """CPUs (hardware threads, as `nproc` prints) per host that servers may use, for predictions; null: enough."""
+    """CPUs (hardware threads, as `nproc` prints) per host that servers may use, for predictions; null: those of this
+    host if it has the devices, otherwise enough."""
     nic_bytes_per_second: Rate | None = None
     """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
     nic_latency_seconds: Latency | None = None

@@ -24,6 +24,7 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
+from flagcore.vendorkit.cgroup import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
 """The run slowdown of the core's roofline for a chip without measurements: the median over published sources of the
@@ -373,5 +374,5 @@ def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], supp
         memory_bytes=requested.memory_bytes_per_device or memory,
         name=requested.name,
         speed=requested.speed,
-        cpus_per_node=requested.cpus_per_node,
+        cpus_per_node=requested.cpus_per_node or (cores() if local_devices and not local_devices[0].host else None),
     )

@@ -375,3 +375,16 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     assert note == "settings.attention_softmax_in_fp32 = True: sums are in bf16"
     assert further == "nodes are far apart"
     assert (platform.support.forced, platform.support.refused) == ((forced,), (worst,))
+
+
+def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.vendorkit.cgroup.quota_cores", lambda: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+
+    def cpus(devices: int, **cluster: Any) -> int | None:
+        with_chip = loaded(vendor=plugin(small.CHIP, devices))
+        return discover(spec(chip=small.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
+
+    assert cpus(devices=2) == 3
+    assert cpus(devices=2, cpus_per_node=64) == 64
+    assert cpus(devices=0) is None

@@ -28,14 +28,14 @@ COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
 """Compute formats of such weights, and of formats that the chip does not support; the first supported one is used."""
 
 BOUNDS = {
-    "rate": (0.92, 1.41),
-    "tpot_s": (0.92, 1.35),
-    "itl_s": (0.8, 1.5),
-    "ttft_s": (0.7, 1.97),
-    "e2e_s": (0.97, 1.48),
+    "rate": (0.85, 1.39, 2.45),
+    "tpot_s": (0.72, 1.56, 1.77),
+    "itl_s": (0.7, 1.6, 1.8),
+    "ttft_s": (0.71, 1.79, 6.6),
+    "e2e_s": (0.87, 1.68, 2.53),
 }
-"""80% intervals relative to the prediction, from published points that were each left out of the fit; ITL is
-estimated."""
+"""80% intervals of times relative to the prediction, and their ends if the CPUs of a host are unknown. They are
+quantiles of three sources of published points with equal weights (docs/serving-model.md); ITL is estimated."""
 
 NO_GOOD_SHARE = 1e-3
 """Share of good requests that represents none, so that goodput can be compared."""
@@ -86,7 +86,8 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
-    return _predictions(context, figures, costs, width_factor)
+    few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
+    return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
 
 
 def _encoder(task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads) -> EncoderCosts | None:
@@ -233,7 +234,9 @@ def _offload(serving: Serving, split: Split, memory: ServingMemory, on_device: F
     return replace(memory, weights=weights, cache=memory.cache * device_share, token=memory.token * device_share)
 
 
-def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float) -> Predictions:
+def _predictions(
+    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
+) -> Predictions:
     objective, memory, settings = context.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
@@ -241,7 +244,7 @@ def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Cos
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
-    low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
     engine_bytes = memory.weights + memory.activations + memory.graphs
     request_bytes = settings.context_len * memory.token
@@ -259,7 +262,7 @@ def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Cos
     return Predictions(
         step_time_s=time,
         low_s=time * low / width_factor,
-        high_s=time * high * width_factor,
+        high_s=time * (high_with_few_cpus if few_cpus else high) * width_factor,
         time_s={},
         static_bytes=(memory.weights + cache)[fullest_rows],
         activation_bytes=(memory.activations + memory.graphs)[fullest_rows],

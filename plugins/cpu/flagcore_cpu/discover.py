@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 
 from flagcore.domain.chip import Device
-from flagcore_cpu import cgroup
+from flagcore.vendorkit import cgroup
 
 SHARE_OF_TOTAL = 0.75
 SHARE_OF_AVAILABLE = 0.9
 """Memory that all trials together may use; the rest is for the system and flagcore. The smaller value applies."""
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by a container's quota, at least
-    one."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup.quota_cores()
-    return max(1, min(allowed, int(quota) if quota is not None else allowed))
-
-
 def memory_bytes_per_device() -> int:
     """Return the memory of one device: a safe share of the memory of the machine or container, divided by the cores."""
     memory = psutil.virtual_memory()
     total = min(memory.total, cgroup.memory_bytes() or memory.total)
-    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // cores()
+    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // cgroup.cores()
 
 
 def devices() -> tuple[Device, ...]:
     """Return one device per usable core."""
     memory = memory_bytes_per_device()
-    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(cores()))
+    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(cgroup.cores()))

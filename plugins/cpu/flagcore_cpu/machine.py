@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore_cpu.discover import cores, memory_bytes_per_device
+from flagcore.vendorkit import cgroup
+from flagcore_cpu.discover import memory_bytes_per_device
 
 BOOST = 1.4
 """Boost clock over the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (2.6 and 3.7 GHz)."""
@@ -68,7 +69,7 @@ def this_machine(chip: Chip, processor: Processor | None) -> Chip:
     """Return `chip` with the memory and the peak rates of the machine that flagcore runs on."""
     how = "share of the memory of the machine or container, divided by its usable cores"
     memory = Fact(value=memory_bytes_per_device(), source=Source(kind="measured", detail=how))
-    chip = replace(chip, devices_per_node=cores(), memory_bytes=memory)
+    chip = replace(chip, devices_per_node=cgroup.cores(), memory_bytes=memory)
     if processor is None:
         return chip
     rates = {"fp32": processor.fp32_flops_per_cycle(), "bf16": processor.bf16_flops_per_cycle()}

@@ -1,12 +1,13 @@
 from pathlib import Path
 
 import pytest
-from flagcore_cpu import cgroup, discover
+from flagcore_cpu import discover
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.vendorkit import cgroup
 from flagcore.vendorkit.chip_file import load_chips
 
 CPUINFO = """\
@@ -24,11 +25,11 @@ flags\t\t: fpu sse {flags}
 
 def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5}, raising=False)
-    assert [device.index for device in discover.devices()] == list(range(discover.cores()))
+    assert [device.index for device in discover.devices()] == list(range(cgroup.cores()))
     monkeypatch.setattr(cgroup, "quota_cores", lambda: 2.5)
-    assert discover.cores() == 2
+    assert cgroup.cores() == 2
     monkeypatch.setattr(cgroup, "quota_cores", lambda: 0.3)
-    assert discover.cores() == 1
+    assert cgroup.cores() == 1
 
 
 def test_devices_share_less_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,12 @@ def test_hosts_with_few_cpus_are_slower() -> None:
     assert latencies[1] > 2.0 * latencies[0]
 
 
+def test_intervals_are_wider_if_the_cpus_of_hosts_are_unknown() -> None:
+    known, unknown = (predicted(with_cpus(count)) for count in (64, None))
+    assert unknown.step_time_s == known.step_time_s
+    assert unknown.low_s == known.low_s < known.high_s < unknown.high_s
+
+
 def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
     layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
     kinds = uniform_kinds(layouts.instances)

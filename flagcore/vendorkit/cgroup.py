@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: its affinity, limited by a container's quota, at least
+    one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_cores()
+    return max(1, min(allowed, int(quota) if quota is not None else allowed))
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
