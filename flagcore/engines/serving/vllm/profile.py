@@ -81,9 +81,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if count(values, EP) > 1:
         argv.append(f"--{own.PROGRAM.expert_switch}")
     others = own.PROGRAM.parse(task.spec).others
-    if (
-        values.get(SPECULATION) is None and SPECULATION in task.spec.space
-    ):  # other candidates have the draft model
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # other candidates have the draft model
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
     argv += as_words(others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
