@@ -25,7 +25,8 @@ from flagcore.spec import gguf
 
 PARALLEL, CONTEXT, THREADS, BATCH_THREADS = "parallel", "context_len", "threads", "threads_batch"
 N_BATCH, N_UBATCH, FLASH, KV = "batch_size", "ubatch_size", "flash_attention", "kv_cache_type"
-SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
+SPLIT, LAYERS, UNIFIED, SPECULATION = "split_mode", "n_gpu_layers", "kv_unified", knobs.SPECULATION
+NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
 """The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
@@ -139,6 +140,14 @@ KNOBS = (
         auto=fixed_values("on", "off"),
     ),
     variant(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
+    variant(
+        knobs.SPECULATION_KNOB,
+        "spec-type",
+        words=(
+            *("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+            *("draft-mtp", *NEED_DRAFT_MODEL),
+        ),
+    ),
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
 PACKAGE = "xllamacpp"

@@ -83,6 +83,8 @@ def test_a_context_set_by_the_user_is_kept_and_too_many_slots_for_it_are_illegal
         ("quantized_cache", {"kv_cache_type": "q8_0", "flash_attention": "off"}),
         ("context_length", {"context_len": 128}),
         ("context_grain", {"context_len": 1000}),
+        ("speculation_needs_a_draft", {"speculation": "draft-simple"}),
+        ("no_prediction_layers", {"speculation": "draft-mtp"}),
     ],
 )
 def test_settings_that_llama_cpp_refuses_are_illegal(rule: str, values: dict[str, Any]) -> None:
@@ -186,6 +188,18 @@ def test_other_flags_reach_the_server_in_its_spelling() -> None:
     spelt = ("-mg", "1", "--no-cont-batching", "-fit", "off", "--warmup", "--kv-offload", "--cache-ram", "64")
     assert words[-len(spelt) :] == spelt
     assert ("--cache-ram", "0") not in pairwise(words)
+
+
+def test_only_candidates_with_speculation_have_its_flags() -> None:
+    task = cores(
+        engine_args={"spec-draft-model": "draft.gguf", "spec-draft-n-max": 3},
+        space={"speculation": (None, "ngram-simple", "draft-simple")},
+    )
+    assert not broken(ENGINE, task, speculation="draft-simple")
+    assert merged(ENGINE, cores(), speculation="none")["speculation"] == 0
+    words = argv(task, speculation="draft-simple")
+    assert (after(words, "--spec-type"), after(words, "--spec-draft-model")) == ("draft-simple", "draft.gguf")
+    assert not [word for word in argv(task) if word.startswith("--spec")]
 
 
 def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
