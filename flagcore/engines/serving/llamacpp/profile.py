@@ -71,8 +71,8 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(own.THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if not other_args.keys() & {"cache-ram", "cram"}:
-        argv += ["--cache-ram", "0"]  # prompts of a trial never repeat, so a prompt cache only costs time
+    if not other_args.keys() & {"cache-ram", "cram"} and not own.host_cache_mib(task):
+        argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
     if values.get(own.SPECULATION) is None and own.SPECULATION in spec.space:  # other candidates have the draft model
