@@ -129,6 +129,7 @@ def _estimate_spec(
         candidate_columns,
         candidate_line,
         funnel,
+        interval_text,
         search_time_text,
         slo_text,
     )
@@ -188,6 +189,7 @@ def _estimate_spec(
         if estimate.mixing:
             options.show("\n" + mixing_text(estimate.mixing, estimate.knobs))
         options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
+<<<<<<< HEAD
         if bounds := estimate.candidates[0].get("objective"):
             low, high = (bounds[end] / bounds["value"] for end in ("low", "high"))
             text = _(
@@ -196,6 +198,10 @@ def _estimate_spec(
                 high=high,
             )
             options.say(text)
+=======
+        if interval := interval_text(estimate.candidates[0]):
+            options.say(interval)
+>>>>>>> learn
         if estimate.search:
             options.say("flag tune: " + search_time_text(estimate.search))
         if estimate.untimed:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
+from flagcore.domain.objective import objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.i18n.width import columns, cut
@@ -79,12 +80,15 @@ def _name(trial: Trial) -> str:
 
 
 def _predicted(event: Event) -> str:
-    step, objective = (event.trial.predicted.get(key) for key in ("step_time_s", "objective"))
-    if isinstance(objective, dict):
-        return ", " + _("predicted ~{value}", value=objective_text(event.objective, objective["value"]))
+    trial = event.trial
+    step = (trial.believed or {}).get("step_time_s", trial.predicted.get("step_time_s"))
     if not isinstance(step, dict):
         return ""
-    text = ", " + _("predicted ~{value}", value=f"{step['value']:.3g} s")
+    if "objective" in trial.predicted:
+        value = objective_text(event.objective, objective_value(event.objective, step["value"]))
+    else:
+        value = f"{step['value']:.3g} s"
+    text = ", " + _("predicted ~{value}", value=value)
     short = event.trial.shortened
     if short and short.nodes:
         text += ", " + _("on {nodes} of {of_nodes} nodes", nodes=short.nodes, of_nodes=short.of_nodes)

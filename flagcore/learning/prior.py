@@ -7,11 +7,12 @@ and of all knobs in a task; and an error of the candidate alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flagcore.domain.experience import Features
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray, IntArray
 
 
@@ -42,6 +43,24 @@ TIME = Scales(chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, kno
 MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
 """The scales for memory in use, from measured runs (docs/accuracy.md): 2 to 4% if the context size of the chip is
 known, more if it is estimated. The length scales are chosen."""
+
+QUANTILE_90 = 1.2815515655446004
+"""The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
+MAX_INTERVALS = 1000
+"""The maximum number of intervals whose median is taken. Chosen: they differ little."""
+
+
+def time_scales(predictions: Predictions) -> Scales:
+    """Return `TIME`, with the deviation of the 80% intervals of `predictions` for the chip if it is larger.
+
+    Such intervals belong to chips without measured costs: most of the error is then common to all candidates.
+    """
+    low, high = predictions.low_s[:MAX_INTERVALS], predictions.high_s[:MAX_INTERVALS]
+    is_known = np.isfinite(high) & (low > 0)
+    if not is_known.any():
+        return TIME
+    deviation = float(np.median(np.log(high[is_known] / low[is_known]))) / (2.0 * QUANTILE_90)
+    return replace(TIME, chip=max(TIME.chip, deviation))
 
 
 @dataclass(frozen=True, slots=True)

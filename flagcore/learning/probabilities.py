@@ -13,7 +13,7 @@ from flagcore.domain.experience import Features
 from flagcore.domain.search_state import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
-from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.prior import MEMORY, time_scales
 from flagcore.learning.ratios import Posterior, Ratios
 from flagcore.learning.trials import observed_figure, trial_rows
 
@@ -81,7 +81,7 @@ def feasibility_probability(context: SearchContext, rows: IntArray, features: Fe
         predicted = context.predictions.figures.get(name)
         if predicted is None:
             continue
-        ratio = Ratios(observed_figure(context, name), features, TIME).of(features)
+        ratio = Ratios(observed_figure(context, name), features, time_scales(context.predictions)).of(features)
         margin = math.log(limit) - np.log(np.maximum(predicted[rows], MIN_FIGURE)) - ratio.mean
         probability *= np.nan_to_num(scipy.special.ndtr(margin / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
     return probability

@@ -13,7 +13,7 @@ from flagcore.domain.experience import Observations
 from flagcore.domain.search_state import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.learning.prior import MEMORY, TIME, Scales
+from flagcore.learning.prior import MEMORY, Scales, time_scales
 from flagcore.learning.ratios import Ratios
 
 MIN_NOISE = 0.01
@@ -71,7 +71,7 @@ def _time_bounds(context: SearchContext, known: Observations) -> Observations:
         return Observations.empty()
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(predicted_times(context)[rows])
-    expected = _expected_ratios(context, context.past.time, known, rows, TIME)
+    expected = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
     is_plausible = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[is_plausible]
     return _observations(context, rows[is_plausible], ratio, np.full(ratio.size, PARTIAL_NOISE))
@@ -85,7 +85,7 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
     rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
     if not rows.size:
         return Observations.empty()
-    ratio = _expected_ratios(context, context.past.time, known, rows, TIME)
+    ratio = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
     return _observations(context, rows, ratio, np.full(rows.size, MIN_NOISE))
 
 

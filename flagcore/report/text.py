@@ -275,6 +275,16 @@ def objective_text(objective: str, figure: float) -> str:
     return f"{shown(figure)} {heading(objective)}"
 
 
+def interval_text(record: Mapping[str, Any]) -> str:
+    """Return the 80% interval of a predicted candidate relative to its rate or objective; empty if it is unknown."""
+    interval = record.get("objective") or record.get("tokens_per_second_per_device")
+    if not interval:
+        return ""
+    low, high = (interval[bound] / interval["value"] for bound in ("low", "high"))
+    text = N_("80% interval of candidate {number}: {low:.2f} to {high:.2f} times its prediction.")
+    return _(text, number=record["number"], low=low, high=high)
+
+
 def figures_text(figures: Mapping[str, Any], objective: str) -> str:
     """Return rates and latencies (nested, as in a result) in one line, without the objective."""
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]

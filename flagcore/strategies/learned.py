@@ -15,7 +15,7 @@ from flagcore.domain.experience import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
-from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.prior import MEMORY, QUANTILE_90, time_scales
 from flagcore.learning.probabilities import (
     SUCCESS_STATES,
     expected_gain,
@@ -65,9 +65,6 @@ MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
 """A part of the step of an open candidate counts as not measured if its share is MIN_SHARE_RATIO times its share in all
 measured candidates. It may be shorter than predicted by MAX_PART_ERROR. Chosen: with two thirds, the search finds the
 same, but needs more trials."""
-
-QUANTILE_90 = 1.2815515655446004
-"""The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,8 @@ def _evaluate(context: SearchContext) -> _Evaluation:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     features = context.features(rows)
     observed = observed_times(context)
-    ratios = Ratios(Observations.join((context.past.time, observed, expected_times(context, observed))), features, TIME)
+    known = Observations.join((context.past.time, observed, expected_times(context, observed)))
+    ratios = Ratios(known, features, time_scales(context.predictions))
     posterior = ratios.of(features)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + posterior.mean
@@ -198,7 +196,7 @@ def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
     observed, parts = observed_times(context), context.predictions.time_s
     if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
         return False
-    expected = Ratios(context.past.time, observed.features, TIME).of(observed.features)
+    expected = Ratios(context.past.time, observed.features, time_scales(context.predictions)).of(observed.features)
     deviation = np.hypot(expected.deviation, observed.noise)
     if (np.abs(observed.log_ratio - expected.mean) > MAX_DEVIATIONS * deviation).any():
         return False

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.cli.progress import status_line
+from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
@@ -56,3 +56,11 @@ def test_a_text_is_cut_by_its_width_on_the_terminal() -> None:
     assert cut("abcdef", 6) == "abcdef"
     assert cut("abcdef", 4) == "abc…"
     assert columns(cut("配置甲乙丙", 6)) <= 6
+
+
+@pytest.mark.parametrize(("objective", "value"), [("output_tokens_per_s", "50 "), ("e2e_s.mean", "0.02 ")])
+def test_a_trial_starts_with_the_prediction_that_earlier_trials_corrected(objective: str, value: str) -> None:
+    found, trial = event()
+    predicted = {"step_time_s": {"value": 0.001}, "objective": {"value": 1000.0}}
+    trial = replace(trial, predicted=predicted, believed={"step_time_s": {"value": 0.02}})
+    assert f"~{value}" in line(replace(found, trial=trial, objective=objective))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from flagcore.domain.experience import Observations
 from flagcore.domain.space import FloatArray
-from flagcore.learning.prior import MEMORY, TIME, Points, covariance, variance
+from flagcore.learning.prior import MEMORY, TIME, Points, covariance, time_scales, variance
 from flagcore.learning.ratios import Ratios
 from tests.strategies.contexts import SPACE, predictions, search_context
 
@@ -97,3 +99,16 @@ def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not(
 
     assert width(task=1) < 0.5
     assert width(task=0) == 1.0
+
+
+def test_one_trial_corrects_all_predictions_if_their_intervals_are_wide() -> None:
+    assert time_scales(KNOWN) == TIME
+    unsure = replace(KNOWN, low_s=KNOWN.step_time_s / 2.5, high_s=KNOWN.step_time_s * 2.5)
+    ratio = np.full(len(SPACE), np.log(5.0))
+    expected = [
+        Ratios(observed(ROWS[:1], ratio), ALL, time_scales(predicted)).of(ALL.take(ROWS[1:])).mean
+        for predicted in (KNOWN, unsure)
+    ]
+    assert np.median(np.exp(ratio[1:] - expected[1])) < 1.4 < np.median(np.exp(ratio[1:] - expected[0]))
+    unknown = np.full(len(SPACE), np.nan)
+    assert time_scales(replace(KNOWN, low_s=unknown, high_s=unknown)) == TIME

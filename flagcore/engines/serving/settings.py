@@ -52,7 +52,8 @@ class Settings:
     head as one layer, that are on devices and not on the host; None: all. `host_s` are the seconds of an iteration on
     the host if a knob determines them, else NaN. Speculation drafts `drafted` tokens of a sequence per iteration. The
     weights of `quantized` candidates are converted to fp8. The weights of a vision tower are split over `tower_shares`
-    ranks, infinity if it is not loaded; None: over the tensor ranks.
+    ranks, infinity if it is not loaded; None: over the tensor ranks. The host keeps `host_tokens` of the prompts of an
+    instance that its cache evicts; None: none.
     """
 
     instances: IntArray
@@ -77,6 +78,7 @@ class Settings:
     drafted: IntArray | None = None
     quantized: BoolArray | None = None
     tower_shares: FloatArray | None = None
+    host_tokens: FloatArray | None = None
 
     @classmethod
     def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:

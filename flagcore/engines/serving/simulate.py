@@ -178,6 +178,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     tokens = float(context.memory.cache_tokens[row])
     is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
+    evicted = 0.0 if settings.host_tokens is None else float(settings.host_tokens[row])
     acceptance, drafted = load.load.acceptance, 0.0
     if acceptance is not None and settings.drafted is not None:
         drafted = float(settings.drafted[row])
@@ -189,7 +190,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         ranks=ranks,
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
-        retained=max(tokens, 0.0) if settings.prefix_caching[row] and load.parts else 0.0,
+        retained=max(tokens, 0.0) + evicted if settings.prefix_caching[row] and load.parts else 0.0,
         page=float(settings.block_size[row]) if load.parts else 1.0,
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or 0.0, drafted),

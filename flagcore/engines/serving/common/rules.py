@@ -167,21 +167,30 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
 
 
 def speculation_rules(
-    task: Task, method: Knob, program: Program, need_model: Sequence[str], model_flag: str, own_layers: str
+    task: Task,
+    method: Knob,
+    program: Program,
+    need_model: Sequence[str],
+    model_flag: str,
+    own_layers: str,
+    *,
+    needs_tokens: bool = True,
 ) -> tuple[Rule, ...]:
     """Return the rules of speculation by `method`.
 
-    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens.
+    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens. With
+    `needs_tokens`, all methods need the number of drafted tokens.
     """
     drafts = [code(method, word) for word in need_model]
     has_model = model_flag in program.parse(task.spec).others
+    tokens = Rule(
+        name="speculation_needs_tokens",
+        knobs=(method.name, DRAFTED),
+        message=f"{method.name} needs {DRAFTED}",
+        broken=lambda c: (c[method.name] > 0) & (c[DRAFTED] == 0),
+    )
     return (
-        Rule(
-            name="speculation_needs_tokens",
-            knobs=(method.name, DRAFTED),
-            message=f"{method.name} needs {DRAFTED}",
-            broken=lambda c: (c[method.name] > 0) & (c[DRAFTED] == 0),
-        ),
+        *((tokens,) if needs_tokens else ()),
         Rule(
             name="speculation_needs_a_draft",
             knobs=(method.name,),

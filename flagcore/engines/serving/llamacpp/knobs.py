@@ -5,6 +5,7 @@ Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057).
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from importlib.util import find_spec
@@ -25,11 +26,12 @@ from flagcore.spec import gguf
 
 PARALLEL, CONTEXT, THREADS, BATCH_THREADS = "parallel", "context_len", "threads", "threads_batch"
 N_BATCH, N_UBATCH, FLASH, KV = "batch_size", "ubatch_size", "flash_attention", "kv_cache_type"
-SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
+SPLIT, LAYERS, UNIFIED, SPECULATION = "split_mode", "n_gpu_layers", "kv_unified", knobs.SPECULATION
+NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
 """The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
-BATCH, UBATCH = 2048, 512
+BATCH, UBATCH, HOST_CACHE_MIB = 2048, 512, 8192
 """llama.cpp's defaults."""
 KV_BYTES = {
     "f32": 4.0,
@@ -139,6 +141,14 @@ KNOBS = (
         auto=fixed_values("on", "off"),
     ),
     variant(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
+    variant(
+        knobs.SPECULATION_KNOB,
+        "spec-type",
+        words=(
+            *("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+            *("draft-mtp", *NEED_DRAFT_MODEL),
+        ),
+    ),
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
 PACKAGE = "xllamacpp"
@@ -199,6 +209,18 @@ def slot_share(columns: Columns, total: int) -> IntArray:
     return np.where(is_unified, total, total // np.maximum(slots, 1))
 
 
+def host_cache_mib(task: Task) -> float:
+    """Return the MiB of evicted prompts that an instance keeps in the memory of the host.
+
+    By default it is 0 for prompts that never repeat, because keeping them only costs time.
+    """
+    others = PROGRAM.parse(task.spec).others
+    own = others.get("cache-ram", others.get("cram"))
+    if isinstance(own, int) and not isinstance(own, bool):
+        return own if own >= 0 else math.inf
+    return HOST_CACHE_MIB if any(load.trace or load.turns > 1 for load in task.spec.serve.loads) else 0
+
+
 def _trained_context(spec: Spec) -> int | None:
     """Return the trained context of the weights, llama.cpp's default; None if the weights are missing."""
     weights = spec.serve.weights
@@ -235,6 +257,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
         on_device=_on_device(task, values[LAYERS]),
+        host_tokens=host_cache_mib(task) * 2**20 / (cache_bytes_per_token(task.spec.model, 1.0) * element),
     )
 
 

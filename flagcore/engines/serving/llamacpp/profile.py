@@ -19,7 +19,13 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import check_images, context_rules, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import (
+    check_images,
+    context_rules,
+    same_as_unset,
+    speculation_rules,
+    split_rules,
+)
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
@@ -65,10 +71,12 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(own.THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if not other_args.keys() & {"cache-ram", "cram"}:
-        argv += ["--cache-ram", "0"]  # prompts of a trial never repeat, so a prompt cache only costs time
+    if not other_args.keys() & {"cache-ram", "cram"} and not own.host_cache_mib(task):
+        argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
+    if values.get(own.SPECULATION) is None and own.SPECULATION in spec.space:  # other candidates have the draft model
+        other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
@@ -158,6 +166,15 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
         *((_slot_context(task, total),) if total else ()),
+        *speculation_rules(
+            task,
+            own.BY_NAME[own.SPECULATION],
+            own.PROGRAM,
+            own.NEED_DRAFT_MODEL,
+            "spec-draft-model",
+            "draft-mtp",
+            needs_tokens=False,
+        ),
     )
 
 
@@ -255,7 +272,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(THREADS, BATCH_THREADS),
             canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
         ),
-        *same_as_unset(own.KNOBS, {N_BATCH: BATCH, FLASH: "auto", KV: "f16"}),
+        *same_as_unset(own.KNOBS, {N_BATCH: BATCH, FLASH: "auto", KV: "f16", own.SPECULATION: "none"}),
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),

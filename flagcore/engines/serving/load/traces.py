@@ -3,8 +3,8 @@
 Formats: prompts (JSON lines, also with images), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of
 several turns), AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in
 milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
-Timestamp in seconds, Request tokens, Response tokens; HPMLL/BurstGPT), Azure (CSV: TIMESTAMP as a date, ContextTokens,
-GeneratedTokens; Azure/AzurePublicDataset).
+Timestamp in seconds, Request tokens, Response tokens; since 2.0 Session ID, Elapsed time; HPMLL/BurstGPT), Azure (CSV:
+TIMESTAMP as a date, ContextTokens, GeneratedTokens; Azure/AzurePublicDataset).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.images import Image, RequestImages, read_image
+from flagcore.engines.serving.load.sessions import MAX_DELAY_S, conversations
 from flagcore.errors import SpecError
 from flagcore.files import read_regular
 
@@ -32,8 +33,6 @@ BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
 MAX_TOKENS = 10_000_000
 """Maximum number of tokens of a prompt or an answer, as in a spec."""
-MAX_DELAY_S = 86_400.0
-"""Maximum seconds before a turn, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
 """An estimate for English text and common vocabularies, without a tokenizer."""
 
@@ -110,7 +109,7 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     file = Path(path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _csv(text) if file.suffix.lower() == ".csv" else _json(text, turns, output_len, file.parent)
+        trace = _csv(text, turns) if file.suffix.lower() == ".csv" else _json(text, turns, output_len, file.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_InvalidRow, csv.Error) as error:
@@ -292,7 +291,11 @@ _CSV = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "Conte
 """The columns of BurstGPT and Azure."""
 
 
-def _csv(text: str) -> Traffic:
+_SESSION, _ELAPSED = "Session ID", "Elapsed time"
+"""Further columns of BurstGPT 2.0: the conversation, empty for requests without one, and the seconds to the answer."""
+
+
+def _csv(text: str, turns: int) -> Traffic:
     """Read BurstGPT or Azure without failed requests, which have no response tokens."""
     table = csv.DictReader(io.StringIO(text, newline=""))
     names = set(table.fieldnames or ())
@@ -306,11 +309,25 @@ def _csv(text: str) -> Traffic:
             raise _InvalidRow(f"row {number} lacks {missing_values[0]}")
     numbered_rows = [(n, row) for n, row in enumerate(rows, 2) if _number(row[columns[2]], columns[2], n) > 0]
     seconds = _number if columns is _CSV[0] else _date_seconds
-    return _trace(
+    times = [seconds(row[columns[0]], columns[0], number) for number, row in numbered_rows]
+    trace = _trace(
         [_count(row, columns[1:2], number) for number, row in numbered_rows],
         [_count(row, columns[2:], number) for number, row in numbered_rows],
-        [seconds(row[columns[0]], columns[0], number) for number, row in numbered_rows],
+        times,
     )
+    if turns == 1 or not {_SESSION, _ELAPSED} <= names:
+        return trace
+    ordered = [numbered_rows[index] for index in np.argsort(times, kind="stable")]
+    elapsed = [_number(row[_ELAPSED], _ELAPSED, number) for number, row in ordered]
+    order, follows, think_s = conversations(
+        [row[_SESSION] for _, row in ordered], trace.input_len, np.sort(times), elapsed, turns
+    )
+    assert trace.arrive_s is not None
+    starts = trace.arrive_s[order]
+    for place in np.flatnonzero(follows >= 0).tolist():
+        starts[place] = starts[follows[place]]
+    inputs, outputs = trace.input_len[order], trace.output_len[order]
+    return replace(trace, input_len=inputs, output_len=outputs, arrive_s=starts, follows=follows, think_s=think_s)
 
 
 def _date_seconds(value: str, name: str, number: int) -> float:

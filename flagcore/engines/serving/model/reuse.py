@@ -1,4 +1,5 @@
-"""Predicts which tokens of prompts a prefix cache has: those of earlier turns, and of blocks that requests share.
+"""Predicts which tokens of prompts a prefix cache has: those of earlier turns, and of blocks or texts that requests
+share.
 
 The cache keeps the most recently used parts of prompts up to its size, as vLLM (0.32: `v1/core/kv_cache_manager.py`)
 and SGLang (0.5: `mem_cache/radix_cache.py`) do. Answers do not count: the next turn has the answer of the trace.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,12 +26,40 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
     if requests.blocks:
         return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
     if requests.follows is None:
-        return []
+        return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
     parts = list[list[Part]]()
     for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
         past = parts[before] if before >= 0 else []
         parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
     return parts
+
+
+def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
+    """Return the parts of texts between the places where texts with the same beginning diverge."""
+    cuts: list[set[int]] = [{len(text)} for text in texts]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    for direction in (order, order[::-1]):
+        shared = list[int]()  # with the texts before, in ascending order
+        for before, index in pairwise(direction):
+            common = _common(texts[before], texts[index])
+            shared = [*(each for each in shared if each < common), common]
+            cuts[index].update(shared)
+    parts = list[list[Part]]()
+    for text, length, found in zip(texts, lengths, cuts, strict=True):
+        ends = sorted(found - {0})
+        tokens = [round(length * end / len(text)) for end in ends]
+        sizes = np.diff([0, *tokens]).tolist()
+        parts.append([(hash(text[:end]), size) for end, size in zip(ends, sizes, strict=True)])
+    return parts
+
+
+def _common(left: str, right: str) -> int:
+    """Return the number of first characters that two texts share, by bisection."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left.startswith(right[low:middle], low) else (low, middle - 1)
+    return low
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:

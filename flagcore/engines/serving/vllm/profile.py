@@ -51,6 +51,9 @@ CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BI
 BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 """The attention backend before it was a flag."""
 
+DRAFT_FLAGS = "speculative-config."
+"""The beginning of flags of speculation, such as the draft model."""
+
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 """The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`), and its first release, which
 follows from published points: 1,024 tokens took twice as long with 0.17."""
@@ -77,7 +80,10 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values, version)]
     if count(values, EP) > 1:
         argv.append(f"--{own.PROGRAM.expert_switch}")
-    argv += as_words(own.PROGRAM.parse(task.spec).others, has_negation=True)
+    others = own.PROGRAM.parse(task.spec).others
+    if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # other candidates have the draft model
+        others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+    argv += as_words(others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (backend := values.get(BACKEND)) and not own.BY_NAME[BACKEND].arguments(backend, version):
         environment[BACKEND_VARIABLE] = str(backend)

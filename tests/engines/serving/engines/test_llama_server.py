@@ -57,6 +57,17 @@ def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_p
     assert server.process.returncode == 0
 
 
+def test_drafted_tokens_are_counted(model: str, tmp_path: Path) -> None:
+    own_draft = {"spec-draft-model": model, "spec-draft-p-min": 0}
+    task = serving("llamacpp", on_cores=True, devices=2, weights=model, engine_args=own_draft)
+    with started(ENGINE, task, {"speculation": "draft-simple", "parallel": 1, "context_len": 512}, tmp_path) as server:
+        assert server.wait() is None, server.log
+        assert server.completion_tokens(20) == 20
+        counted = ENGINE.read_counters(server.fetch)
+    assert counted["drafted_tokens"] > 0
+    assert 0 <= counted["accepted_tokens"] <= counted["drafted_tokens"]
+
+
 def test_the_defaults_of_llama_cpp_are_read_back(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     with started(ENGINE, task, {}, tmp_path) as server:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
@@ -14,7 +15,8 @@ from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.settings import PORT
 from flagcore.errors import NoDevice, SpecError
-from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
+from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, serving, space_of
+from tests.served import costs
 from tests.small import DENSE
 
 PROPS = '{"total_slots": 4, "default_generation_settings": {"n_ctx": 512}}'
@@ -83,6 +85,8 @@ def test_a_context_set_by_the_user_is_kept_and_too_many_slots_for_it_are_illegal
         ("quantized_cache", {"kv_cache_type": "q8_0", "flash_attention": "off"}),
         ("context_length", {"context_len": 128}),
         ("context_grain", {"context_len": 1000}),
+        ("speculation_needs_a_draft", {"speculation": "draft-simple"}),
+        ("no_prediction_layers", {"speculation": "draft-mtp"}),
     ],
 )
 def test_settings_that_llama_cpp_refuses_are_illegal(rule: str, values: dict[str, Any]) -> None:
@@ -186,6 +190,33 @@ def test_other_flags_reach_the_server_in_its_spelling() -> None:
     spelt = ("-mg", "1", "--no-cont-batching", "-fit", "off", "--warmup", "--kv-offload", "--cache-ram", "64")
     assert words[-len(spelt) :] == spelt
     assert ("--cache-ram", "0") not in pairwise(words)
+
+
+def test_the_host_keeps_prompts_that_are_shared() -> None:
+    def kept(turns: int, **arguments: int) -> tuple[bool, float]:
+        loads = (replace(LOAD, turns=turns, num_prompts=64, concurrency=8),)
+        task = cores(loads=loads, engine_args=arguments)
+        figures = ENGINE.predict(task, row(ENGINE, task, parallel=2), costs()).figures
+        hit_rate = float(figures.get("cache_hit_rate", np.zeros(1))[0])
+        return ("--cache-ram", "0") not in pairwise(argv(task, parallel=2)), hit_rate
+
+    assert kept(1) == (False, 0.0)
+    is_kept, rate = kept(4)
+    assert is_kept
+    assert rate == kept(4, **{"cache-ram": 4096})[1] == kept(4, **{"cache-ram": -1})[1] > 0.3
+    assert kept(4, **{"cache-ram": 0})[1] < 0.1
+
+
+def test_only_candidates_with_speculation_have_its_flags() -> None:
+    task = cores(
+        engine_args={"spec-draft-model": "draft.gguf", "spec-draft-n-max": 3},
+        space={"speculation": (None, "ngram-simple", "draft-simple")},
+    )
+    assert not broken(ENGINE, task, speculation="draft-simple")
+    assert merged(ENGINE, cores(), speculation="none")["speculation"] == 0
+    words = argv(task, speculation="draft-simple")
+    assert (after(words, "--spec-type"), after(words, "--spec-draft-model")) == ("draft-simple", "draft.gguf")
+    assert not [word for word in argv(task) if word.startswith("--spec")]
 
 
 def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:

@@ -462,6 +462,17 @@ def test_speculation_is_predicted_only_with_a_known_acceptance() -> None:
     assert not ENGINE.spec_warnings(cards().spec)
 
 
+def test_the_draft_model_is_that_of_candidates_with_speculation() -> None:
+    def flags(space: dict[str, Any], **values: str | int) -> list[str]:
+        task = cards(engine_args={"speculative-config.model": "draft"}, space=space)
+        return [word for word in server(task, **values).argv if word.startswith("--speculative-config")]
+
+    compared = {"speculation": (None, "draft_model")}
+    assert flags(compared) == []
+    assert len(flags(compared, speculation="draft_model", speculative_tokens=3)) == 3
+    assert flags({}) == ["--speculative-config.model"]
+
+
 def test_weights_that_are_converted_to_fp8_are_predicted_like_weights_in_fp8() -> None:
     wide, narrow = cards(), cards(precision="fp8")
     converted = ENGINE.predict(wide, row(ENGINE, wide, quantization="fp8"), costs())

@@ -71,6 +71,39 @@ def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Pa
     assert columns(trace) == ([472, 1087, 1360], [18, 230, 301], [0.0, 40.0, 114.5])
 
 
+SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+100,a,2,ChatGPT,20,5,25,Conversation log
+104,,1,GPT-4,900,3,903,API log
+109,,1,GPT-4,910,3,913,API log
+112,a,4,ChatGPT,40,6,46,Conversation log
+113,b,3,ChatGPT,50,7,57,Conversation log
+114,a,1,ChatGPT,60,8,68,Conversation log
+120,b,3,ChatGPT,30,9,39,Conversation log
+200000,b,3,ChatGPT,80,9,89,Conversation log
+"""
+
+
+def test_sessions_of_burstgpt_are_conversations_whose_prompts_grow(tmp_path: Path) -> None:
+    file = written(tmp_path, SESSIONS, "BurstGPT_3.csv")
+    assert read_trace(file).follows is None
+    trace = read_trace(file, turns=2)
+    assert trace.follows is not None
+    assert trace.think_s is not None
+    assert columns(trace) == (
+        [20, 40, 900, 910, 50, 60, 30, 80],
+        [5, 6, 3, 3, 7, 8, 9, 9],
+        [0.0, 0.0, 4.0, 9.0, 13.0, 14.0, 20.0, 199_900.0],
+    )
+    assert trace.follows.tolist() == [-1, 0, -1, -1, -1, -1, -1, -1]
+    assert trace.think_s.tolist() == [0.0, 10.0, *[0.0] * 6]
+    longer = read_trace(file, turns=3)
+    assert longer.follows is not None
+    assert longer.think_s is not None
+    assert longer.input_len.tolist()[:3] == [20, 40, 60]
+    assert longer.follows.tolist()[:3] == [-1, 0, 1]
+    assert longer.think_s.tolist()[:3] == [0.0, 10.0, 0.0]  # sent before the answer
+
+
 def test_azure_gives_lengths_and_seconds_of_dates(tmp_path: Path) -> None:
     inputs, outputs, times = columns(read_trace(written(tmp_path, AZURE, "AzureLLMInferenceTrace_code.csv")))
     assert (inputs, outputs) == ([4808, 110, 3180], [10, 27, 8])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,3 +67,19 @@ def test_prefix_aware_router_keeps_the_hit_rate_of_one_instance() -> None:
 def test_think_time_lowers_the_predicted_rate() -> None:
     assert figures(replace(CHAT, think_time_s=30.0))["requests_per_s"] < 4 / 20
     assert HIT_RATE not in figures(replace(CHAT, turns=1))
+
+
+def test_the_beginnings_of_texts_are_shared_up_to_where_they_diverge(tmp_path: Path) -> None:
+    texts = ["a" * 400 + "b" * 400 + end * 200 for end in "xyz"] + ["a" * 400 + "c" * 600, "d" * 1000, "d" * 1000]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    load = Load(trace=str(tmp_path / "prompts.jsonl"), output_len=8, concurrency=1)
+    requests = traffic(load)
+    assert cached_tokens(prompt_parts(requests, 0), 1e9).tolist() == [0.0, 200.0, 200.0, 100.0, 0.0, 250.0]
+    task = serving("vllm", devices=1, loads=(load,))
+    cached, uncached = (
+        ENGINE.predict(task, row(ENGINE, task, block_size=16, enable_prefix_caching=on), costs()).figures
+        for on in (True, False)
+    )
+    assert cached[HIT_RATE][0] == pytest.approx((192 + 192 + 96 + 240) / 1500)
+    assert uncached[HIT_RATE][0] == 0.0
+    assert cached["requests_per_s"][0] > uncached["requests_per_s"][0]
