@@ -72,8 +72,10 @@ async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, strea
                     data = await content.readany()
                     if not data:
                         break
-                    stream.feed(data, time.perf_counter())
-                await asyncio.sleep(0)  # answers that arrived at the same time are read before this one is closed
+                    now = time.perf_counter()
+                    if b"[DONE]" in data:
+                        await asyncio.sleep(0)  # answers that arrived together are read before this one is closed
+                    stream.feed(data, now)
             finally:
                 monitor.end()
     except aiohttp.ClientConnectorError as error:
