@@ -90,7 +90,7 @@ LOADS: dict[str, tuple[Load, tuple[str, ...]]] = {
 }
 """Loads and the options of the reference server besides `SCHEDULE`."""
 CAPACITY_CONNECTIONS = 64
-CAPACITY_RATES = (2000, 4000, 8000, 16000)
+CAPACITY_RATES = (4000, 16000, 32000, 48000)
 """Chunks per second over all connections."""
 FIGURES = (
     "requests_per_s",
