@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import types
 
 import aiohttp
 
@@ -22,22 +23,41 @@ def session() -> aiohttp.ClientSession:
     A server may close a kept-alive connection just when it is reused, which would look like a failure. A server with
     one thread per connection would delay new connections.
     """
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(_Sending.store)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         headers=_HEADERS,
         auto_decompress=False,
+        trace_configs=[trace],
     )
+
+
+class _Sending:
+    """The `time.perf_counter` at which the body of a request begins to be sent."""
+
+    def __init__(self) -> None:
+        self.time_s: float | None = None
+
+    @staticmethod
+    async def store(
+        http: aiohttp.ClientSession, context: types.SimpleNamespace, params: aiohttp.TraceRequestChunkSentParams
+    ) -> None:
+        sending: _Sending = context.trace_request_ctx
+        if sending.time_s is None:
+            sending.time_s = time.perf_counter()
 
 
 async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream) -> float:
     """Send one request, feed its answer to `stream`, and return the `time.perf_counter` of the send.
 
-    Raises RequestFailed for every failure of the network and the server; the caller sets the timeout.
+    The connection is open then, because clients that reuse connections do not measure the time to open one. Raises
+    RequestFailed for every failure of the network and the server; the caller sets the timeout.
     """
-    sent_s = time.perf_counter()
+    sending = _Sending()
     try:
-        async with http.post(url, data=body, allow_redirects=False) as response:
+        async with http.post(url, data=body, allow_redirects=False, trace_request_ctx=sending) as response:
             if response.status != 200:
                 message = message_of(await response.content.read(_ERROR_BYTES))
                 raise RequestFailed(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {message}")
@@ -52,7 +72,10 @@ async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, strea
                     data = await content.readany()
                     if not data:
                         break
-                    stream.feed(data, time.perf_counter())
+                    now = time.perf_counter()
+                    if b"[DONE]" in data:
+                        await asyncio.sleep(0)  # answers that arrived together are read before this one is closed
+                    stream.feed(data, now)
             finally:
                 monitor.end()
     except aiohttp.ClientConnectorError as error:
@@ -64,7 +87,8 @@ async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, strea
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         reason = str(error) or type(error).__name__
         raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {reason}") from None
-    return sent_s
+    assert sending.time_s is not None  # a body was sent
+    return sending.time_s
 
 
 class _ConnectionMonitor:
