@@ -189,19 +189,8 @@ def _estimate_spec(
         if estimate.mixing:
             options.show("\n" + mixing_text(estimate.mixing, estimate.knobs))
         options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
-<<<<<<< HEAD
-        if bounds := estimate.candidates[0].get("objective"):
-            low, high = (bounds[end] / bounds["value"] for end in ("low", "high"))
-            text = _(
-                "80% of measurements are {low:.0%} to {high:.0%} of the prediction; flag tune corrects it by trials.",
-                low=low,
-                high=high,
-            )
-            options.say(text)
-=======
         if interval := interval_text(estimate.candidates[0]):
             options.say(interval)
->>>>>>> learn
         if estimate.search:
             options.say("flag tune: " + search_time_text(estimate.search))
         if estimate.untimed:
