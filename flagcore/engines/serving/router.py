@@ -32,8 +32,7 @@ MAX_BODY = 1 << 28
 PREFIX = "prefix"
 PROTOCOLS = (PREFIX, "nixl", "p2p", "folder", "bootstrap")
 """nixl: the prefill's answer has the place of its cache. p2p: both have the addresses in the request's id. folder: the
-cache is found by the prompt. bootstrap: both get the request at once, with a number by which they meet. PREFIX:
-instances do both."""
+cache is found by the prompt. bootstrap: both get the request at once, with a number. PREFIX: instances do both."""
 CONNECT_SECONDS = 5.0
 """The limit of a connection to an instance. Chosen: above a lost packet's retry, below what a client waits."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -397,5 +396,5 @@ if __name__ == "__main__":
     parser.add_argument("--decode", type=Place.parse, action="append", required=True, metavar="URL[,PORT]")
     given = parser.parse_args()
     if bool(given.prefill) == (given.protocol == PREFIX):
-        parser.error(f"--prefill is required, except with --protocol {PREFIX}")
+        parser.error(f"--protocol {PREFIX} has no --prefill, others need it")
     asyncio.run(main(Router(given.protocol, given.prefill, given.decode), given.host, given.port))
