@@ -251,7 +251,7 @@ def true_figures(rows: list[dict[str, Any]], requests: int) -> dict[str, float]:
                 output_tokens=tokens,
             )
         )
-    return figures_of(answers, None)
+    return figures_of(answers)
 
 
 def run_client(options: argparse.Namespace, server: Server, name: str, load: Load, seed: int) -> Figures:

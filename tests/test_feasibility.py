@@ -26,7 +26,11 @@ def spec(load: dict[str, Any], slo: dict[str, Any], **tuner: Any) -> dict[str, A
     return {
         "model": SHAPE,
         "cluster": {"chip": "A100-80GB", "devices_per_node": 8},
-        "serve": {"engine": "vllm", "profile": {"input_len": 1024, "output_len": 128, **load}, "slo": slo},
+        "serve": {
+            "engine": "vllm",
+            "profile": {"input_len": 1024, "output_len": 128, "num_prompts": 128, **load},
+            "slo": slo,
+        },
         "auto_tuner": {"space": space, **tuner},
     }
 

@@ -114,13 +114,13 @@ def measured(delays_s: list[float], **changes: object) -> LoadResult:
 
 
 @pytest.mark.slow
-def test_a_real_load_ends_when_it_is_precise_and_counts_only_its_steady_state() -> None:
+def test_only_the_steady_state_of_a_real_load_counts() -> None:
     result = measured([0.3] * 8 + [0.01], concurrency=8)
     assert result.problems == ()
     assert result.window is not None
-    assert MIN_COUNTED <= result.completed < 3 * MIN_COUNTED
+    assert result.completed >= MIN_COUNTED
     assert result.figures["ttft_s.p99"] < 0.2
-    assert result.figures["requests_per_s"] == pytest.approx(8 / result.figures["e2e_s.mean"], rel=0.15)
+    assert result.figures["output_tokens_per_s"] == pytest.approx(2 * result.figures["requests_per_s"])
     assert result.window[1] <= result.duration_s
 
 
