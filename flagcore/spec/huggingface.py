@@ -194,7 +194,11 @@ def context_of(config: Mapping[str, Any]) -> int | None:
 
 
 def format_of_weights(config: Mapping[str, Any]) -> str | None:
-    """Return the number format of quantized weights; None for other weights and for unknown formats."""
+    """Return the number format of quantized weights; None for other weights and for unknown formats.
+
+    Weights of 4 bits that are converted for compute, also mxfp4 (17/32 bytes), count as int4. The keys are those of
+    transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
+    """
     text = config.get("text_config")
     found = config.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, Mapping) else None
@@ -205,7 +209,12 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        return "int4" if found.get("bits") == 4 else "fp8" if found.get("quant_method") == "fp8" else None
+        method, algorithm, bits = (found.get(key) for key in ("quant_method", "quant_algo", "bits"))
+        if bits == 4 or method == "mxfp4" or found.get("load_in_4bit") is True:
+            return "int4"
+        if bits == 8 or found.get("load_in_8bit") is True:
+            return "int8"
+        return "fp8" if method == "fp8" or algorithm == "FP8" else "nvfp4" if algorithm == "NVFP4" else None
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"
-    return name if name in ("fp8", "int8", "int4") else None
+    return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)

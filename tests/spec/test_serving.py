@@ -142,6 +142,11 @@ INT8 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"wei
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
+        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}, "int4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "int4"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
         ({"quantization_config": INT8}, "int8"),
         ({"text_config": {"quantization_config": INT8}}, "int8"),
         ({"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}}}, "bf16"),

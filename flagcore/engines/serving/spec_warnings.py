@@ -9,6 +9,7 @@ from flagcore.domain.serving import MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.knobs import SPECULATION
+from flagcore.engines.serving.common.weights import WIDE_PRECISIONS, has_unknown_format
 from flagcore.engines.serving.load.traffic import in_flight
 
 FIXED_RATES = RATES[:3]
@@ -20,7 +21,7 @@ LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 
 def spec_warnings(spec: Spec, program: Program) -> list[str]:
     """Return a line for an unknown release, limits that look like milliseconds, too few requests, an objective that
-    the load determines, and speculation with unknown acceptance.
+    the load determines, speculation with unknown acceptance, and quantized weights of an unknown format.
     """
     serve = spec.serve
     release = unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
@@ -30,6 +31,7 @@ def spec_warnings(spec: Spec, program: Program) -> list[str]:
         *_few_requests(serve),
         *_rate_of_load(spec),
         *_unknown_acceptance(spec, program),
+        *_unknown_format(serve),
     ]
 
 
@@ -65,3 +67,10 @@ def _unknown_acceptance(spec: Spec, program: Program) -> list[str]:
     if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
         return []
     return ["speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"]
+
+
+def _unknown_format(serve: ServeSpec) -> list[str]:
+    if serve.weights is None or serve.precision not in WIDE_PRECISIONS or not has_unknown_format(serve.weights):
+        return []
+    text = f"the format of the quantized weights is unknown, so predictions assume {serve.precision}; set it"
+    return [f"serve.precision: {text}"]

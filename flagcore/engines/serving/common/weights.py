@@ -15,9 +15,9 @@ from flagcore.engines.transformer import attended, widths
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.kernels.roofline import BYTES
 from flagcore.spec import gguf
-from flagcore.spec.huggingface import context_of
+from flagcore.spec.huggingface import context_of, format_of_weights
 
-_WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
+WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
 _QUANTIZERS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
 """Flags that make an engine quantize weights when it loads them."""
@@ -35,7 +35,7 @@ def check_directory(spec: Spec) -> None:
         fix = "set the path of a Hugging Face directory; nothing is downloaded"
         raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
     names = {strip_dashes(key) for key in spec.serve.engine_args}
-    if precision not in _WIDE_PRECISIONS and not names & set(_QUANTIZERS) and not _is_quantized(weights):
+    if precision not in WIDE_PRECISIONS and not names & set(_QUANTIZERS) and not _is_quantized(weights):
         problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
         fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
@@ -77,6 +77,11 @@ def _is_quantized(weights: str) -> bool:
     config = _config(weights)
     text_config = config.get("text_config")
     return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
+
+
+def has_unknown_format(weights: str) -> bool:
+    """Return whether weights are quantized to a format that flagcore does not know."""
+    return _is_quantized(weights) and format_of_weights(_config(weights)) is None
 
 
 MAX_WEIGHT_SHARE = 0.85
