@@ -184,7 +184,7 @@ def _estimate_spec(
             options.say("\n" + text)
         lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
         if estimate.defaults:
-            lines.append(candidate_line(_("without options"), estimate.defaults, estimate.knobs))
+            lines.append(candidate_line(_("engine defaults on the fewest devices"), estimate.defaults, estimate.knobs))
         options.say("\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts))
         if estimate.mixing:
             options.show("\n" + mixing_text(estimate.mixing, estimate.knobs))
