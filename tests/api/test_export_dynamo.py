@@ -90,3 +90,15 @@ def test_a_graph_of_dynamo_fits_its_fields(
         assert not {"--port", "--nnodes", "127.0.0.1"} & set(container["args"])
         assert ("--chat-template" in container["args"]) == (engine == "sglang")
         assert not any("DEVICES" in variable["name"] for variable in container["env"])
+
+
+@pytest.mark.parametrize(("router", "mode"), [("prefix_aware", "kv"), ("least_requests", "least-loaded")])
+def test_dynamo_routes_as_trials(router: str, mode: str, tmp_path: Path) -> None:
+    spec = server(tmp_path, cluster={"chip": "H100-SXM", "nodes": 1, "devices_per_node": 4})
+    data = json.loads(spec.read_text())
+    data["serve"] |= {"engine": "vllm", "router": router}
+    graph = yaml.safe_load(
+        only(exported(written(tmp_path, data), "dynamo", "instances=2", options={"image": "runtime:1.3.1"}))
+    )
+    (container,) = graph["spec"]["components"][0]["podTemplate"]["spec"]["containers"]
+    assert {"name": "DYN_ROUTER_MODE", "value": mode} in container["env"]

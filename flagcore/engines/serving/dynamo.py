@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 TARGET = "dynamo"
 EXAMPLE = "REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"
-ROUTER_MODE = "least-loaded"
-"""The frontend's `--router-mode` that sends a request to the worker with the fewest requests, as in trials."""
+LEAST_REQUESTS = {"DYN_ROUTER_MODE": "least-loaded"}
+PREFIX_AWARE = {"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}
+"""Variables of the frontend that route as trials do: to the worker with the fewest requests, or to the one that has the
+prefix. Without events of the workers' caches, the frontend infers them from the requests that it sent.
+"""
 _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
 
 
@@ -141,9 +144,11 @@ def export(
         number = sum(each["type"] == (one.kind or "worker") for each in components)
         name = f"{one.kind or 'worker'}{f'-{number + 1}' if number else ''}"
         components.append(one.manifest(worker, job, name, count))
-    several = not any(one.kind for one, _count in replicas) and len(instances) > 1
-    router = {"env": [{"name": "DYN_ROUTER_MODE", "value": ROUTER_MODE}]} if several else {}
-    template = {"spec": {"containers": [{"name": "main", "image": image, **router}]}}
+    routing: Mapping[str, str] = {}
+    if len(instances) > 1 and not any(one.kind for one, _count in replicas):
+        routing = PREFIX_AWARE if job.platform.task.spec.serve.prefix_aware else LEAST_REQUESTS
+    env = {"env": [{"name": name, "value": value} for name, value in routing.items()]} if routing else {}
+    template = {"spec": {"containers": [{"name": "main", "image": image, **env}]}}
     frontend = {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": template}
     data = {
         "apiVersion": "nvidia.com/v1beta1",
@@ -151,7 +156,7 @@ def export(
         "metadata": {"name": job.name},
         "spec": {"backendFramework": engine.name, "components": [frontend, *components]},
     }
-    head = [*comments(job), *(f"# {line}" for line in _notes(job, [one for one, _count in replicas], several))]
+    head = [*comments(job), *(f"# {line}" for line in _notes(job, [one for one, _count in replicas], routing))]
     return {f"{job.name}.yaml": "\n".join([*head, dump_yaml(data, width=1000)])}
 
 
@@ -170,11 +175,14 @@ def _arguments(worker: Worker, words: Sequence[str], kind: str) -> tuple[tuple[s
     return (*arguments, *worker.flags, *own), tuple(left_out)
 
 
-def _notes(job: ExportJob, components: Sequence[_Component], several: bool) -> list[str]:
+def _notes(job: ExportJob, components: Sequence[_Component], routing: Mapping[str, str]) -> list[str]:
     """Return comments on the choices of the manifest."""
     lines = [f"kubectl apply -f {job.name}.yaml: the service {job.name}-frontend takes requests at port 8000."]
-    if several:
-        lines.append(f"DYN_ROUTER_MODE = {ROUTER_MODE}: a request goes to the worker with the fewest, as in trials.")
+    if routing:
+        target = "that has its prefix" if routing is PREFIX_AWARE else "with the fewest"
+        lines.append(
+            f"DYN_ROUTER_MODE = {routing['DYN_ROUTER_MODE']}: a request goes to the worker {target}, as in trials."
+        )
     if any(each.kind for each in components):
         lines.append("The workers of the type prefill send their caches to those of the type decode.")
     if any(each.hosts > 1 for each in components):

@@ -90,7 +90,9 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
             hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
-            router=router_of(platform, engine, candidate),
+            router=front_of(platform, engine, candidate, len(instances))
+            if serve.client
+            else router_of(platform, engine, candidate),
             prefix_aware=serve.prefix_aware,
         )
         file = Path(folder, SERVE)
@@ -120,9 +122,9 @@ def router_of(platform: Platform, engine: Engine, candidate: Candidate) -> Route
 
 
 def front_of(platform: Platform, engine: Engine, candidate: Candidate, count: int) -> Router | None:
-    """Return the router in front of `count` instances outside trials, None for a balancer.
+    """Return the router in front of `count` instances that gets all requests, None for a balancer.
 
-    In trials, flagcore's client chooses the instances that do both.
+    In trials, flagcore's own client chooses the instances that do both.
     """
     router = router_of(platform, engine, candidate)
     if router is not None or count == 1 or not platform.task.spec.serve.prefix_aware:

@@ -323,6 +323,10 @@ def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) 
     launched(where, tmp_path, **values)
     job_file = read_job(tmp_path)
     assert (job_file.router, job_file.prefix_aware) == (None, True)
+    launched(on_cards(tmp_path, prefix_aware=True, client=("client", "{url}")), tmp_path, **values)
+    router = read_job(tmp_path).router
+    assert router is not None
+    assert "prefix" in router.argv
 
 
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:

@@ -35,18 +35,18 @@ def session() -> aiohttp.ClientSession:
 
 
 class _Sending:
-    """The `time.perf_counter` at which the body of a request begins to be sent."""
+    """The `time.perf_counter` at which the body of a request begins to be sent, before that the one of its start."""
 
     def __init__(self) -> None:
-        self.time_s: float | None = None
+        self.time_s, self.has_begun = time.perf_counter(), False
 
     @staticmethod
     async def store(
         http: aiohttp.ClientSession, context: types.SimpleNamespace, params: aiohttp.TraceRequestChunkSentParams
     ) -> None:
         sending: _Sending = context.trace_request_ctx
-        if sending.time_s is None:
-            sending.time_s = time.perf_counter()
+        if not sending.has_begun:
+            sending.time_s, sending.has_begun = time.perf_counter(), True
 
 
 async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream) -> float:
@@ -87,7 +87,6 @@ async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, strea
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         reason = str(error) or type(error).__name__
         raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {reason}") from None
-    assert sending.time_s is not None  # a body was sent
     return sending.time_s
 
 

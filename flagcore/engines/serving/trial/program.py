@@ -154,6 +154,7 @@ class LoadRunner:
         self.model = _model(servers[0])
         self.completions_per_s = math.inf  # of the last load
         self.loads_left = 1
+        self.is_cut_off = False  # the last load ended with requests in flight
         self.fronts = router or servers
         self.all: Sequence[Served] = (*servers, *router)
         self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
@@ -203,7 +204,6 @@ class LoadRunner:
             seed += 1
             measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
             if measured is None:
-                self._warm_up(1)  # returns when the servers have dropped the requests of the stopped load
                 tried[value] = False
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
@@ -245,16 +245,17 @@ class LoadRunner:
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
         """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
+        if self.is_cut_off:
+            self._warm_up(1)  # returns when the servers have dropped the requests of the last load
         local = [server for server in self.all if isinstance(server, Server)]
         start = _counters(self.engine, self.servers)
         cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits)
         ended_s = time.monotonic()
         self.completions_per_s = completions_per_s(result.requests)
+        self.is_cut_off = result.stopped or result.window is not None
         if result.stopped:
             return None
-        if result.window is not None:
-            self._warm_up(1)  # returns when the servers have dropped the requests in flight
         figures = {**result.figures, **shares(self.engine, start, _counters(self.engine, self.servers))}
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from flagcore.domain.serving import Load
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.highest import RESOLUTION
+from flagcore.engines.serving.load.result import LoadResult
 from flagcore.engines.serving.trial.job import Job
 from flagcore.engines.serving.trial.program import LoadRunner
 
 TRUE, LIMIT = 50.0, 0.5
+STEADY = Load(input_len=8, output_len=8, concurrency=4)
 
 
 class Runner(LoadRunner):
@@ -69,3 +72,24 @@ def test_no_load_within_the_limits_leaves_the_lowest() -> None:
     runner = Runner(20.0, tuple(range(1000)), repeats=1)
     (point,) = runner._search("request_rate")
     assert point["load"]["request_rate"] == min(runner.tried)
+
+
+class Sent(LoadRunner):
+    """Records the loads that are sent. Each ends with requests in flight."""
+
+    def __init__(self) -> None:
+        self.job = Job(engine="", instances=(), loads=(STEADY,), vocab_size=1, timeout_s=1.0)
+        self.engine, self.servers, self.all, self.is_cut_off = LLAMACPP, (), (), False
+        self.names = list[str]()
+
+    def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
+        self.names.append(name)
+        return LoadResult(figures={"ttft_s.p99": 0.1}, duration_s=1.0, completed=1, failed=0, window=(0.2, 0.8))
+
+
+def test_requests_in_flight_end_before_the_next_load_and_not_at_the_cost_of_the_last() -> None:
+    runner = Sent()
+    assert runner._measure(STEADY, "first", seed=1) is not None
+    assert runner.names == ["first"]
+    assert runner._measure(STEADY, "second", seed=2) is not None
+    assert runner.names == ["first", "warm-up", "second"]
