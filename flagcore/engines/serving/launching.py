@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,9 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import dynamo, export
-from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware
+from flagcore.engines.serving.common.hardware import PREFILL_DECODE, SIZES, Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.common.knobs import TRANSFER
-from flagcore.engines.serving.common.prefill_decode import KINDS, roles
 from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.router import PREFIX
@@ -159,30 +159,32 @@ def compose(engine: Engine, job: ExportJob) -> Mapping[str, str]:
 
 
 def server_groups(platform: Platform, engine: Engine, candidate: Candidate, name: str) -> ServerGroups | None:
-    """Return the kinds of servers of a candidate that prefill or decode, see `Replicas`. Raises UsageError."""
-    router = router_of(platform, engine, candidate)
-    if router is None:
-        return None
+    """Return the kinds of servers of a candidate behind a router, see `Replicas`. Raises UsageError."""
+    values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
     instances = instances_of(platform, engine, candidate, SHARED)
-    if any(each.further for each in instances) or Hardware.of(platform.task).on_cores:
+    router = front_of(platform, engine, candidate, len(instances))
+    if router is None or (router.protocol == PREFIX and (on_cores or values.get(SIZES) is not None)):
+        return None
+    if any(each.further for each in instances) or on_cores:
         raise UsageError("this target starts servers on devices of one host only")
     if any(SHARED in word for each in instances for word in each.argv):
         raise UsageError(f"{TRANSFER} uses a folder, which servers on several hosts do not share; set another one")
     if any(secrets_in_arguments(each.argv) for each in instances):
         raise UsageError("the command contains a secret; pass it in a variable")
-    groups, places = list[ServerGroup](), list[tuple[str, str, int]]()
-    for kind, role in zip(KINDS, roles(str(candidate.as_dict()[PREFILL_DECODE])), strict=True):
-        first = (
-            next(each for each in instances if each.kind == kind).at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
-        )
+    groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
+    placed = list(zip(instances, placements(platform.task, values), strict=True))
+    for kind, count in Counter(each.kind for each in instances).items():
+        instance, place = next(each for each in placed if each[0].kind == kind)
+        first = instance.at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
         own = {key: value for key, value in first.environment.items() if key != platform.support.visible_devices}
         ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.health}",)
         launch = Launch(argv=first.argv, environment=own, folder="", ready=ready)
-        groups.append(ServerGroup(name=kind, launch=launch, devices=role.devices, replicas=role.count))
-        hosts = [f"{name}-{kind}-{number}.{name}-{kind}" for number in range(role.count)]
-        places += [(kind, host, export.FRONT_PORT) for host in hosts]
+        group = kind or "server"
+        groups.append(ServerGroup(name=group, launch=launch, devices=place.width, replicas=count))
+        hosts = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
+        addresses += [(kind, host, export.FRONT_PORT) for host in hosts]
     own_router = Router.own(router.protocol, address=("--host", "0.0.0.0", "--port", PORT))
-    arguments = own_router.instance(places).at_port(export.FRONT_PORT).argv[2:]
+    arguments = own_router.instance(addresses).at_port(export.FRONT_PORT).argv[2:]
     return ServerGroups(groups=tuple(groups), program=export.router_source(), arguments=arguments)
 
 

@@ -368,3 +368,31 @@ def test_files_are_not_shared_between_pods(tmp_path: Path) -> None:
 def test_equal_servers_only_are_refused_for_two_kinds(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="prefill_decode"):
         VLLM.replica(Candidate.of({"prefill_decode": "1xtp1+1xtp1"}))
+
+
+def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_path: Path) -> None:
+    where = on_cards(tmp_path, prefix_aware=True)
+    support = dataclasses.replace(where.support, kubernetes=KubernetesResource(name="x.com/card", source=SOURCE))
+    where = dataclasses.replace(where, support=support)
+    candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
+    servers = LLAMACPP.groups(where, candidate, "x")
+    assert servers is not None
+    job = ExportJob(
+        name="x",
+        comments=(),
+        platform=where,
+        candidate=candidate,
+        launch=servers.groups[0].launch,
+        devices=4,
+        servers=servers,
+        options={"image": "i"},
+    )
+    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(kubernetes(job)["x.yaml"])}
+    servers_set = found["StatefulSet", "x-server"]["spec"]
+    assert servers_set["replicas"] == 2
+    assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}
+    words = servers.arguments
+    assert words[words.index("--protocol") + 1] == "prefix"
+    assert [word.partition(",")[0] for word in words if "x-server-" in word] == [
+        f"http://x-server-{number}.x-server:8000" for number in range(2)
+    ]
