@@ -70,12 +70,61 @@ class Vision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Layers that attend only to the last `tokens` tokens."""
+
+    num_layers: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers with gated linear attention (Gated DeltaNet, arXiv 2412.06464), whose state has a fixed size.
+
+    Keys and queries have `key_heads` heads of `key_dim` elements, values and their gates `value_heads` heads of
+    `value_dim`. A convolution over `kernel` tokens comes before them.
+    """
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def values(self) -> int:
+        """The width of the values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The width of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    def weights(self, hidden_size: int) -> int:
+        """Return the number of weights of a layer: inputs with gates, decays, the convolution and the output."""
+        inputs = self.channels + self.values + 2 * self.value_heads
+        return hidden_size * (inputs + self.values) + self.kernel * self.channels
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of a layer's state for a sequence: matrices in 32 bits, inputs of the convolution in 16 bits.
+
+        Source: `mamba_utils.py` in vLLM 0.32, and `mamba_ssm_dtype: float32` of Qwen3.5.
+        """
+        return 4.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * (self.kernel - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The architecture of a transformer. Sizes are numbers of elements; defaults are resolved.
 
     `ffn_hidden_size` is the FFN width of a dense layer, `moe_ffn_hidden_size` the width of a routed expert,
     `moe_shared_expert_intermediate_size` the total width of the shared experts. If a model has no MLA or MoE, its sizes
-    are None; numbers of layers are 0. `vision` is None for a model without a known vision tower.
+    are None; numbers of layers are 0. `vision` is None for a model without a known vision tower. Layers that are
+    neither in `windows` nor in `linear_attention` attend to all tokens. With an `attention_output_gate`, a product as
+    large as that of the queries scales the output of attention.
     """
 
     name: str
@@ -103,3 +152,11 @@ class Model:
     v_head_dim: int | None = None
     mtp_num_layers: int = 0
     vision: Vision | None = None
+    windows: Windows | None = None
+    linear_attention: LinearAttention | None = None
+    attention_output_gate: bool = False
+
+    @property
+    def attention_layers(self) -> int:
+        """The layers with a cache of keys and values."""
+        return self.num_layers - (self.linear_attention.num_layers if self.linear_attention else 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
 
 
 def widths(model: Model) -> tuple[int, int, int]:
@@ -35,3 +38,20 @@ def projection_weights(model: Model) -> tuple[int, int]:
     q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     return h * (q_rank + kv_rank + rope), (q_rank or h) * query + kv_rank * heads
+
+
+def cached_layers(model: Model, tokens: FloatArray | float) -> FloatArray | float:
+    """Return the number of layers without windows that would have as large a cache of a sequence of `tokens`."""
+    if model.windows is None:
+        return float(model.attention_layers)
+    share = np.minimum(model.windows.tokens / np.maximum(tokens, 1.0), 1.0)
+    layers: FloatArray = model.attention_layers - (1.0 - share) * model.windows.num_layers
+    return layers
+
+
+def paired_layers(model: Model, tokens: float) -> float:
+    """Return the number of layers without windows that would have as many pairs of tokens in a prompt of `tokens`."""
+    if model.windows is None:
+        return float(model.attention_layers)
+    share = min(model.windows.tokens / max(tokens, 1.0), 1.0)
+    return model.attention_layers - (1.0 - share * (2.0 - share)) * model.windows.num_layers

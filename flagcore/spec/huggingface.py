@@ -7,9 +7,9 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import LinearAttention, Model, Windows
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
@@ -30,10 +30,22 @@ NAMES = {
 }
 """The keys of config.json by the fields of `Model`, for messages."""
 ALIASES = {
-    "num_local_experts": "num_experts",
-    "n_routed_experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
+    alias: name
+    for name, aliases in {
+        "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "num_experts_per_tok": ("experts_per_token", "moe_k"),
+        "n_shared_experts": ("moe_num_shared_experts",),
+        "first_k_dense_replace": ("moe_layer_start_index",),
+        "moe_layer_freq": ("moe_layer_interval",),
+        "decoder_sparse_step": ("interleave_moe_layer_step",),
+        "qk_layernorm": ("use_qk_norm",),
+        "full_attention_interval": ("sliding_window_pattern", "_sliding_window_pattern"),
+    }.items()
+    for alias in aliases
 }
+"""Other keys of config.json that mean the same, with their name here."""
+FULL, CHUNKED, WINDOWED, LINEAR = "full_attention", "chunked_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers in `layer_types`. Chunks are ignored, since vLLM caches them in full."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
@@ -41,10 +53,20 @@ COMMON = (
 """The keys of all families. The first five are required."""
 
 
+def _choices(name: str) -> AliasChoices:
+    return AliasChoices(name, *(alias for alias, meant in ALIASES.items() if meant == name))
+
+
 class Config(BaseModel):
     """The keys of config.json that a `Model` needs."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        alias_generator=AliasGenerator(validation_alias=_choices),
+    )
 
     num_hidden_layers: Layers
     hidden_size: Size
@@ -58,12 +80,8 @@ class Config(BaseModel):
     mlp_bias: bool = False
     qkv_bias: bool = False
     qk_layernorm: bool = False
-    num_experts: NoSize | None = Field(
-        None, validation_alias=AliasChoices("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    num_experts_per_tok: Size | None = Field(
-        None, validation_alias=AliasChoices("num_experts_per_tok", "experts_per_token")
-    )
+    num_experts: NoSize | None = None
+    num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: NoSize = 0
     n_shared_experts: NoSize | None = None
@@ -77,6 +95,15 @@ class Config(BaseModel):
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
     num_nextn_predict_layers: NoLayers | None = None
+    layer_types: list[str] | None = None
+    full_attention_interval: Size | None = None
+    sliding_window: Size | None = None
+    linear_num_key_heads: Size | None = None
+    linear_num_value_heads: Size | None = None
+    linear_key_head_dim: Size | None = None
+    linear_value_head_dim: Size | None = None
+    linear_conv_kernel_dim: Size = 4
+    attention_output_gate: bool = False
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `Model` without its name. Raises SpecError for unsupported features."""
@@ -100,8 +127,44 @@ class Config(BaseModel):
             "qk_pos_emb_head_dim": self.qk_rope_head_dim,
             "v_head_dim": self.v_head_dim,
             "mtp_num_layers": self.num_nextn_predict_layers or 0,
+            "attention_output_gate": self.attention_output_gate,
             **self._experts(),
+            **self._other_layers(),
         }
+
+    def _other_layers(self) -> dict[str, Any]:
+        """Return the layers that do not attend to all tokens. Without a list, all but every n-th layer are such."""
+        other, interval = LINEAR if self.linear_num_key_heads else WINDOWED, self.full_attention_interval
+        types = self.layer_types or [
+            FULL if interval and (layer + 1) % interval == 0 else other for layer in range(self.num_hidden_layers)
+        ]
+        if unknown := sorted({*types} - {FULL, CHUNKED, WINDOWED, LINEAR}):
+            problem, fix = "has kinds of layers that are not supported", "use a model without them"
+            raise spec_error("layer_types", problem, value=", ".join(unknown), fix=fix)
+        if len(types) != self.num_hidden_layers:
+            problem = f"must be num_hidden_layers = {self.num_hidden_layers} kinds"
+            raise spec_error("layer_types", problem, value=len(types), fix="list the kind of each layer")
+        windowed, linear = types.count(WINDOWED), types.count(LINEAR)
+        found: dict[str, Any] = {}
+        if windowed and self.sliding_window:
+            found["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
+        if linear:
+            found["linear_attention"] = LinearAttention(num_layers=linear, **self._linear_sizes())
+        return found
+
+    def _linear_sizes(self) -> dict[str, int]:
+        names = {
+            "key_heads": "linear_num_key_heads",
+            "value_heads": "linear_num_value_heads",
+            "key_dim": "linear_key_head_dim",
+            "value_dim": "linear_value_head_dim",
+        }
+        sizes = {field: getattr(self, name) for field, name in names.items()}
+        for field, name in names.items():
+            if sizes[field] is None:
+                problem = "is missing, but the model has layers with linear attention"
+                raise spec_error(name, problem, fix="give its size")
+        return {**sizes, "kernel": self.linear_conv_kernel_dim}
 
     def _head_width(self) -> int:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -174,7 +237,7 @@ _STRETCHED = ("linear", "dynamic")
 def context_of(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model of a config.json can attend to, None if unknown.
 
-    Some files with yarn have the unscaled length.
+    Some files with yarn have the unscaled length. That of Gemma 3 is scaled (`_get_and_verify_max_len` in vLLM 0.32).
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
@@ -186,7 +249,7 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     if any(isinstance(each, Mapping) for each in rope.values()):  # one per kind of layer
         return None
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
-    if not isinstance(factor, (int, float)) or factor <= 1:
+    if not isinstance(factor, (int, float)) or factor <= 1 or str(config.get("model_type")).startswith("gemma3"):
         return length
     if kind == "yarn" and isinstance(rope.get("original_max_position_embeddings"), int):
         original = rope["original_max_position_embeddings"]
@@ -214,7 +277,9 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
             return "int4"
         if bits == 8 or found.get("load_in_8bit") is True:
             return "int8"
-        return "fp8" if method == "fp8" or algorithm == "FP8" else "nvfp4" if algorithm == "NVFP4" else None
+        if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
+            return "fp8"
+        return "nvfp4" if algorithm == "NVFP4" else None
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"
     return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)

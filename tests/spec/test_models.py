@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import LinearAttention, Model, Windows
+from flagcore.engines.serving.common.weights import parameters
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.small import VISION
@@ -40,6 +41,9 @@ GPT_OSS = config("gpt_oss", 36, 2880, 2880, 64, 201088)
 DEEPSEEK_V2_LITE = config(
     "deepseek_v2", 27, 2048, 10944, 16, 102400, q_lora_rank=None, moe_intermediate_size=1408, num_experts_per_tok=6
 ) | {"first_k_dense_replace": 1}
+GEMMA3 = config("gemma3_text", 12, 2560, 10240, 8, 262208, sliding_window=1024)
+QWEN3_NEXT = config("qwen3_next", 48, 2048, 5632, 16, 151936)
+QWEN35_MOE = config("qwen3_5_moe_text", 40, 2048, 512, 16, 248320)
 DEEPSEEK_V3 = config("deepseek_v3", 61, 7168, 18432, 128, 129280)
 
 KNOWN = {
@@ -57,33 +61,27 @@ KNOWN = {
     "gpt-oss-120b": (GPT_OSS, 116_829_156_672),
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "GLM-4.5-Air": (config("glm4_moe", 46, 4096, 10944, 96, 151552, head_dim=128), 106_852_251_264),
+    "GLM-4": (config("glm4", 40, 4096, 13696, 32, 151552), 9_400_279_040),
+    "GLM-4.7-Flash": (config("glm4_moe_lite", 47, 2048, 10240, 20, 154880), 29_943_390_976),
+    "MiniMax-M2": (config("minimax_m2", 62, 3072, 1536, 48, 200064), 228_689_748_992),
+    "Phi-3-mini": (config("phi3", 32, 3072, 8192, 32, 32064), 3_821_079_552),
+    "Seed-OSS": (config("seed_oss", 64, 4096, 27648, 80, 155136), 28_921_040_896),
+    "ERNIE-4.5-0.3B": (config("ernie4_5", 18, 1024, 3072, 16, 103424), 360_748_032),
+    "ERNIE-4.5-21B-A3B": (config("ernie4_5_moe", 28, 2560, 12288, 20, 103424), 21_825_437_888),
+    "Gemma-2-2B": (config("gemma2", 26, 2304, 9216, 8, 256000), 2_614_341_888),
+    "Gemma-3": (config("gemma3_text", 26, 2304, 9216, 8, 262208), 2_628_658_432),
+    "Llama-4-Scout": (config("llama4_text", 48, 5120, 8192, 40, 202048), 107_769_861_120),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
+    "Qwen3.5-9B": (config("qwen3_5_text", 32, 4096, 12288, 16, 248320), 8_953_803_264),
+    "Qwen3.5-35B-A3B": (QWEN35_MOE, 34_660_610_688),
+    "Ministral-3-8B": (config("ministral3", 34, 4096, 14336, 32, 131072), 8_489_553_920),
+    "OLMo-2-7B": (config("olmo2", 32, 4096, 11008, 32, 50304, num_key_value_heads=32), 6_888_624_128),
+    "SmolLM3-3B": (config("smollm3", 36, 2048, 11008, 16, 128256), 3_075_098_624),
 }
-"""Name -> the sizes in its config.json, and the parameters that its authors or its weights tell."""
-
-
-def parameters(model: Model) -> int:
-    """Count the weights of a model, biases of experts and other trifles aside."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if model.multi_latent_attention:
-        assert model.qk_head_dim
-        assert model.qk_pos_emb_head_dim
-        assert model.kv_lora_rank
-        assert model.v_head_dim
-        query, rank = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), model.q_lora_rank
-        attention = hidden * rank + rank * query if rank else hidden * query
-        attention += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
-        attention += heads * (model.kv_lora_rank * (model.qk_head_dim + model.v_head_dim) + model.v_head_dim * hidden)
-    else:
-        query, key = heads * model.kv_channels, model.num_query_groups * model.kv_channels
-        attention = 2 * hidden * (query + key) + model.add_qkv_bias * (query + 2 * key)
-    matrices = 3 if model.gated_linear_unit else 2
-    dense = matrices * hidden * model.ffn_hidden_size
-    experts, first = model.num_moe_experts or 0, model.moe_first_dense_layers
-    widths = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    sparse = matrices * hidden * widths + experts * hidden
-    layers = model.num_layers * attention
-    layers += first * dense + (model.num_layers - first) * sparse if experts else model.num_layers * dense
-    return layers + model.vocab_size * hidden * (1 + model.untie_embeddings_and_output_weights)
+"""Name -> the sizes in its config.json, and the parameters that its authors or its weights report, or that the model of
+transformers 5.19 with this config.json has.
+"""
 
 
 @pytest.fixture
@@ -137,6 +135,32 @@ def test_text_part_of_a_larger_model_is_read(at: At) -> None:
     assert not model.untie_embeddings_and_output_weights
 
 
+@pytest.mark.parametrize(
+    ("extra", "windows"),
+    [
+        ({}, Windows(num_layers=10, tokens=1024)),
+        ({"sliding_window_pattern": 4}, Windows(num_layers=9, tokens=1024)),
+        ({"layer_types": ["sliding_attention"] * 12}, Windows(num_layers=12, tokens=1024)),
+        ({"layer_types": ["full_attention"] * 12}, None),
+    ],
+)
+def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows: Windows | None) -> None:
+    assert read_model("Some-Model", at(GEMMA3 | extra)).windows == windows
+
+
+def test_windows_that_a_family_does_not_use_are_ignored(at: At) -> None:
+    model = read_model("Some-Model", at(QWEN3 | {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}))
+    assert model.windows is None
+
+
+def test_layers_with_linear_attention_have_no_cache(at: At) -> None:
+    model = read_model("Some-Model", at(QWEN3_NEXT | {"linear_num_value_heads": 64}))
+    assert model.linear_attention == LinearAttention(
+        num_layers=36, key_heads=16, value_heads=64, key_dim=128, value_dim=128, kernel=4
+    )
+    assert (model.attention_layers, model.attention_output_gate) == (12, True)
+
+
 def test_leading_dense_layers_are_read(at: At) -> None:
     assert read_model("Some-Model", at(QWEN3_MOE | {"mlp_only_layers": [1, 0]})).moe_first_dense_layers == 2
 
@@ -169,6 +193,9 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (QWEN3_MOE | {"mlp_only_layers": [5]}, "mlp_only_layers", "not supported"),
         (QWEN3_MOE | {"mlp_only_layers": ["a"]}, "mlp_only_layers[0]", "a whole number"),
         (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq", "not supported"),
+        (GEMMA3 | {"layer_types": ["mamba"] * 12}, "layer_types", "not supported"),
+        (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
+        (QWEN3_NEXT | {"linear_key_head_dim": None}, "linear_key_head_dim", "is missing"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
     ],

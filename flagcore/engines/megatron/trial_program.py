@@ -152,7 +152,7 @@ def job(
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
-        "model": asdict(replace(spec.model, vision=None)),
+        "model": asdict(replace(spec.model, vision=None, windows=None)),
         "train": {
             "seq_length": train.seq_length,
             "global_batch_size": train.global_batch_size,

@@ -44,7 +44,7 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight has weights of fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on the intervals if the chip was not measured or the engine was not fitted."""
+"""Factor on the intervals if the chip was not measured, or the engine or linear attention was not fitted."""
 
 
 def predict(
@@ -85,7 +85,8 @@ def predict(
     decodes = 1.0 if kinds.role is None else kinds.role != 1
     figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
+    unmeasured = costs.guessed or costs.synchronous or untested or task.spec.model.linear_attention is not None
+    width_factor = WIDTH_FACTOR if unmeasured else 1.0
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
 
@@ -113,7 +114,7 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Cost
     smaller = np.full(kinds.size, np.inf)
     np.minimum.at(smaller, kinds.owner, parts)
     prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
-    payload = prompt * cache_bytes_per_token(model, 1.0) * split.cache_bytes / smaller[kinds.owner]
+    payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * split.cache_bytes / smaller[kinds.owner]
     devices = kinds.total(split.tensor * split.pipeline * split.data)[kinds.owner]
     stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
     seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
@@ -169,14 +170,18 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
     def computes(name: str) -> bool:
         return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
 
+    loads = task.spec.serve.loads
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
+    tokens = prompt + float(np.mean([load.output_len for load in loads]))
+    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
     if precision not in STORED_BYTES and file_bytes is None and computes(precision):
-        return Serving(model=model, precision=precision, overheads=overheads)
+        return serving
     supported = [name for name in COMPUTE_FORMATS if computes(name)]
     weight_bytes = file_bytes or STORED_BYTES.get(
         precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
     )
     compute_precision = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
-    return Serving(model=model, precision=compute_precision, overheads=overheads, weight_bytes=weight_bytes)
+    return replace(serving, precision=compute_precision, weight_bytes=weight_bytes)
 
 
 def _file_weight_bytes(task: Task) -> float | None:
@@ -220,6 +225,7 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
         own_cache=settings.cache_bytes,
         batched_tokens=settings.max_batched_tokens.astype(np.float64),
         running=settings.max_running.astype(np.float64),
+        longest=settings.context_len.astype(np.float64),
         tower_shares=settings.tower_shares,
     )
     return memory if settings.on_device is None else _offload(serving, split, memory, settings.on_device)
@@ -231,7 +237,13 @@ def _offload(serving: Serving, split: Split, memory: ServingMemory, on_device: F
     device_share = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * device_share
     weights = np.where(on_device < 1.0, layers, memory.weights)
-    return replace(memory, weights=weights, cache=memory.cache * device_share, token=memory.token * device_share)
+    return replace(
+        memory,
+        weights=weights,
+        cache=memory.cache * device_share,
+        token=memory.token * device_share,
+        longest_token=memory.longest_token * device_share,
+    )
 
 
 def _predictions(
@@ -247,7 +259,7 @@ def _predictions(
     low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
     engine_bytes = memory.weights + memory.activations + memory.graphs
-    request_bytes = settings.context_len * memory.token
+    request_bytes = settings.context_len * memory.longest_token
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: the cache of one request
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))

@@ -12,6 +12,7 @@ import pytest
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_task
+from flagcore.domain.model import LinearAttention
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
@@ -81,6 +82,14 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
         rows(task_of({"optimizer_cpu_offload": (False, True)}))
     assert (caught.value.key, caught.value.value) == ("auto_tuner.space.optimizer_cpu_offload", True)
     assert rows(task_of({"optimizer_cpu_offload": "auto"}))[0]["optimizer_cpu_offload"] is False
+
+
+def test_a_model_with_linear_attention_cannot_be_trained() -> None:
+    layers = LinearAttention(num_layers=1, key_heads=2, value_heads=2, key_dim=64, value_dim=64, kernel=4)
+    task = task_of({})
+    with pytest.raises(SpecError) as caught:
+        rows(replace(task, spec=replace(task.spec, model=replace(task.spec.model, linear_attention=layers))))
+    assert caught.value.key == "model"
 
 
 def test_a_setting_is_compared_or_given() -> None:

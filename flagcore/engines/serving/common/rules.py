@@ -70,6 +70,7 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     model = task.spec.model
     heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    linear_heads = model.linear_attention.key_heads if model.linear_attention else 0
     return (
         Rule(
             name="attention_heads",
@@ -82,6 +83,12 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             knobs=(TP,),
             message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
             broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
+        ),
+        Rule(
+            name="linear_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide linear_num_key_heads = {linear_heads}",
+            broken=lambda c: linear_heads % c[TP].clip(1) != 0,
         ),
         Rule(
             name="experts_exist",

@@ -11,7 +11,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.program import strip_dashes
-from flagcore.engines.transformer import attended, widths
+from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.kernels.roofline import BYTES
 from flagcore.spec import gguf
@@ -98,14 +98,18 @@ def parameters(model: Model) -> float:
     hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     query, key, value = widths(model)
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
-    attention = hidden * (query + key + value + attended(model)) if not rank else hidden * (rank + attended(model))
+    queries = (1 + model.attention_output_gate) * query
+    attention = hidden * (queries + key + value + attended(model)) if not rank else hidden * (rank + attended(model))
     if rank:
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
     experts = model.num_moe_experts or 0
     moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
     expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    layers = model.num_layers * attention + (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size
+    layers = model.attention_layers * attention
+    layers += (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size
+    if linear := model.linear_attention:
+        layers += linear.num_layers * linear.weights(model.hidden_size)
     tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
     return layers + moe_layers * (matrices * hidden * expert_width + hidden * experts) + tables
 
@@ -123,11 +127,12 @@ def weight_bytes(task: Task) -> float:
     return text + (2.0 * vision.weights if vision else 0.0)
 
 
-def cache_bytes_per_token(model: Model, element_bytes: float) -> float:
-    """Return the bytes of one token in the KV cache over all devices, without replication."""
+def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0) -> float:
+    """Return the bytes of a token in the KV cache over all devices, without replication, for sequences of `tokens`."""
+    layers = float(cached_layers(model, tokens))
     if model.multi_latent_attention:
-        return model.num_layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
-    return 2.0 * model.num_layers * model.num_query_groups * model.kv_channels * element_bytes
+        return layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
+    return 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
 
 
 def min_devices(task: Task) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
+from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.work import Serving, Split
-from flagcore.engines.transformer import attended, widths
+from flagcore.engines.transformer import attended, cached_layers, paired_layers, widths
 from flagcore.physics.kernels.roofline import cast_bytes
 
 NODES: FloatArray = np.array(
@@ -76,7 +77,11 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     attention = _projections(serving, column, kernels, tokens) + overheads.attention + reduce
     if model.multi_latent_attention:
         attention = attention + overheads.latent
-    local, messages = model.num_layers * attention, model.num_layers * reduce
+    local, messages = model.attention_layers * attention, model.num_layers * reduce
+    if model.linear_attention:
+        local = local + model.linear_attention.num_layers * (
+            _linear_attention(model.linear_attention, serving, column, kernels, tokens) + overheads.attention + reduce
+        )
     if model.num_layers > moe:
         ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
         local = local + (model.num_layers - moe) * (ffn + overheads.ffn + reduce)
@@ -127,7 +132,7 @@ def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: F
     output = linear(kernels, tokens, attended(model) / split.tensor, h, serving, attention=True)
     if not model.multi_latent_attention:
         groups = np.maximum(model.num_query_groups / split.tensor, 1.0)
-        width = query / split.tensor + 2.0 * groups * model.kv_channels
+        width = (1 + model.attention_output_gate) * query / split.tensor + 2.0 * groups * model.kv_channels
         return output + linear(kernels, tokens, h, width, serving, attention=True)
     rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
     heads, inner = model.num_attention_heads / split.tensor, float(model.q_lora_rank or h)
@@ -136,6 +141,26 @@ def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: F
     absorbed = linear(kernels, tokens, float(model.qk_head_dim or 0), heads * rank, serving, wide=True)
     values = linear(kernels, tokens, rank, heads * float(model.v_head_dim or 0), serving, wide=True)
     return output + down + up + absorbed + values
+
+
+CHUNK_TOKENS = 64.0
+"""Tokens of a prompt between two states of linear attention, in the kernels that vLLM 0.32 and SGLang 0.5 use."""
+
+
+def _linear_attention(
+    layer: LinearAttention, serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray
+) -> FloatArray:
+    """Return the seconds of a layer with linear attention, an estimate: its products, and the traffic of the others.
+
+    The convolution reads and writes its channels, the recurrence reads them and writes values, the gated norm reads
+    values and gates and writes values. States are written and read once per chunk of a prompt.
+    """
+    h = float(serving.model.hidden_size)
+    inputs = (layer.channels + layer.values + 2 * layer.value_heads) / split.tensor
+    products = linear(kernels, tokens, h, inputs, serving, attention=True)
+    products = products + linear(kernels, tokens, layer.values / split.tensor, h, serving, attention=True)
+    traffic = 2.0 * (3 * layer.channels + 4 * layer.values) + 2.0 * layer.state_bytes / CHUNK_TOKENS
+    return products + kernels.memory_seconds(tokens * traffic / split.tensor)
 
 
 def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: FloatArray) -> FloatArray:
@@ -204,7 +229,11 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     pair = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, prompt_groups, prompt_dim) / (
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
-    return model.num_layers * cached, model.num_layers * pair
+    cached = cached_layers(model, serving.tokens) * cached
+    if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
+        states = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
+        cached = cached + layer.num_layers * states / serving.tokens
+    return cached, paired_layers(model, serving.prompt) * pair
 
 
 def linear(

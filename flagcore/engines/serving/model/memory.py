@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.vision import tower_bytes
 from flagcore.engines.serving.model.work import Serving, Split
-from flagcore.engines.transformer import attended, widths
+from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.physics.kernels.roofline import BYTES
 
 GRAPH_BYTES = 12e6
@@ -21,8 +21,9 @@ GRAPH_BYTES = 12e6
 class ServingMemory:
     """Bytes of one device, by candidate.
 
-    `cache` is the size of the KV cache, negative if the budget is too small, `token` the bytes of a cached token.
-    `cache_tokens` is the capacity of one instance in tokens, over all its attention ranks.
+    `cache` is the size of the KV cache, negative if the budget is too small, `token` the bytes of a cached token, on
+    average over a request, `longest_token` over the longest one. `cache_tokens` is the capacity of one instance in
+    tokens, over all its attention ranks.
     """
 
     weights: FloatArray
@@ -30,6 +31,7 @@ class ServingMemory:
     graphs: FloatArray
     cache: FloatArray
     token: FloatArray
+    longest_token: FloatArray
     cache_tokens: FloatArray
 
 
@@ -41,12 +43,14 @@ def serving_memory(
     own_cache: FloatArray,
     batched_tokens: FloatArray,
     running: FloatArray,
+    longest: FloatArray | float = 1.0,
     tower_shares: FloatArray | None = None,
 ) -> ServingMemory:
     """Return the memory of a device.
 
     The cache has the bytes of `budget` without weights, activations and graphs, or `own_cache` if it is not NaN. The
-    weights of a vision tower are split over `tower_shares` ranks, by default over the tensor ranks.
+    weights of a vision tower are split over `tower_shares` ranks, by default over the tensor ranks. `longest` is the
+    number of tokens of the longest request.
     """
     model = serving.model
     weights = weight_bytes(serving, split)
@@ -57,7 +61,9 @@ def serving_memory(
         weights, activations = weights + tower / split.cores, np.maximum(activations, peak / split.cores)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
     other = 0.0 if serving.overheads.activations_beside else activations + graphs
-    token = token_bytes(model, split)
+    if not serving.overheads.frees_windows:
+        model = replace(model, windows=None)
+    token = token_bytes(model, split, serving.tokens)
     cache = np.where(np.isnan(own_cache), budget - weights - other, own_cache)
     return ServingMemory(
         weights=weights,
@@ -65,6 +71,7 @@ def serving_memory(
         graphs=graphs,
         cache=cache,
         token=token,
+        longest_token=token_bytes(model, split, longest),
         cache_tokens=cache / token * split.data,
     )
 
@@ -80,7 +87,9 @@ def weight_bytes(serving: Serving, split: Split) -> FloatArray:
     width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
     attention_width = BYTES.get(serving.attention_precision, 2.0) if stored_bytes is None else stored_bytes
     gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
-    total = model.num_layers * attention_weights(model, split.tensor) * attention_width
+    total = model.attention_layers * attention_weights(model, split.tensor) * attention_width
+    if linear := model.linear_attention:
+        total = total + linear.num_layers * linear.weights(model.hidden_size) / split.tensor * attention_width
     total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / split.tensor * width
     if moe:
         count = model.num_moe_experts or 0
@@ -107,15 +116,24 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
         split = ((model.q_lora_rank or h) * query + rank * heads + attended(model) * h) / tensor
         return h * ((model.q_lora_rank or 0) + rank + rope) + split
     groups = np.maximum(model.num_query_groups / tensor, 1.0)
-    return h * ((query + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
+    queries = (1 + model.attention_output_gate) * query
+    return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
 
 
-def token_bytes(model: Model, split: Split) -> FloatArray:
-    """Return the bytes of one cached token on a device; the latent vector is replicated on the tensor ranks."""
-    layers = np.ceil(model.num_layers / split.pipeline) * split.cache_bytes / split.cores
+def token_bytes(model: Model, split: Split, tokens: FloatArray | float = 1.0) -> FloatArray:
+    """Return the bytes of a cached token on a device, on average over a sequence of `tokens`.
+
+    The latent vector is replicated on the tensor ranks. A state of linear attention counts for all tokens together.
+    """
+    stage_layers = np.ceil(model.num_layers / split.pipeline)
+    layers = stage_layers * (cached_layers(model, tokens) / model.num_layers) * split.cache_bytes / split.cores
     if model.multi_latent_attention:
         return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
-    return layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
+    found: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
+    if linear := model.linear_attention:
+        states = stage_layers * (linear.num_layers / model.num_layers) * linear.state_bytes
+        found = found + states / split.tensor / split.cores / np.maximum(tokens, 1.0)
+    return found
 
 
 def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:

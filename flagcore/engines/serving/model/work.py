@@ -45,7 +45,8 @@ class Overheads:
 
     With `mixes` iterations combine prompts and decoding; otherwise prompts have separate iterations, which are never
     captured. `reserve` is the share of its answer for which the cache must have free space to admit a request. With
-    `activations_beside` the engine's share of memory covers only weights and cache.
+    `activations_beside` the engine's share of memory covers only weights and cache. With `frees_windows` the cache of
+    layers with windows has only their windows.
     """
 
     iteration: float
@@ -70,6 +71,7 @@ class Overheads:
     mixes: bool = True
     reserve: float = 0.0
     activations_beside: bool = False
+    frees_windows: bool = False
 
     def slowed(self, factor: float) -> Overheads:
         """Return these overheads with a front end that is slower by a factor."""
@@ -83,13 +85,16 @@ class Overheads:
 class Serving:
     """Inputs that all candidates of a task share: the model, the precision of its weights, and the engine's overheads.
 
-    `weight_bytes` is the stored size of a weight if the weights are only stored in this format.
+    `weight_bytes` is the stored size of a weight if the weights are only stored in this format. Requests have `tokens`
+    tokens, `prompt` of them in the prompt; only windows and linear attention need both.
     """
 
     model: Model
     precision: str
     overheads: Overheads
     weight_bytes: float | None = None
+    tokens: float = 1.0
+    prompt: float = 1.0
 
     @property
     def wide_precision(self) -> str:

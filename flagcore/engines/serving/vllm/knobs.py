@@ -95,7 +95,7 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     else:
         room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
     longest = -(-longest_request(task.spec.serve.loads, task.spec.model.vision) // CONTEXT_STEP) * CONTEXT_STEP
-    if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0) > room:
+    if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0, limit) > room:
         return (None,)
     return (longest,)
 
@@ -290,8 +290,9 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     """
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
-    token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
-    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads, task.spec.model.vision) * token
+    longest = longest_request(serve.loads, task.spec.model.vision)
+    token = cache_bytes_per_token(task.spec.model, 2.0, longest) / ranks
+    wanted = 2 * max_in_flight(serve.loads) / instances * longest * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
 

@@ -41,6 +41,14 @@ def task(folder: Path, load: Load = LOAD, context: int = 4096, **arguments: Any)
             163840,
         ),
         ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"type": "linear", "factor": 8.0},
+            },
+            131072,
+        ),
         ({}, None),
     ],
 )

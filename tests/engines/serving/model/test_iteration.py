@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import LinearAttention, Model, Windows
 from flagcore.engines.serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Serving
@@ -45,6 +45,25 @@ def test_each_tensor_rank_reads_a_latent_which_is_smaller_than_its_heads() -> No
     heads = times(replace(DENSE, num_query_groups=32)).cached[0]
     assert found[1] > 0.8 * found[0]
     assert found[0] < 0.2 * heads
+
+
+def test_layers_with_windows_read_and_compare_less() -> None:
+    windowed = replace(DENSE, windows=Windows(num_layers=36, tokens=1024))
+    of = Serving(model=windowed, precision="bf16", overheads=OVER, tokens=4096.0, prompt=2048.0)
+    found, plain = iteration_costs(of, split(), costs()), times()
+    assert found.cached[0] == pytest.approx(plain.cached[0] / 4)
+    assert found.pair[0] == pytest.approx(plain.pair[0] * 3 / 4)
+    assert (found.local == plain.local).all()
+
+
+def test_linear_attention_takes_time_per_token_but_not_per_pair() -> None:
+    layers = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    of = Serving(model=replace(DENSE, linear_attention=layers), precision="bf16", overheads=OVER, tokens=1e4)
+    found, plain = iteration_costs(of, split(), costs()), times()
+    assert found.pair[0] == pytest.approx(plain.pair[0] / 4)
+    states = 27 * 2 * layers.state_bytes / 1e4 / 3e12
+    assert found.cached[0] == pytest.approx(plain.cached[0] / 4 + states, rel=0.1)
+    assert found.local[0, -1] > 0.8 * plain.local[0, -1]
 
 
 def test_a_smaller_cache_type_is_read_faster() -> None:

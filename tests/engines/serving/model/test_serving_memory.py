@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.domain.model import LinearAttention, Windows
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore.engines.serving.model.work import Serving, Split
 from tests.served import DENSE, EXPERTS, LATENT, OVER, split
@@ -55,6 +56,23 @@ def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
 
 def test_a_latent_is_whole_on_each_tensor_rank() -> None:
     assert token_bytes(LATENT, split(tensor=[1.0, 8.0])).tolist() == [36 * 576 * 2] * 2
+
+
+def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_rest() -> None:
+    model = replace(DENSE, windows=Windows(num_layers=30, tokens=1024))
+    of = replace(serving(model, frees_windows=True), tokens=4096.0)
+    assert memory(of, split()).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
+    assert memory(replace(serving(model), tokens=4096.0), split()).token[0] == token_bytes(DENSE, split())[0]
+
+
+def test_a_state_of_linear_attention_is_divided_by_the_tokens_of_its_sequence() -> None:
+    layers = LinearAttention(num_layers=27, key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    model = replace(DENSE, linear_attention=layers)
+    state = 27 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128)
+    short, long = (token_bytes(model, split(), tokens)[0] for tokens in (1e2, 1e4))
+    assert short - long == pytest.approx(state / 1e2 - state / 1e4)
+    assert long - state / 1e4 == pytest.approx(9 * 2 * 8 * 128 * 2)
+    assert token_bytes(model, split(tensor=8.0), 1e2)[0] == pytest.approx(short / 8)
 
 
 def test_the_cache_takes_the_remaining_memory() -> None:
