@@ -40,11 +40,14 @@ def projection_weights(model: Model) -> tuple[int, int]:
     return h * (q_rank + kv_rank + rope), (q_rank or h) * query + kv_rank * heads
 
 
-def cached_layers(model: Model, tokens: FloatArray | float) -> FloatArray | float:
-    """Return the number of layers without windows that would have as large a cache of a sequence of `tokens`."""
+def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray | float = 0.0) -> FloatArray | float:
+    """Return the number of layers without windows that would have as large a cache of a sequence of `tokens`.
+
+    A window also has the tokens of a prompt that are `computed` at once.
+    """
     if model.windows is None:
         return float(model.attention_layers)
-    share = np.minimum(model.windows.tokens / np.maximum(tokens, 1.0), 1.0)
+    share = np.minimum((model.windows.tokens + computed) / np.maximum(tokens, 1.0), 1.0)
     layers: FloatArray = model.attention_layers - (1.0 - share) * model.windows.num_layers
     return layers
 

@@ -127,9 +127,12 @@ def weight_bytes(task: Task) -> float:
     return text + (2.0 * vision.weights if vision else 0.0)
 
 
-def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0) -> float:
-    """Return the bytes of a token in the KV cache over all devices, without replication, for sequences of `tokens`."""
-    layers = float(cached_layers(model, tokens))
+def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:
+    """Return the bytes of a token in the KV cache over all devices, without replication, for sequences of `tokens`.
+
+    Windows also have the tokens of a prompt that are `computed` at once.
+    """
+    layers = float(cached_layers(model, tokens, computed))
     if model.multi_latent_attention:
         return layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
     return 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes

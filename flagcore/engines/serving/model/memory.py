@@ -71,7 +71,7 @@ def serving_memory(
         graphs=graphs,
         cache=cache,
         token=token,
-        longest_token=token_bytes(model, split, longest),
+        longest_token=token_bytes(model, split, longest, batched_tokens),
         cache_tokens=cache / token * split.data,
     )
 
@@ -120,13 +120,18 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
     return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
 
 
-def token_bytes(model: Model, split: Split, tokens: FloatArray | float = 1.0) -> FloatArray:
+def token_bytes(
+    model: Model, split: Split, tokens: FloatArray | float = 1.0, computed: FloatArray | float = 0.0
+) -> FloatArray:
     """Return the bytes of a cached token on a device, on average over a sequence of `tokens`.
 
-    The latent vector is replicated on the tensor ranks. A state of linear attention counts for all tokens together.
+    A window also has the tokens of a prompt that are `computed` at once. The latent vector is replicated on the tensor
+    ranks. A state of linear attention counts for all tokens together.
     """
     stage_layers = np.ceil(model.num_layers / split.pipeline)
-    layers = stage_layers * (cached_layers(model, tokens) / model.num_layers) * split.cache_bytes / split.cores
+    layers = (
+        stage_layers * (cached_layers(model, tokens, computed) / model.num_layers) * split.cache_bytes / split.cores
+    )
     if model.multi_latent_attention:
         return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
     found: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels

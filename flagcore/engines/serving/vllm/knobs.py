@@ -95,9 +95,11 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     else:
         room = CACHE_SHARE * hardware.memory_bytes * devices - weight_bytes(task)
     longest = -(-longest_request(task.spec.serve.loads, task.spec.model.vision) // CONTEXT_STEP) * CONTEXT_STEP
-    if limit is None or limit <= longest or not limit * cache_bytes_per_token(task.spec.model, 2.0, limit) > room:
+    if limit is None or limit <= longest:
         return (None,)
-    return (longest,)
+    computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
+    needed = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
+    return (longest,) if needed > room else (None,)
 
 
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
@@ -291,7 +293,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     longest = longest_request(serve.loads, task.spec.model.vision)
-    token = cache_bytes_per_token(task.spec.model, 2.0, longest) / ranks
+    token = cache_bytes_per_token(task.spec.model, 2.0, longest, longest) / ranks
     wanted = 2 * max_in_flight(serve.loads) / instances * longest * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)

@@ -62,6 +62,7 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
     model = replace(DENSE, windows=Windows(num_layers=30, tokens=1024))
     of = replace(serving(model, frees_windows=True), tokens=4096.0)
     assert memory(of, split()).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
+    assert token_bytes(model, split(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
     assert memory(replace(serving(model), tokens=4096.0), split()).token[0] == token_bytes(DENSE, split())[0]
 
 
