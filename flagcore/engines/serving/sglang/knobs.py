@@ -34,16 +34,20 @@ NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 BACKENDS = (
     *("flashinfer", "fa3", "fa4", "triton", "torch_native", "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla"),
     *("cutedsl_mla", "tokenspeed_mla", "trtllm_mha", "dual_chunk_flash_attn", "nsa", "dsa", "aiter", "wave"),
-    *("intel_amx", "intel_xpu", "ascend", "hpc_ops"),
+    *("intel_amx", "intel_xpu", "ascend", "hpc_ops", "compressed", "dsv4", "qsa", "minicpm_flashinfer"),
+    *("minicpm_flashattn", "llada2_cfg_flashinfer"),
 )
 MOE_BACKENDS = (
     *("auto", "deep_gemm", "triton", "triton_kernel", "cutlass", "aiter", "marlin", "humming"),
     *("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_cutedsl", "flashinfer_megamoe"),
+    *("flashinfer_trtllm_routed", "megamoe", "hpc_ops", "intel_xpu", "lora_triton", "lora_marlin", "lora_cutedsl"),
+    *("experimental_sgl_trtllm", "experimental_sgl_marlin"),
 )
 QUANTIZATIONS = (
     *("fp8", "w8a8_fp8", "modelopt_fp8", "mxfp8", "w8a8_int8", "awq", "awq_marlin", "gptq", "gptq_marlin", "marlin"),
     *("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "petit_nvfp4", "mxfp4", "moe_wna16", "qoq", "w4afp8"),
     *("modelslim", "quark", "quark_int4fp8_moe", "auto-round", "compressed-tensors", "unquant"),
+    *("auto-round-int8", "humming", "modelopt_mixed", "mxfp_w4a8", "nvfp4_online", "quark_mxfp4", "mlx_q4", "mlx_q8"),
 )
 KV_BYTES = {
     "auto": 2.0,
