@@ -78,6 +78,28 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556): a token attends to the `top_k` tokens of highest score.
+
+    Each layer has an index of `heads` heads with `head_dim` elements, which scores all tokens. Its cache has one key
+    per token with 8 bits per element and a scale in 32 bits per 128 elements (`deepseek_v2.py` in vLLM 0.32).
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+
+    @property
+    def token_bytes(self) -> float:
+        """The bytes of a token in the cache of a layer's index."""
+        return self.head_dim * (1.0 + 4.0 / 128.0)
+
+    def weights(self, hidden_size: int, query_rank: int) -> int:
+        """Return the number of weights of a layer's index."""
+        return query_rank * self.heads * self.head_dim + hidden_size * (self.head_dim + self.heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
     """Layers with gated linear attention (Gated DeltaNet, arXiv 2412.06464), whose state has a fixed size.
 
@@ -123,8 +145,8 @@ class Model:
     `ffn_hidden_size` is the FFN width of a dense layer, `moe_ffn_hidden_size` the width of a routed expert,
     `moe_shared_expert_intermediate_size` the total width of the shared experts. If a model has no MLA or MoE, its sizes
     are None; numbers of layers are 0. `vision` is None for a model without a known vision tower. Layers that are
-    neither in `windows` nor in `linear_attention` attend to all tokens. With an `attention_output_gate`, a product as
-    large as that of the queries scales the output of attention.
+    neither in `windows` nor in `linear_attention` attend to all tokens, or to those that the `indexer` chooses. With an
+    `attention_output_gate`, a product as large as that of the queries scales the output of attention.
     """
 
     name: str
@@ -153,6 +175,7 @@ class Model:
     mtp_num_layers: int = 0
     vision: Vision | None = None
     windows: Windows | None = None
+    indexer: Indexer | None = None
     linear_attention: LinearAttention | None = None
     attention_output_gate: bool = False
 

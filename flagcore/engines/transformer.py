@@ -52,9 +52,20 @@ def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray
     return layers
 
 
+def read_layers(model: Model, tokens: float) -> float:
+    """Return the number of layers that attend to all tokens and would read as much for a token after `tokens`."""
+    layers = float(cached_layers(model, tokens))
+    return layers if model.indexer is None else layers * min(model.indexer.top_k / max(tokens, 1.0), 1.0)
+
+
 def paired_layers(model: Model, tokens: float) -> float:
-    """Return the number of layers without windows that would have as many pairs of tokens in a prompt of `tokens`."""
-    if model.windows is None:
-        return float(model.attention_layers)
-    share = min(model.windows.tokens / max(tokens, 1.0), 1.0)
-    return model.attention_layers - (1.0 - share * (2.0 - share)) * model.windows.num_layers
+    """Return the number of layers that attend to all tokens and would have as many pairs in a prompt of `tokens`."""
+
+    def share(attended_tokens: int) -> float:
+        part = min(attended_tokens / max(tokens, 1.0), 1.0)
+        return part * (2.0 - part)
+
+    layers = float(model.attention_layers)
+    if model.windows is not None:
+        layers -= (1.0 - share(model.windows.tokens)) * model.windows.num_layers
+    return layers if model.indexer is None else layers * share(model.indexer.top_k)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
-from flagcore.domain.model import LinearAttention, Model, Windows
+from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
@@ -104,6 +104,9 @@ class Config(BaseModel):
     linear_value_head_dim: Size | None = None
     linear_conv_kernel_dim: Size = 4
     attention_output_gate: bool = False
+    index_n_heads: Size | None = None
+    index_head_dim: Size | None = None
+    index_topk: Size | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `Model` without its name. Raises SpecError for unsupported features."""
@@ -146,6 +149,8 @@ class Config(BaseModel):
             raise spec_error("layer_types", problem, value=len(types), fix="list the kind of each layer")
         windowed, linear = types.count(WINDOWED), types.count(LINEAR)
         found: dict[str, Any] = {}
+        if self.index_n_heads and self.index_head_dim and self.index_topk:
+            found["indexer"] = Indexer(heads=self.index_n_heads, head_dim=self.index_head_dim, top_k=self.index_topk)
         if windowed and self.sliding_window:
             found["windows"] = Windows(num_layers=windowed, tokens=self.sliding_window)
         if linear:

@@ -61,6 +61,8 @@ KNOWN = {
     "gpt-oss-120b": (GPT_OSS, 116_829_156_672),
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "DeepSeek-V3.2": (config("deepseek_v32", 61, 7168, 18432, 128, 129280), 671_877_929_216),
+    "GLM-5": (config("glm_moe_dsa", 78, 6144, 12288, 64, 154880), 743_911_199_232),
     "GLM-4.5-Air": (config("glm4_moe", 46, 4096, 10944, 96, 151552, head_dim=128), 106_852_251_264),
     "GLM-4": (config("glm4", 40, 4096, 13696, 32, 151552), 9_400_279_040),
     "GLM-4.7-Flash": (config("glm4_moe_lite", 47, 2048, 10240, 20, 154880), 29_943_390_976),

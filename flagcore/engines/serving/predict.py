@@ -44,7 +44,7 @@ NARROW_BYTES = 1.9
 """A file with fewer bytes per weight has weights of fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on the intervals if the chip was not measured, or the engine or linear attention was not fitted."""
+"""Factor on the intervals if the chip was not measured, or the engine, linear or sparse attention was not fitted."""
 
 
 def predict(
@@ -85,7 +85,8 @@ def predict(
     decodes = 1.0 if kinds.role is None else kinds.role != 1
     figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    unmeasured = costs.guessed or costs.synchronous or untested or task.spec.model.linear_attention is not None
+    unmeasured = costs.guessed or costs.synchronous or untested
+    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
     width_factor = WIDTH_FACTOR if unmeasured else 1.0
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)

@@ -103,6 +103,9 @@ def parameters(model: Model) -> float:
     if rank:
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
+        attention += (
+            model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size) if model.indexer else 0
+        )
     experts = model.num_moe_experts or 0
     moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
     expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
@@ -134,7 +137,8 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
     """
     layers = float(cached_layers(model, tokens, computed))
     if model.multi_latent_attention:
-        return layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
+        index_bytes = model.indexer.token_bytes if model.indexer else 0.0
+        return layers * (((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes + index_bytes)
     return 2.0 * layers * model.num_query_groups * model.kv_channels * element_bytes
 
 

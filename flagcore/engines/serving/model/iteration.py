@@ -14,7 +14,7 @@ from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.work import Serving, Split
-from flagcore.engines.transformer import attended, cached_layers, paired_layers, widths
+from flagcore.engines.transformer import attended, paired_layers, read_layers, widths
 from flagcore.physics.kernels.roofline import cast_bytes
 
 NODES: FloatArray = np.array(
@@ -140,6 +140,9 @@ def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: F
     up = linear(kernels, tokens, inner, query / split.tensor, serving, attention=True)
     absorbed = linear(kernels, tokens, float(model.qk_head_dim or 0), heads * rank, serving, wide=True)
     values = linear(kernels, tokens, rank, heads * float(model.v_head_dim or 0), serving, wide=True)
+    if index := model.indexer:
+        up = up + linear(kernels, tokens, inner, index.heads * index.head_dim, serving, attention=True)
+        down = down + linear(kernels, tokens, h, index.head_dim + index.heads, serving, attention=True)
     return output + down + up + absorbed + values
 
 
@@ -208,7 +211,9 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
         dim = prompt_dim = float(model.kv_channels)
         prompt_groups = groups = np.maximum(model.num_query_groups / split.tensor, 1.0)
 
-    def seconds(batch: float, queries: float, keys: float, groups: FloatArray, dim: float) -> FloatArray:
+    def seconds(
+        batch: float, queries: float, keys: float, groups: FloatArray, dim: float, heads: FloatArray = heads
+    ) -> FloatArray:
         ones = np.ones_like(heads)
         return kernels.attention_seconds(
             AttentionShape(
@@ -229,11 +234,17 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     pair = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, prompt_groups, prompt_dim) / (
         0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS
     )
-    cached = cached_layers(model, serving.tokens) * cached
+    cached, pair = read_layers(model, serving.tokens) * cached, paired_layers(model, serving.prompt) * pair
     if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
         states = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
         cached = cached + layer.num_layers * states / serving.tokens
-    return cached, paired_layers(model, serving.prompt) * pair
+    if index := model.indexer:  # its scores have no values, and 8 bits: a quarter of the time
+        keys = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
+        cached = cached + model.num_layers * keys / (64.0 * REFERENCE_TOKENS)
+        count = np.full_like(heads, index.heads)
+        scores = seconds(1.0, REFERENCE_TOKENS, REFERENCE_TOKENS, np.ones_like(heads), index.head_dim, count)
+        pair = pair + model.num_layers * 0.25 * scores / (0.5 * REFERENCE_TOKENS * REFERENCE_TOKENS)
+    return cached, pair
 
 
 def linear(

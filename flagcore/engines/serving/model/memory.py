@@ -114,6 +114,8 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
         rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         split = ((model.q_lora_rank or h) * query + rank * heads + attended(model) * h) / tensor
+        if model.indexer:
+            split = split + model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
         return h * ((model.q_lora_rank or 0) + rank + rope) + split
     groups = np.maximum(model.num_query_groups / tensor, 1.0)
     queries = (1 + model.attention_output_gate) * query
@@ -133,7 +135,8 @@ def token_bytes(
         stage_layers * (cached_layers(model, tokens, computed) / model.num_layers) * split.cache_bytes / split.cores
     )
     if model.multi_latent_attention:
-        return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        latent = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        return latent + stage_layers * model.indexer.token_bytes / split.cores if model.indexer else latent
     found: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
     if linear := model.linear_attention:
         states = stage_layers * (linear.num_layers / model.num_layers) * linear.state_bytes

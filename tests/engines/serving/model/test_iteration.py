@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.model import LinearAttention, Model, Windows
+from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
 from flagcore.engines.serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Serving
@@ -54,6 +54,15 @@ def test_layers_with_windows_read_and_compare_less() -> None:
     assert found.cached[0] == pytest.approx(plain.cached[0] / 4)
     assert found.pair[0] == pytest.approx(plain.pair[0] * 3 / 4)
     assert (found.local == plain.local).all()
+
+
+def test_sparse_attention_is_cheaper_for_long_requests_only() -> None:
+    model = replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+    for tokens, is_cheaper in ((1024.0, False), (65536.0, True)):
+        of = Serving(model=model, precision="bf16", overheads=OVER, tokens=tokens, prompt=tokens)
+        found, plain = iteration_costs(of, split(), costs()), times(LATENT)
+        assert (found.cached[0] < plain.cached[0]) == is_cheaper
+        assert (found.pair[0] < plain.pair[0]) == is_cheaper
 
 
 def test_linear_attention_takes_time_per_token_but_not_per_pair() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.model import LinearAttention, Windows
+from flagcore.domain.model import Indexer, LinearAttention, Windows
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore.engines.serving.model.work import Serving, Split
 from tests.served import DENSE, EXPERTS, LATENT, OVER, split
@@ -64,6 +64,14 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
     assert memory(of, split()).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
     assert token_bytes(model, split(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
     assert memory(replace(serving(model), tokens=4096.0), split()).token[0] == token_bytes(DENSE, split())[0]
+
+
+def test_an_index_has_a_cache_and_weights_of_its_own() -> None:
+    model = replace(LATENT, indexer=Indexer(heads=32, head_dim=128, top_k=2048))
+    assert token_bytes(model, split(tensor=8.0))[0] == 36 * (576 * 2 + 132)
+    rank, hidden = LATENT.q_lora_rank or LATENT.hidden_size, LATENT.hidden_size
+    added = weight_bytes(serving(model), split())[0] - weight_bytes(serving(LATENT), split())[0]
+    assert added == pytest.approx(36 * (rank * 32 * 128 + hidden * 160) * 2)
 
 
 def test_a_state_of_linear_attention_is_divided_by_the_tokens_of_its_sequence() -> None:
