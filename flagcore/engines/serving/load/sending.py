@@ -217,7 +217,7 @@ class _LoadSender:
             target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
-        number, stream = sum(self._sent), Stream()
+        number, stream = sum(self._sent), Stream(request.output_tokens)
         self._unanswered[number] = time.perf_counter() - self._start
         try:
             sent = await send_request(self._http, self._urls[target], request.body, stream)
