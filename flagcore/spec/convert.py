@@ -37,6 +37,7 @@ ReadResult = tuple[Document | ServeDocument, Converters, list[SpecError], list[K
 
 SPACE, BASELINE, CONTROL = (("auto_tuner", key) for key in ("space", "baseline", "control"))
 TRIAL_NODES = (*CONTROL, "trial_nodes")
+WEIGHTS = ("serve", "weights")
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
@@ -61,7 +62,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     document, converters, problems, invalid = read(data, file, base, engines, plugin_knobs)
     fewer = getattr(document.auto_tuner.control, "trial_nodes", None) is not None
     all_converters: Converters = {
-        "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
+        "model": ((("model",), WEIGHTS), lambda: model_from(_model_source(document, file), base=base, file=file)),
         "cluster": ((("cluster",), TRIAL_NODES), lambda: cluster_of(document.cluster, file, base, fewer)),
         **converters,
         "envs": ((("envs",),), lambda: environment_of(document.envs, ("envs",), file)),

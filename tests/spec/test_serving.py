@@ -82,6 +82,26 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
     assert refused.value.key == key
 
 
+@pytest.mark.parametrize("value", [None, 5, "vllm", []])
+@pytest.mark.parametrize("model", [MODEL, None])
+def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, model: object) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"model": model, "serve": value}, file="x", base=Path("/"), engines=ENGINES)
+    assert refused.value.key == "serve"
+
+
+def test_images_without_sizes_are_refused_with_an_example() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"images": {"bucket_config": {}}})
+    assert "1280x720: 0.5" in refused.value.problem
+
+
+def test_a_client_as_one_string_is_refused_with_the_list() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve(client={"command": "vllm bench"})
+    assert (refused.value.key, refused.value.fix) == ("serve.client.command", "write a list: [vllm, bench]")
+
+
 def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
     client = {"command": ["client", "{port}"], "report": "report.json"}
     assert serve({"concurrency": [8]}, client=client).report == "report.json"
