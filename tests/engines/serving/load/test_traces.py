@@ -240,7 +240,7 @@ def test_half_a_character_becomes_a_replacement_that_utf8_can_have(tmp_path: Pat
 
 def test_a_file_in_another_encoding_is_reported_with_the_byte(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
-    with pytest.raises(SpecError, match="not UTF-8: .* at byte 12"):
+    with pytest.raises(SpecError, match=r"not UTF-8: .* at byte 12"):
         read_trace(str(tmp_path / "trace.jsonl"))
 
 
