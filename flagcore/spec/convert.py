@@ -26,7 +26,7 @@ from flagcore.spec.schema import (
     document_of,
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
-from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
+from flagcore.spec.serving import check_answers, engines_of, knobs_of_engine, serve_of
 from flagcore.spec.validate import convert_all, overlap, partly_checked
 
 Converters = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
@@ -223,8 +223,12 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
 
 
 def _objective(document: Document | ServeDocument, cluster: ClusterSpec, file: str) -> str:
-    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices."""
+    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices, and for the time of
+    further tokens of answers of one token.
+    """
     name = str(document.auto_tuner.objective)
+    if isinstance(document, ServeDocument):
+        check_answers(document.serve.profile, (name,), file)
     if name != COST:
         return name
     if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):

@@ -108,10 +108,20 @@ def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None
     for profile, changed, key in (
         ({"concurrency": [1, 8]}, client, "serve.client"),
         ({"concurrency": 8}, {**client, "report": "../report.json"}, "serve.client.report"),
+        ({"concurrency": 8}, {**client, "report": ".."}, "serve.client.report"),
+        ({"concurrency": 8}, {**client, "report": "client.log"}, "serve.client.report"),
     ):
         with pytest.raises(SpecError) as refused:
             serve(profile, client=changed)
         assert refused.value.key == key
+
+
+@pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])
+def test_answers_of_one_token_have_no_time_of_further_tokens(more: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"output_len": 1}, **more)
+    assert refused.value.key == "serve.profile.output_len"
+    assert serve({"output_len": 2}, **more).loads[0].output_len == 2
 
 
 def test_limits_have_the_names_of_figures() -> None:
