@@ -47,7 +47,8 @@ EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
 """A search ends if the time left is less than this share of that of its longest load, or than that of the arrivals of
-the next one."""
+the next one. Repeats end if it is less than this share of that of the repeat before; a steady load needs only as much,
+because it can end early."""
 INVALID_ANSWERS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """Exceptions that reading the state of a server may raise."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
@@ -163,15 +164,20 @@ class LoadRunner:
         self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the metrics of each load point in each repeat. Raises TrialFailure."""
+        """Return the metrics of each load point in each repeat for which there is time. Raises TrialFailure."""
         job = self.job
         self._warm_up()
         if job.highest is not None:
             return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
+        times_s = [0.0] * len(points)
         for repeat in range(job.repeats):
             for index, load in enumerate(job.loads):
                 name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+                began = time.monotonic()
+                if self.deadline - began < times_s[index] * (1.0 if load.is_steady else TIME_SHARE):
+                    log(f"no time left for {name}")
+                    return points
                 log(name)
                 measurement: dict[str, Any] | None
                 if job.client is not None:
@@ -180,6 +186,7 @@ class LoadRunner:
                     self.loads_left = (job.repeats - repeat) * len(job.loads) - index
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
                 points[index]["repeats"].append(measurement)
+                times_s[index] = time.monotonic() - began
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
