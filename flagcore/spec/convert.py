@@ -26,7 +26,7 @@ from flagcore.spec.schema import (
     document_of,
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
-from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
+from flagcore.spec.serving import check_answers, engines_of, knobs_of_engine, serve_of
 from flagcore.spec.validate import convert_all, overlap, partly_checked
 
 Converters = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
@@ -37,6 +37,7 @@ ReadResult = tuple[Document | ServeDocument, Converters, list[SpecError], list[K
 
 SPACE, BASELINE, CONTROL = (("auto_tuner", key) for key in ("space", "baseline", "control"))
 TRIAL_NODES = (*CONTROL, "trial_nodes")
+WEIGHTS = ("serve", "weights")
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
@@ -61,7 +62,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     document, converters, problems, invalid = read(data, file, base, engines, plugin_knobs)
     fewer = getattr(document.auto_tuner.control, "trial_nodes", None) is not None
     all_converters: Converters = {
-        "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
+        "model": ((("model",), WEIGHTS), lambda: model_from(_model_source(document, file), base=base, file=file)),
         "cluster": ((("cluster",), TRIAL_NODES), lambda: cluster_of(document.cluster, file, base, fewer)),
         **converters,
         "envs": ((("envs",),), lambda: environment_of(document.envs, ("envs",), file)),
@@ -222,8 +223,12 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
 
 
 def _objective(document: Document | ServeDocument, cluster: ClusterSpec, file: str) -> str:
-    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices."""
+    """Return the figure that the search optimizes. Raises SpecError for `cost` without prices, and for the time of
+    further tokens of answers of one token.
+    """
     name = str(document.auto_tuner.objective)
+    if isinstance(document, ServeDocument):
+        check_answers(document.serve.profile, (name,), file)
     if name != COST:
         return name
     if any(group.price_per_device_hour is None for group in cluster.groups or (cluster,)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
+from flagcore.domain.serving import CLIENT_LOG, DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.spec.huggingface import format_of_weights
 from flagcore.spec.plain_data import spec_error
@@ -29,6 +29,7 @@ def serve_of(
     weights = section.weights or (model if isinstance(model, str) else None)
     directory = (base / (section.directory or ".")).resolve()
     highest, slo = _highest(section, file), slo_of(section.slo)
+    check_answers(section.profile, slo, file)
     return ServeSpec(
         engine=engine,
         loads=_loads(section.profile, slo, base, file),
@@ -46,6 +47,15 @@ def serve_of(
         cards=cards,
         engine_version=section.engine_version,
     )
+
+
+def check_answers(profile: ProfileSection, figures: Iterable[str], file: str) -> None:
+    """Raise SpecError if answers of one token lack one of the figures."""
+    if profile.output_len > 1 or profile.trace is not None:
+        return
+    if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
+        problem, fix = f"has no {name}: that is the time of further tokens", "use 2 or more, or another figure"
+        raise spec_error("serve.profile.output_len", problem, value=profile.output_len, fix=fix, file=file)
 
 
 def _is_prefix_aware(section: ServeSection) -> bool:
@@ -68,8 +78,9 @@ def _client(section: ServeSection, file: str) -> dict[str, Any]:
     if any(isinstance(each, list) and len(each) > 1 for each in load_points):
         problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
         raise spec_error("serve.client", problem, fix=fix, file=file)
-    if "/" in section.client.report:
-        problem, fix = "must be a name, not a path", "give the name of a file; the client runs in its own folder"
+    if "/" in section.client.report or section.client.report in (".", "..", CLIENT_LOG):
+        problem = f"must be the name of a file, not a path or {CLIENT_LOG}"
+        fix = "give the name of a file; the client runs in its own folder"
         raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
     return {"client": tuple(section.client.command), "report": section.client.report}
 

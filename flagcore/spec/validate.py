@@ -126,8 +126,9 @@ def describe(schema: Schema, root: Schema) -> str:
     for part in parts:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
-            values = _("these") if set(items) <= set(words) else _join_with_or(items)
-            words.append(_("a non-empty list of {values}", values=values))
+            is_same = set(items) <= set(words)
+            each = _("a non-empty list, each item {values}", values=_join_with_or(items))
+            words.append(_("a non-empty list of these") if is_same else each)
     return _join_with_or(words)
 
 
@@ -169,6 +170,9 @@ def _words_of(part: Schema) -> list[str]:
         return [_("a string of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
     if 0 < len(keys := list(part.get("properties", {}))) <= LISTED_KEYS:
         return [_("a mapping with keys such as {keys}", keys=", ".join(keys))]
+    if kind == "object" and "examples" in part:
+        example = ", ".join(f"{key}: {value}" for key, value in part["examples"][0].items())
+        return [_("a non-empty mapping such as {example}", example=f"{{{example}}}")]
     return ["null" if kind == "null" else _("a mapping")]
 
 
@@ -275,6 +279,8 @@ def _hint(value: object, options: list[Schema]) -> str:
     """Return how to fix a value that is almost valid; empty if there is no suggestion."""
     if value is None:
         return _("give a value, or remove the key")
+    if all("items" in option for option in options) and isinstance(value, (bool, int, float, str)):
+        return _("write a list: [{values}]", values=", ".join(str(value).split()))
     options = [*options, *(option["items"] for option in options if "items" in option)]
     types = {option.get("type") for option in options}
     patterns = {option.get("pattern") for option in options}

@@ -82,16 +82,46 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
     assert refused.value.key == key
 
 
+@pytest.mark.parametrize("value", [None, 5, "vllm", []])
+@pytest.mark.parametrize("model", [MODEL, None])
+def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, model: object) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"model": model, "serve": value}, file="x", base=Path("/"), engines=ENGINES)
+    assert refused.value.key == "serve"
+
+
+def test_images_without_sizes_are_refused_with_an_example() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"images": {"bucket_config": {}}})
+    assert "1280x720: 0.5" in refused.value.problem
+
+
+def test_a_client_as_one_string_is_refused_with_the_list() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve(client={"command": "vllm bench"})
+    assert (refused.value.key, refused.value.fix) == ("serve.client.command", "write a list: [vllm, bench]")
+
+
 def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
     client = {"command": ["client", "{port}"], "report": "report.json"}
     assert serve({"concurrency": [8]}, client=client).report == "report.json"
     for profile, changed, key in (
         ({"concurrency": [1, 8]}, client, "serve.client"),
         ({"concurrency": 8}, {**client, "report": "../report.json"}, "serve.client.report"),
+        ({"concurrency": 8}, {**client, "report": ".."}, "serve.client.report"),
+        ({"concurrency": 8}, {**client, "report": "client.log"}, "serve.client.report"),
     ):
         with pytest.raises(SpecError) as refused:
             serve(profile, client=changed)
         assert refused.value.key == key
+
+
+@pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])
+def test_answers_of_one_token_have_no_time_of_further_tokens(more: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"output_len": 1}, **more)
+    assert refused.value.key == "serve.profile.output_len"
+    assert serve({"output_len": 2}, **more).loads[0].output_len == 2
 
 
 def test_limits_have_the_names_of_figures() -> None:

@@ -161,7 +161,7 @@ def _candidates(
         more = [{"variants": int(count)} for count in variants]
     figures = problem.predictions.figures
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
-        front = set(pareto(figures[PER_DEVICE][order], 1.0 / latency[order]).tolist())
+        front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
     numbered = zip(places, records, more, strict=True)
     return tuple({"number": int(place) + 1, **record, **counted} for place, record, counted in numbered)

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 
 CHUNK_BYTES = 1 << 16
+CONNECT_SECONDS = 5.0
+"""The limit of a connection to a server. Chosen: above a lost packet's retry."""
 
 
 class Balancer:
@@ -26,8 +28,8 @@ class Balancer:
         for address in sorted(self._connections, key=self._connections.__getitem__):
             host, _, port = address.rpartition(":")
             try:
-                upstream = await asyncio.open_connection(host, int(port))
-            except OSError:
+                upstream = await asyncio.wait_for(asyncio.open_connection(host, int(port)), CONNECT_SECONDS)
+            except (OSError, asyncio.TimeoutError):
                 continue
             self._connections[address] += 1
             try:
@@ -42,19 +44,23 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _forward_both(client: Connection, server: Connection) -> None:
-    """Forward bytes in both directions. If one side closes its connection, close the other one."""
+    """Forward bytes in both directions until the server has closed its side; a client that has may still read."""
+    to_server = asyncio.ensure_future(_forward(client[0], server[1]))
     try:
-        await asyncio.gather(_forward(client[0], server[1]), _forward(server[0], client[1]))
+        await _forward(server[0], client[1])
     finally:
+        to_server.cancel()
         for _, writer in (client, server):
             writer.close()
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward bytes until the reader's side is closed or lost, and close that of the writer."""
     with contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
             await writer.drain()
+    with contextlib.suppress(OSError):
         if writer.can_write_eof():
             writer.write_eof()
 

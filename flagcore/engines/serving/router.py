@@ -35,6 +35,10 @@ PROTOCOLS = (PREFIX, "nixl", "p2p", "folder", "bootstrap")
 cache is found by the prompt. bootstrap: both get the request at once, with a number. PREFIX: instances do both."""
 CONNECT_SECONDS = 5.0
 """The limit of a connection to an instance. Chosen: above a lost packet's retry, below what a client waits."""
+CLIENT_SECONDS = 60.0
+"""The limit of a client that sends its request, or reads nothing of its answer. Chosen."""
+HEALTH_SECONDS, REQUEST_SECONDS = 5.0, 1800.0
+"""The limits of an instance's health and of a whole request, as in sglang-router (`router_args.py`, 083d601)."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A host that is off is noticed after 25 s, also if an instance has long been busy with a request. Chosen."""
 AVOIDED_SECONDS = 10.0
@@ -49,11 +53,8 @@ MAX_MORE. Chosen: the routers' own limit of 64 more requests would leave small i
 MAX_PIECES = 1 << 18
 """Pieces that are remembered of an instance; the ones that were used longest ago are forgotten."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-}
+REMOTE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(REMOTE_KEYS)}
 
 
 @dataclass(slots=True)
@@ -74,10 +75,6 @@ class Place:
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or "127.0.0.1"
-
-    @property
-    def transfer_address(self) -> str:
-        return f"{self.host}:{self.transfer_port}"
 
 
 @dataclass(slots=True)
@@ -163,14 +160,16 @@ class Router:
         try:
             request = await _read_request(reader)
             if request is None:
-                text = f"a request needs a head, and a body with Content-Length of at most {MAX_BODY} bytes"
+                text = f"a request needs a head, and a body of at most {MAX_BODY} bytes with its length"
                 with contextlib.suppress(ConnectionError):
                     await _reply(writer, 400, _problem(text))
                 return
             answer = asyncio.ensure_future(self._answer_or_fail(request, writer))
             gone = asyncio.ensure_future(_closed(reader))
             try:
-                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                first = asyncio.FIRST_COMPLETED
+                if not (await asyncio.wait((answer, gone), timeout=REQUEST_SECONDS, return_when=first))[0]:
+                    writer.transport.abort()
             finally:
                 await _cancel(answer, gone)  # the instances end the request of a client that has gone
         finally:
@@ -186,7 +185,11 @@ class Router:
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
         if request.path == "/health":
             for place in (*self.prefill, *self.decode):
-                await _exchange(place, request)
+                try:
+                    await asyncio.wait_for(_exchange(place, request), HEALTH_SECONDS)
+                except asyncio.TimeoutError:
+                    text = f"{place.url} does not answer within {HEALTH_SECONDS:g} s"
+                    raise Upstream(504, _problem(text)) from None
             await _reply(writer, 200, b"")
         elif request.method == "POST" and request.path in GENERATING:
             body = _json_object(request.body)
@@ -211,7 +214,8 @@ class Router:
                 return await self._meet(prefill, decode, both, writer)
             headers = {}
             if self.protocol == "p2p":
-                places = f"___prefill_addr_{prefill.transfer_address}___decode_addr_{decode.transfer_address}"
+                first, second = (f"{each.host}:{each.transfer_port}" for each in (prefill, decode))
+                places = f"___prefill_addr_{first}___decode_addr_{second}"
                 headers["X-Request-Id"] = f"{places}_{uuid.uuid4().hex}"
             answer = await _exchange(prefill, request.to(self._prompt_only(body), **headers))
             if self.protocol == "nixl":
@@ -256,9 +260,10 @@ def _least_busy(places: Sequence[Place], place: Place | None = None) -> Any:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
-    """Return the request of a connection, None if it is closed or invalid."""
+    """Return the request of a connection, None if it is closed, invalid or late."""
     try:
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), CLIENT_SECONDS)
+        lines = head.decode("latin-1").split("\r\n")
         method, path, _ = lines[0].split(" ", 2)
         headers = {
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)
@@ -266,13 +271,11 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | None:
         length = int(headers.get("content-length", 0))
         if not 0 <= length <= MAX_BODY or "transfer-encoding" in headers:
             return None
-        body = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
+        body = await asyncio.wait_for(reader.readexactly(length), CLIENT_SECONDS)
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError, ConnectionError, ValueError):
         return None
-    kept = {name: value for name, value in headers.items() if name in ("authorization", "x-request-id")}
-    return Request(
-        method, path, body, {"X-Request-Id" if name == "x-request-id" else name: v for name, v in kept.items()}
-    )
+    names = {"authorization": "Authorization", "x-request-id": "X-Request-Id"}
+    return Request(method, path, body, {names[name]: value for name, value in headers.items() if name in names})
 
 
 @contextlib.asynccontextmanager
@@ -292,13 +295,10 @@ async def _sent(place: Place, request: Request) -> AsyncIterator[asyncio.StreamR
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     try:
-        own = {"Host": parts.netloc, "Connection": "close", "Content-Length": str(len(request.body))}
-        own |= {"Content-Type": "application/json"} if request.body else {}
-        lines = [
-            f"{request.method} {request.path} HTTP/1.1",
-            *(f"{k}: {v}" for k, v in {**request.headers, **own}.items()),
-        ]
-        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + request.body)
+        headers = {"Host": parts.netloc, "Connection": "close", "Content-Length": str(len(request.body))}
+        headers |= {"Content-Type": "application/json"} if request.body else {}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**request.headers, **headers}.items())
+        writer.write(f"{request.method} {request.path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + request.body)
         await writer.drain()
         yield reader
     except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
@@ -313,8 +313,9 @@ async def _exchange(place: Place, request: Request) -> bytes:
     async with _sent(place, request) as reader:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         body = await reader.read()
-        if (length := _content_length(head)) is not None and len(body) < length:
-            raise asyncio.IncompleteReadError(body, length)
+        length = re.search(r"(?im)^content-length: *(\d{1,18})", head)
+        if length and len(body) < int(length[1]):
+            raise asyncio.IncompleteReadError(body, int(length[1]))
         if not (status := re.match(r"HTTP/1\.\d (\d{3})\b", head)):
             raise ValueError("the answer is not HTTP")
     if status[1] != "200":
@@ -329,11 +330,6 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _content_length(head: str) -> int | None:
-    lines = (line.partition(":") for line in head.split("\r\n")[1:])
-    return next((int(value) for name, _, value in lines if name.lower() == "content-length"), None)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -358,10 +354,11 @@ async def _relay(place: Place, request: Request, writer: asyncio.StreamWriter, b
             while data := await reader.read(CHUNK_BYTES):
                 begun.set()
                 writer.write(data)
-                try:
-                    await writer.drain()
-                except ConnectionError:  # the client has left
-                    return
+                if writer.transport.get_write_buffer_size() > CHUNK_BYTES:
+                    try:
+                        await asyncio.wait_for(writer.drain(), CLIENT_SECONDS)
+                    except (ConnectionError, asyncio.TimeoutError):  # the client has left, or does not read
+                        return writer.transport.abort()
     except Upstream:
         if not begun.is_set():
             raise

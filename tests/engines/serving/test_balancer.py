@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 
 from flagcore.engines.serving.balancer import Balancer
@@ -62,6 +63,37 @@ def test_the_balancer_skips_dead_servers_and_closes_the_connection_if_all_are_de
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), 10) == b""
         for each in (front, only_closed, server, closed):
+            each.close()
+
+    asyncio.run(run())
+
+
+def resets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def test_a_connection_that_the_server_resets_is_closed_for_the_client() -> None:
+    async def run() -> None:
+        server = await asyncio.start_server(resets, "127.0.0.1", 0)
+        front, port = await listening(Balancer([f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]).serve)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        for each in (writer, front, server):
+            each.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_has_closed_its_side_gets_the_answer() -> None:
+    async def run() -> None:
+        server, alive = await listening(echo(b"a"))
+        front, port = await listening(Balancer([f"127.0.0.1:{alive}"]).serve)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"hello\n")
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 10) == b"ahello\n"
+        for each in (writer, front, server):
             each.close()
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.engines.serving import router
 from flagcore.engines.serving.router import MAX_MORE, PREFIX, Place, Prefixes, Router, pieces_of, prompt_of
 
 PARAMS = {"remote_engine_id": "7"}
@@ -64,6 +65,11 @@ async def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[in
         writer.close()
     head, _, text = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(text or b"{}")
+
+
+async def idle(router: Router) -> None:
+    while any(each.busy for each in (*router.prefill, *router.decode)):
+        await asyncio.sleep(0.001)
 
 
 def routed(protocol: str, check: Callable[[int, list[Server], Router], Any], status: int = 200) -> None:
@@ -200,8 +206,7 @@ def test_a_client_that_leaves_ends_its_request(waiting: int) -> None:
             await asyncio.sleep(0.001)
         client.cancel()
         await asyncio.wait_for(servers[waiting].left.wait(), 5)
-        while any(each.busy for each in (*router.prefill, *router.decode)):
-            await asyncio.sleep(0.001)
+        await asyncio.wait_for(idle(router), 10)
 
     routed("folder", check)
 
@@ -259,6 +264,56 @@ def test_an_invalid_request_has_an_answer(request_: bytes) -> None:
         assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
         writer.close()
         assert not any(each.got for each in servers)
+
+    routed("folder", check)
+
+
+def test_a_client_that_does_not_send_its_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "CLIENT_SECONDS", 0.05)
+
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        for part in (b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(part)
+            assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
+            writer.close()
+
+    routed("folder", check)
+
+
+def test_a_client_that_reads_nothing_leaves_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "CLIENT_SECONDS", 0.05)
+
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        for each in servers:
+            each.data = b"x" * (32 << 20)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "a"}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        while not any(each.got for each in servers):
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(idle(router), 10)
+        assert router.decode[0].failed_at < 0  # the instance is not to blame
+        writer.close()
+
+    routed(PREFIX, check)
+
+
+@pytest.mark.parametrize(("limit", "path", "status"), [("HEALTH_SECONDS", "/health", 504), ("REQUEST_SECONDS", "", 0)])
+def test_an_instance_that_does_not_answer_ends_the_request(
+    limit: str, path: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, limit, 0.05)
+
+    async def check(port: int, servers: list[Server], router: Router) -> None:
+        for each in servers:
+            each.answers.clear()
+        if path:
+            assert (await ask(port, path=path))[0] == status
+        else:
+            with pytest.raises((ConnectionError, IndexError)):  # the connection is closed without an answer
+                await ask(port, prompt="a")
+        assert not any(each.busy for each in (*router.prefill, *router.decode))
 
     routed("folder", check)
 

@@ -75,6 +75,7 @@ def measure(
     in a steady state, when the `asked` figures are precise, or after `steady_s`. Raises SpecError for an invalid load.
     It must not be called inside an event loop.
     """
+    deadline = time.perf_counter() + timeout_s
     load = in_flight(load)
     steady = SteadyState(asked, load.concurrency, steady_s) if load.is_steady else None
     if steady is not None:
@@ -97,7 +98,6 @@ def measure(
         main = [replace(request, pieces=each) for request, each in zip(main, pieces, strict=True)]
     warmup_uris = uris(warmup_requests, warm_up=True)
     warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True), warmup_uris)
-    deadline = time.perf_counter() + timeout_s
     _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)
 
     async def run() -> LoadResult:
@@ -217,7 +217,7 @@ class _LoadSender:
             target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
-        number, stream = sum(self._sent), Stream()
+        number, stream = sum(self._sent), Stream(request.output_tokens)
         self._unanswered[number] = time.perf_counter() - self._start
         try:
             sent = await send_request(self._http, self._urls[target], request.body, stream)

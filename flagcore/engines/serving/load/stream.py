@@ -7,6 +7,8 @@ parsed one; the comparison of bytes is ten times as fast as parsing.
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -18,16 +20,23 @@ _DELTAS = ("content", "reasoning_content", "reasoning")
 """Keys of the text in an event of a chat."""
 _NO_PREFIX = b"\n"
 """A prefix that no line has."""
-_MAX_LINE = 1 << 24
+_MAX_LINE, _MAX_PART = 1 << 24, 1 << 16
+"""Maximum bytes of a line, and of the lines of an event that has several."""
 _FINISH_REASONS = (None, "length", "stop")
+_MAX_EXTRA = 100
+"""An answer with this many more events than requested tokens is not read to its end."""
 
 
 class Stream:
-    """Parses bytes as they arrive. Raises RequestFailed at the first invalid event."""
+    """Parses bytes as they arrive. Raises RequestFailed at the first invalid event.
 
-    def __init__(self) -> None:
+    `requested` is the number of tokens of the request.
+    """
+
+    def __init__(self, requested: float = math.inf) -> None:
         self.done = False
-        self._rest = b""
+        self._most = requested + _MAX_EXTRA
+        self._rest, self._part = b"", b""
         self._head, self._tail = _NO_PREFIX, _NO_PREFIX
         self._pieces: list[float] = []
         self._textless: list[float] = []
@@ -52,6 +61,11 @@ class Stream:
                 self._line(line, now)
                 head, tail = self._head, self._tail
                 begin, end = len(head), len(tail)
+            elif self._part:
+                raise _not_json(self._part)
+        if len(self._pieces) > self._most:
+            reason = f"the answer goes on after {self._most:.0f} events with text; max_tokens was ignored"
+            raise RequestFailed(ProblemKind.WRONG_LENGTH, reason)
 
     @property
     def events(self) -> int:
@@ -70,7 +84,7 @@ class Stream:
         if self._finish not in _FINISH_REASONS:
             raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
-        input_tokens = input_tokens or int(usage.get("prompt_tokens") or 0)
+        input_tokens = input_tokens or _prompt_tokens(usage)
         # If no event has text (special tokens or incomplete characters only), all events count.
         pieces = self._pieces or self._textless
         if not pieces:
@@ -91,10 +105,9 @@ class Stream:
         completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
         if type(completion) is not int or completion < 0:
             raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {completion!r}")
-        if completion == 0 and self._pieces:
-            raise RequestFailed(
-                ProblemKind.NO_USAGE, f"the server counts 0 tokens, but {len(self._pieces)} events have text"
-            )
+        if len(self._pieces) > completion + 1:  # the last event may have the rest of a text
+            reason = f"the server counts {completion} tokens, but {len(self._pieces)} events have text"
+            raise RequestFailed(ProblemKind.NO_USAGE, reason)
         if completion != output_tokens:
             reason = (
                 "ignore_eos was ignored"
@@ -113,7 +126,7 @@ class Stream:
         if self.done:
             return
         if line.startswith(b"data:"):
-            payload = line[5:].strip()
+            payload = self._part + line[5:].strip()
             if payload == b"[DONE]":
                 self.done, self._head = True, _NO_PREFIX
             else:
@@ -126,7 +139,13 @@ class Stream:
             raise RequestFailed(ProblemKind.BROKEN, f"a line is not an event: {line[:80]!r}")
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
-        data = _parse_json(payload)
+        try:
+            data, self._part = json.loads(payload), b""
+        except (ValueError, RecursionError):
+            if len(payload) > _MAX_PART:
+                raise _not_json(payload) from None
+            self._part = payload  # the next line may continue it
+            return
         if not isinstance(data, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
         if _is_error(data):
@@ -134,24 +153,25 @@ class Stream:
         usage, choices = data.get("usage"), data.get("choices")
         if isinstance(meta := data.get("meta_info"), dict):  # an event of /generate
             end = meta.get("finish_reason")
+            end = end.get("type") if isinstance(end, dict) else end
             usage = meta
-            choices = [
-                {"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end and end["type"]}
-            ]
+            choices = [{"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end}]
         if isinstance(usage, dict):
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             if len(choices) > 1 or choices[0].get("index"):
                 raise RequestFailed(ProblemKind.BROKEN, "the answer has several choices instead of one")
             self._choice(choices[0], now)
-            if choices[0].get("finish_reason") is None and usage is None:
+            if choices[0].get("finish_reason") is None and usage is None and payload in line:
                 self._store_frame(line)
         elif choices != [] and not isinstance(usage, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _raise_unstreamed(self, body: bytes) -> None:
         """Raise the error in a JSON body without a stream, or the error that the answer is not streamed."""
-        data = _parse_json(body)
+        data = None
+        with suppress(ValueError, RecursionError):
+            data = json.loads(body)
         if isinstance(data, dict) and _is_error(data):
             raise RequestFailed(ProblemKind.ERROR, message_of(body))
         raise RequestFailed(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
@@ -181,11 +201,16 @@ class Stream:
             self._head, self._tail = line[: begin + 1], line[end:]
 
 
-def _parse_json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise RequestFailed(ProblemKind.BROKEN, f"an event is not JSON: {text[:80]!r}") from None
+def _prompt_tokens(usage: dict[str, Any]) -> int:
+    """Return the tokens of a text that the server counted. Raises RequestFailed if it did not."""
+    count = usage.get("prompt_tokens")
+    if type(count) is not int or not 0 < count < 1 << 31:
+        raise RequestFailed(ProblemKind.NO_USAGE, f"prompt_tokens is {count!r}")
+    return count
+
+
+def _not_json(payload: bytes) -> RequestFailed:
+    return RequestFailed(ProblemKind.BROKEN, f"an event is not JSON: {payload[:80]!r}")
 
 
 def _is_error(data: dict[str, Any]) -> bool:

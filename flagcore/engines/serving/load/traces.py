@@ -12,12 +12,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,17 @@ BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
 MAX_TOKENS = 10_000_000
 """Maximum number of tokens of a prompt or an answer, as in a spec."""
-CHARACTERS_PER_TOKEN = 4
-"""An estimate for English text and common vocabularies, without a tokenizer."""
+MAX_SPAN_S = 366 * 86_400.0
+"""Maximum seconds from the first to the last request."""
+BYTES_PER_TOKEN = 4
+"""An estimate without a tokenizer: English has about 4 characters a token, Chinese 1.5 with 3 bytes of UTF-8 each."""
 
 _TEXT = ("prompt", "text", "conversations", "messages", "turns")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
 _IMAGES = ("images", "image")
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a character, which JSON can have but UTF-8 cannot."""
 _ANSWERS = ("assistant", "gpt")
 """Roles of turns that are answers."""
 
@@ -106,16 +111,20 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     Prompts and sessions without the length of an answer have `output_len`; they are skipped if it is 0. Raises
     SpecError with the file, the row and the problem.
     """
-    file = Path(path)
+    file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
         trace = _csv(text, turns) if file.suffix.lower() == ".csv" else _json(text, turns, output_len, file.parent)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
+    except OSError as error:
+        problem, fix = f"cannot be read: {error.strerror or error}", "give a file, relative to the spec"
+        raise refused(problem=problem, fix=fix) from None
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8: {error.reason} at byte {error.start}"
+        raise refused(problem=problem, fix="convert it") from None
     except (_InvalidRow, csv.Error) as error:
-        raise SpecError(key="serve.profile.trace", value=path, problem=f"is not a valid trace: {error}") from None
+        raise refused(problem=f"is not a valid trace: {error}", fix="correct the file") from None
     if not trace.input_len.size:
-        raise SpecError(key="serve.profile.trace", value=path, problem="has no request with both lengths")
+        raise refused(problem="has no request with both lengths", fix="give the tokens of prompts and answers")
     return trace
 
 
@@ -158,18 +167,16 @@ def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, .
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
-    """Read rows of Mooncake, or rows with lengths under a common name; times and blocks are read if all rows have
-    them.
-    """
+    """Read rows of Mooncake, or rows with lengths under a common name; all rows or none have times and blocks."""
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
     images = [_images(row, number, folder) for number, row in enumerate(rows, 1)]
     blocks: list[Sequence[int]] = []
     if any(images) and any("hash_ids" in row for row in rows):
         raise _InvalidRow("images and hash_ids cannot be combined")
-    if all("hash_ids" in row for row in rows):
+    if any("hash_ids" in row for row in rows):
         for number, (row, length) in enumerate(zip(rows, inputs, strict=True), 1):
-            ids = row["hash_ids"]
+            ids = row.get("hash_ids")
             if not isinstance(ids, list) or not all(isinstance(one, int) and one >= 0 for one in ids):
                 raise _InvalidRow(f"row {number}: hash_ids is not a list of counts")
             if len(ids) * BLOCK < length:
@@ -179,10 +186,10 @@ def _lengths(rows: Sequence[Mapping[str, Any]], folder: Path) -> Traffic:
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    """Return the seconds of the rows' timestamps; None unless all rows have one."""
-    if not all("timestamp" in row for row in rows):
+    """Return the seconds of the rows' timestamps; None if no row has one."""
+    if not any("timestamp" in row for row in rows):
         return None
-    return [_number(row["timestamp"], "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
+    return [_number(row.get("timestamp"), "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +212,9 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
+        only_asks = not {"prompt", "text", "turns"}.isdisjoint(rows[index])  # a format without answers
         for turn in _turns(rows[index], index + 1, turns, folder):
-            if turn.prompt and output_len and turn.output_len is None and not turn.answer and _only_asks(rows[index]):
+            if turn.prompt and output_len and turn.output_len is None and not turn.answer and only_asks:
                 turn, unknown = replace(turn, output_len=output_len), unknown + 1
             if not turn.prompt or not (turn.answer or turn.output_len):
                 break
@@ -216,7 +224,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
             arrivals.append(0.0 if times is None else times[index])
     estimated = sum(turn.input_len is None for turn in requests)
     default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
-    note = f"lengths of {estimated} requests are estimated: {CHARACTERS_PER_TOKEN} characters a token"
+    note = f"lengths of {estimated} requests are estimated: {BYTES_PER_TOKEN} bytes of UTF-8 a token"
     inputs = list[int]()
     for turn, before in zip(requests, follows, strict=True):
         past = inputs[before] if before >= 0 else 0  # a prompt has at least the tokens of the one that it continues
@@ -225,7 +233,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
         inputs,
         [turn.output_len or estimated_tokens(turn.answer) for turn in requests],
         None if times is None else arrivals,
-        texts=[turn.prompt for turn in requests],
+        texts=[_HALF.sub("\ufffd", turn.prompt) for turn in requests],
         images=[turn.images for turn in requests],
         notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
     )
@@ -235,23 +243,20 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     return replace(trace, follows=np.array(follows), think_s=np.array([turn.think_s for turn in requests]))
 
 
-def _only_asks(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is of a format without answers."""
-    return any(name in row for name in ("prompt", "text", "turns"))
-
-
 def estimated_tokens(text: str) -> int:
     """Return the approximate tokens of a text."""
-    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
+    return max(1, round(len(text.encode(errors="replace")) / BYTES_PER_TOKEN))
 
 
 def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> list[_Turn]:
     """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
     known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
     output = _optional_count(row, number)
-    prompt = row.get("prompt", row.get("text"))
-    if isinstance(prompt, str):
-        return [_Turn(prompt, known, output, images=_images(row, number, folder))]
+    name = next((name for name in _TEXT[:2] if row.get(name) is not None), "")
+    if name:
+        if not isinstance(row[name], str):
+            raise _InvalidRow(f"row {number}: {name} is {row[name]!r:.60}, not a string")
+        return [_Turn(row[name], known, output, images=_images(row, number, folder))]
     messages = row.get("turns", row.get("conversations", row.get("messages")))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
@@ -289,20 +294,19 @@ def _optional_count(row: Mapping[str, Any], number: int) -> int | None:
 
 _CSV = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
 """The columns of BurstGPT and Azure."""
-
-
 _SESSION, _ELAPSED = "Session ID", "Elapsed time"
 """Further columns of BurstGPT 2.0: the conversation, empty for requests without one, and the seconds to the answer."""
 
 
 def _csv(text: str, turns: int) -> Traffic:
     """Read BurstGPT or Azure without failed requests, which have no response tokens."""
-    table = csv.DictReader(io.StringIO(text, newline=""))
+    table = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
     names = set(table.fieldnames or ())
     columns = max(_CSV, key=lambda each: len(names.intersection(each)))
     missing = [name for name in columns if name not in names]
     if missing and text.strip():
-        raise _InvalidRow(f"it lacks the column {missing[0]!r}")
+        formats = " or ".join(", ".join(each) for each in _CSV)
+        raise _InvalidRow(f"it lacks the column {missing[0]!r}; its columns must be {formats}")
     rows = list(table)
     for number, row in enumerate(rows, 2):
         if missing_values := [name for name in columns if row[name] is None]:
@@ -356,6 +360,8 @@ def _trace(
     if times is None:
         return Traffic(input_len=lengths, output_len=answers, blocks=blocks, texts=texts, images=images, notes=notes)
     arrivals = np.array(list(times), dtype=np.float64)
+    if arrivals.size and np.ptp(arrivals) > MAX_SPAN_S:
+        raise _InvalidRow("its timestamps span more than a year")
     order = np.argsort(arrivals, kind="stable")
     return Traffic(
         input_len=lengths[order],
@@ -387,6 +393,6 @@ def _number(value: object, name: str, number: int) -> float:
         number_ = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number_ = float("nan")
-    if isinstance(value, bool) or not np.isfinite(number_):
+    if isinstance(value, bool) or not math.isfinite(number_):
         raise _InvalidRow(f"row {number}: {name} is {value!r:.60}, not a number")
     return number_

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from flagcore.domain.serving import CLIENT_LOG
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.trial.failures import TrialFailure
@@ -30,7 +31,7 @@ def run_client(
     with the client's last output.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report_file, log = folder / report, folder / "client.log"
+    report_file, log = folder / report, folder / CLIENT_LOG
     report_file.unlink(missing_ok=True)
     start = time.monotonic()
     with _client_url(servers) as url, log.open("wb") as output:

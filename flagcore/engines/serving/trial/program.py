@@ -47,7 +47,10 @@ EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
 """A search ends if the time left is less than this share of that of its longest load, or than that of the arrivals of
-the next one."""
+the next one. Repeats end if it is less than this share of that of the repeat before; a steady load needs only as much,
+because it can end early."""
+INVALID_ANSWERS = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""Exceptions that reading the state of a server may raise."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
@@ -121,7 +124,8 @@ def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str,
     for server, instance in zip(servers, job.instances, strict=True):
         try:
             values = engine.effective(server.fetch, log_text(server.log))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except INVALID_ANSWERS as error:
+            _check_ended([server], "while its settings were read")
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
         for knob, value in values.items():
             set_value = instance.requested.get(knob)
@@ -160,15 +164,20 @@ class LoadRunner:
         self.targets = [Target(url=front.url, path=engine.api) for front in self.fronts]
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the metrics of each load point in each repeat. Raises TrialFailure."""
+        """Return the metrics of each load point in each repeat for which there is time. Raises TrialFailure."""
         job = self.job
         self._warm_up()
         if job.highest is not None:
             return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
+        times_s = [0.0] * len(points)
         for repeat in range(job.repeats):
             for index, load in enumerate(job.loads):
                 name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+                began = time.monotonic()
+                if self.deadline - began < times_s[index] * (1.0 if load.is_steady else TIME_SHARE):
+                    log(f"no time left for {name}")
+                    return points
                 log(name)
                 measurement: dict[str, Any] | None
                 if job.client is not None:
@@ -177,6 +186,7 @@ class LoadRunner:
                     self.loads_left = (job.repeats - repeat) * len(job.loads) - index
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
                 points[index]["repeats"].append(measurement)
+                times_s[index] = time.monotonic() - began
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
@@ -296,12 +306,13 @@ class LoadRunner:
 
 
 def shares(engine: Engine, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
-    """Return the engine's shares of a load from its counters before and after it."""
+    """Return the engine's shares of a load from its counters before and after it, without those that were reset."""
     increases = {name: value - start.get(name, 0.0) for name, value in end.items()}
     return {
         name: increases.get(part, 0.0) / whole_increase
         for name, (part, *whole) in engine.program.shares.items()
-        if (whole_increase := sum(increases.get(each, 0.0) for each in whole)) > 0
+        if min(increases.get(each, 0.0) for each in (part, *whole)) >= 0
+        and (whole_increase := sum(increases.get(each, 0.0) for each in whole)) > 0
     }
 
 
@@ -332,12 +343,7 @@ def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> T
     if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
         state = TrialState.FAILED
     reason = f"{result.failed} of {result.completed + result.failed} requests in {name}: {reason}"
-    deadline = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
-    while True:
-        check_all_alive(servers, f"during {name}")
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
+    _check_ended(servers, f"during {name}", EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     for server in servers if state is TrialState.FAILED else ():
         cause, line = first_error(log_text(server.log), server.patterns)
         if cause is TrialState.OUT_OF_MEMORY:
@@ -347,10 +353,21 @@ def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> T
     return TrialFailure(state, reason)
 
 
+def _check_ended(servers: Sequence[Served], when: str, seconds: float = EXIT_SECONDS) -> None:
+    """Raise TrialFailure if one of the servers has ended, or ends within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        check_all_alive(servers, when)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.1)
+
+
 def _model(server: Served) -> str:
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except INVALID_ANSWERS as error:
+        _check_ended([server], "while its model was read")
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
 
 
@@ -358,7 +375,8 @@ def _counters(engine: Engine, servers: Sequence[Served]) -> dict[str, float]:
     """Return the counters of all servers together."""
     counters = [engine.read_counters(server.fetch) for server in servers]
     names = dict.fromkeys(name for each in counters for name in each)
-    return {name: combine(name, [each[name] for each in counters if name in each]) for name in names}
+    combined = {name: combine(name, [each[name] for each in counters if name in each]) for name in names}
+    return {name: value for name, value in combined.items() if math.isfinite(value)}
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:

@@ -10,12 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -33,7 +34,6 @@ PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
 """States that the log of a server that does not become healthy can prove."""
 MAX_TEXT = 8 << 20
-NO_PROXY_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class PortTaken(Exception):
@@ -63,14 +63,33 @@ class Served(ABC):
         return text
 
     def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
-        """Return status and text of GET `path` with a timeout of at most `timeout_s` seconds. Raises OSError."""
+        """Return status and text of GET `path` within `timeout_s` seconds, at most ANSWER_SECONDS. Raises OSError."""
+        place, limit_s = urlsplit(self.url), max(0.1, min(timeout_s, ANSWER_SECONDS))
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=limit_s)
+        end = time.monotonic() + limit_s
         try:
-            with NO_PROXY_OPENER.open(self.url + path, timeout=max(0.1, min(timeout_s, ANSWER_SECONDS))) as answer:
-                return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
-        except urllib.error.HTTPError as error:
-            return error.code, ""
+            connection.connect()
+            timer = threading.Timer(end - time.monotonic(), _shut_down, (connection.sock,))
+            timer.start()  # a timeout of the socket begins anew with each byte
+            try:
+                connection.request("GET", path, headers={"Connection": "close"})
+                answer = connection.getresponse()
+                text = answer.read(MAX_TEXT).decode("utf-8", errors="replace")
+            finally:
+                timer.cancel()
+            if time.monotonic() < end:
+                return answer.status, text
         except (ValueError, http.client.HTTPException) as error:
-            raise OSError(f"{type(error).__name__}: {error}") from None
+            if time.monotonic() < end:
+                raise OSError(f"{type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        raise TimeoutError("timed out")
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Server(Served):
@@ -117,7 +136,7 @@ class Server(Served):
         Raises PortTaken if another process has the port, TrialFailure if the server ends or `deadline`
         (time.monotonic()) passes.
         """
-        last_status = "nothing listens"
+        last_status = ""
         while time.monotonic() < deadline:
             self.check_alive("while it started")
             status = None
@@ -125,7 +144,7 @@ class Server(Served):
                 status = self._get(path, deadline - time.monotonic())[0]
                 last_status = f"answer {status}"
             except OSError as error:
-                if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+                if isinstance(error, ConnectionRefusedError):
                     time.sleep(POLL_SECONDS)
                     continue
                 last_status = f"no answer ({error})"
@@ -138,9 +157,10 @@ class Server(Served):
                 raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
             time.sleep(POLL_SECONDS)
         waited = time.monotonic() - self._started
+        last_status = f"{last_status} on {path}" if last_status else f"nothing listens at {self._addresses()}"
         state, line = first_error(log_text(self.log), self.patterns)
         quote = f"; its log: {line}" if line else f"; {self.log.name} is empty"
-        reason = f"{self.name} was not healthy after {waited:.0f} s: {last_status} on {path}{quote}"
+        reason = f"{self.name} was not healthy after {waited:.0f} s: {last_status}{quote}"
         raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
 
     def check_alive(self, when: str) -> None:
@@ -200,6 +220,12 @@ class Server(Served):
                 if pid not in processes and os.getsid(pid) == root:
                     processes[pid] = psutil.Process(pid)
         return list(processes.values())
+
+    def _addresses(self) -> str:
+        """Return its address, and those where its processes listen instead."""
+        pids = self.pids()
+        others = {f"{each.laddr.ip} port {each.laddr.port}" for each in _listening_sockets() if each.pid in pids}
+        return f"127.0.0.1 port {self.port}" + (f", only at {', '.join(sorted(others))}" if others else "")
 
     def _is_taken(self) -> bool:
         """Return whether another process listens on its port. It checks twice, because a new child may just open it."""
@@ -272,11 +298,11 @@ def free_port() -> int:
 
 def listeners(port: int) -> list[int | None]:
     """Return the process id of each socket that listens on `port`, None for processes of other users."""
-    pids = []
-    for each in psutil.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port:
-            pids.append(each.pid)
-    return pids
+    return [each.pid for each in _listening_sockets() if each.laddr.port == port]
+
+
+def _listening_sockets() -> list[Any]:
+    return [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.laddr]
 
 
 def is_owned_by(port: int, pids: Iterable[int]) -> bool:

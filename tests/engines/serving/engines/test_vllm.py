@@ -507,6 +507,7 @@ def test_shares_of_a_load_are_increases_of_counters() -> None:
     start = {"drafted_tokens": 10.0, "accepted_tokens": 10.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
     end = {"drafted_tokens": 30.0, "accepted_tokens": 15.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
     assert shares(ENGINE, start, end) == {"acceptance_rate": 0.25}
+    assert shares(ENGINE, start, {**end, "accepted_tokens": 2.0}) == {}  # the server has begun to count anew
 
 
 def test_settings_of_the_new_knobs_are_read_from_the_log() -> None:

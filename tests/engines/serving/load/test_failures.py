@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import socket
+import struct
 from collections.abc import Sequence
 
 import pytest
@@ -263,6 +264,28 @@ async def is_busy(body: Body, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
 
 
+async def has_too_many_requests(body: Body, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 9999\r\n\r\nslow down")
+    await asyncio.sleep(600)
+
+
+async def never_stops(body: Body, wire: Wire) -> None:
+    await wire.head()
+    while True:
+        await pieces(10, wire)
+
+
+async def counts_fewer_tokens_than_it_sends(body: Body, wire: Wire) -> None:
+    await wire.head()
+    await pieces(7, wire)
+    await finish(body, wire, made=5)
+
+
+async def has_a_header_without_end(body: Body, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nX-Trace: " + b"a" * (1 << 20))
+    await asyncio.sleep(600)
+
+
 async def redirects(body: Body, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
 
@@ -299,6 +322,10 @@ MISBEHAVING = [
     (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
     (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
     (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
+    (has_too_many_requests, ProblemKind.STATUS, "HTTP 429 Too Many Requests: slow down"),
+    (never_stops, ProblemKind.WRONG_LENGTH, "max_tokens was ignored"),
+    (counts_fewer_tokens_than_it_sends, ProblemKind.NO_USAGE, "counts 5 tokens, but 7 events have text"),
+    (has_a_header_without_end, ProblemKind.BROKEN, "Got more than"),
     (redirects, ProblemKind.STATUS, "HTTP 302 Found"),
     (compresses, ProblemKind.BROKEN, "compressed (gzip)"),
     (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
@@ -365,8 +392,31 @@ async def keeps_alive_and_spells_it_differently(body: Body, wire: Wire) -> None:
     await wire.end()
 
 
-def test_an_answer_counts_in_any_stream_format_and_chunking() -> None:
-    result = loaded(keeps_alive_and_spells_it_differently)
+async def resets_connections_after_answers(body: Body, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event(piece("", "length"))
+    await wire.event(usage(body))
+    await wire.event("[DONE]")
+    no_linger = struct.pack("ii", 1, 0)
+    wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+    wire.close_connection()
+
+
+async def divides_events_into_lines(body: Body, wire: Wire) -> None:
+    await wire.head()
+    for event in (*[piece()] * 5, piece("", "length"), usage(body)):
+        await wire.event(json.dumps(event, indent=1).replace("\n", "\ndata: "))
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [keeps_alive_and_spells_it_differently, resets_connections_after_answers, divides_events_into_lines],
+)
+def test_an_answer_counts_in_any_stream_format_and_chunking(behaviour: Behaviour) -> None:
+    result = loaded(behaviour)
     assert (result.problems, result.completed) == ((), 4)
     assert {(each.output_tokens, len(each.gaps_s)) for each in result.requests} == {(5, 4)}
 

@@ -173,3 +173,18 @@ def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
 def test_events_after_the_end_are_ignored() -> None:
     result = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
     assert len(result.gaps_s) == 1
+
+
+@pytest.mark.parametrize("read", [None, 0, "8", True, float("nan"), 10**400, [8]])
+def test_the_tokens_of_a_text_must_be_counted_by_the_server(read: Any) -> None:
+    stream = Stream()
+    end = event(" a", choice={"finish_reason": "length"}, usage={"prompt_tokens": read, "completion_tokens": 1})
+    stream.feed(end + b"data: [DONE]\n\n", 11.0)
+    with pytest.raises(RequestFailed, match="prompt_tokens is"):
+        stream.answer(sent_s=10.0, start_s=0.0, input_tokens=0, output_tokens=1, target=0)
+
+
+@pytest.mark.parametrize("reason", ["length", {"type": "length", "length": 1}])
+def test_a_finish_reason_may_be_a_name_or_an_object(reason: Any) -> None:
+    meta = {"finish_reason": reason, "prompt_tokens": 8, "completion_tokens": 1}
+    assert fed((11.0, line({"text": "a", "meta_info": meta}) + b"data: [DONE]\n\n"), made=1).output_tokens == 1

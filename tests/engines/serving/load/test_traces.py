@@ -116,7 +116,7 @@ def test_azure_gives_lengths_and_seconds_of_dates(tmp_path: Path) -> None:
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, SHAREGPT))
     assert columns(trace) == ([10, 2], [100, 1], None)
-    assert trace.notes == ("lengths of 2 requests are estimated: 4 characters a token",)
+    assert trace.notes == ("lengths of 2 requests are estimated: 4 bytes of UTF-8 a token",)
 
 
 def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> None:
@@ -181,6 +181,23 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
             "1 hash_ids of 512 tokens do not cover",
         ),
         ('{"input_length": 6, "output_length": 5, "hash_ids": "1"}', "a.jsonl", "hash_ids is not a list of counts"),
+        (
+            '{"input_length": 6, "output_length": 5, "timestamp": 0}\n{"input_length": 6, "output_length": 5}',
+            "a.jsonl",
+            "row 2: timestamp is None, not a number",
+        ),
+        (
+            '{"input_length": 6, "output_length": 5, "hash_ids": [1]}\n{"input_length": 6, "output_length": 5}',
+            "a.jsonl",
+            "row 2: hash_ids is not a list of counts",
+        ),
+        (
+            '{"input_length": 6, "output_length": 5, "timestamp": 0}\n'
+            '{"input_length": 6, "output_length": 5, "timestamp": 1e18}',
+            "a.jsonl",
+            "span more than a year",
+        ),
+        ('{"prompt": ["a"], "max_tokens": 5}', "a.jsonl", "row 1: prompt is ['a'], not a string"),
         (f'{{"input_length": {"9" * 400}, "output_length": 5}}', "a.jsonl", "row 1: input_length is 999"),
         ('{"turns": [{"text": "a", "delay": -1}]}', "a.jsonl", "row 1: a delay is negative"),
         ('{"turns": [{"text": "a", "delay": 1e300}]}', "a.jsonl", "row 1: a delay is negative or more than a day"),
@@ -208,7 +225,23 @@ def test_an_invalid_trace_file_is_reported_with_row_and_reason(
 def test_texts_may_contain_unicode_line_separators(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "one\u2028two\x85"}, {"from": "gpt", "value": "abcd\u2029efg"}]
     row = json.dumps({"conversations": turns}, ensure_ascii=False)
-    assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([2, 2], [2, 2], None)
+    assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([3, 3], [2, 2], None)
+
+
+def test_chinese_texts_have_more_tokens_than_a_quarter_of_their_characters(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "你好" * 20}, {"from": "gpt", "value": "\U0001f600" * 8}]
+    assert columns(read_trace(written(tmp_path, [{"conversations": turns}]))) == ([30], [8], None)
+
+
+def test_half_a_character_becomes_a_replacement_that_utf8_can_have(tmp_path: Path) -> None:
+    (text,) = read_trace(written(tmp_path, '{"prompt": "a\\ud83d", "max_tokens": 2}')).texts
+    assert text == "a\ufffd"
+
+
+def test_a_file_in_another_encoding_is_reported_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(SpecError, match=r"not UTF-8: .* at byte 12"):
+        read_trace(str(tmp_path / "trace.jsonl"))
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ FIRST_S, REST_S = {1: (0.2, 2.0), 2: (0.2, 1.0), 4: (0.8, 0.0)}[SLOTS] if BEHAVI
 
 
 class Handler(BaseHTTPRequestHandler):
-    answered = 0
+    answered = scrapes = 0
 
     def log_message(self, *_: object) -> None:
         if BEHAVIOUR == "talks":  # one word of 200,000 letters for each request
@@ -34,12 +35,22 @@ class Handler(BaseHTTPRequestHandler):
         slots = SLOTS + 1 if BEHAVIOUR == "other_slots" else SLOTS
         if BEHAVIOUR == "mute":
             time.sleep(60)
+        while BEHAVIOUR == "drips":  # a header that never ends
+            self.wfile.write(b"H")
+            time.sleep(0.1)
+        if BEHAVIOUR == "exits" and self.path == "/v1/models":  # it has been healthy
+            os._exit(0)
         if self.path == "/health":
             self.plain({"status": "ok"}, 503 if BEHAVIOUR == "never_healthy" else 200)
         elif self.path == "/props":
             self.plain({"total_slots": slots, "default_generation_settings": {"n_ctx": 512}})
         elif self.path == "/v1/models":
             self.plain({"data": [{"id": "played"}]})
+        elif self.path == "/metrics" and BEHAVIOUR == "odd_metrics":
+            Handler.scrapes += 1
+            name, count = "llamacpp:spec_decode_num_accepted_tokens_total", 1e6 / Handler.scrapes  # it only falls
+            text = f"{name} {count}\n{name.replace('accepted', 'draft')} {Handler.scrapes}\nx{{ NaN\n\0"
+            self.wfile.write(f"HTTP/1.0 200 OK\r\n\r\n{text}{'y' * (1 << 24)}".encode())
         else:
             self.plain({}, 404)
 
@@ -97,7 +108,9 @@ class Handler(BaseHTTPRequestHandler):
 def serve() -> None:
     ThreadingHTTPServer.daemon_threads = True
     ThreadingHTTPServer.request_queue_size = 64
-    ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+    if BEHAVIOUR == "ipv6_only":
+        ThreadingHTTPServer.address_family = socket.AF_INET6
+    ThreadingHTTPServer(("::1" if BEHAVIOUR == "ipv6_only" else "127.0.0.1", PORT), Handler).serve_forever()
 
 
 def listen_in_other_process() -> None:

@@ -36,6 +36,9 @@ WRONG = {
     "cuts": (TrialState.INVALID, "do not fit into the context"),
     "never_healthy": (TrialState.TIMED_OUT, "was not healthy after"),
     "mute": (TrialState.TIMED_OUT, "no answer (timed out) on /health"),
+    "drips": (TrialState.TIMED_OUT, "no answer (timed out) on /health"),
+    "ipv6_only": (TrialState.TIMED_OUT, "only at ::1 port"),
+    "exits": (TrialState.FAILED, "ended while its model was read with exit code 0"),
     "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
     "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
@@ -71,6 +74,12 @@ def test_a_failed_trial_has_its_class_its_reason_and_no_figures(behaviour: str, 
 def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, "talks"), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
+
+
+def test_counters_that_were_reset_give_no_share(tmp_path: Path) -> None:
+    done = trials.run(trials.platform(tmp_path, "odd_metrics"), tmp_path)
+    assert done.measurement is not None, done.reason
+    assert "acceptance_rate" not in done.measurement.figures
 
 
 def test_figures_of_an_earlier_trial_in_the_folder_are_not_used(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.highest import RESOLUTION
 from flagcore.engines.serving.load.result import LoadResult
+from flagcore.engines.serving.trial import program
 from flagcore.engines.serving.trial.job import Job
 from flagcore.engines.serving.trial.program import LoadRunner
 
 TRUE, LIMIT = 50.0, 0.5
-STEADY = Load(input_len=8, output_len=8, concurrency=4)
+STEADY = Load(input_len=8, output_len=8, concurrency=4, is_steady=True)
 
 
 class Runner(LoadRunner):
@@ -93,3 +96,23 @@ def test_requests_in_flight_end_before_the_next_load_and_not_at_the_cost_of_the_
     assert runner.names == ["first"]
     assert runner._measure(STEADY, "second", seed=2) is not None
     assert runner.names == ["first", "warm-up", "second"]
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(6.5, [3, 3]), (6.4, [3, 2]), (4.9, [2, 2]), (1.5, [1, 1])])
+def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
+    seconds: float, repeats: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Timed(Runner):
+        def _measure(
+            self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+        ) -> dict[str, Any] | None:
+            clock[0] += 1.0
+            return {}
+
+    runner = Timed(1.0, (), repeats=3)
+    runner.job = dataclasses.replace(runner.job, loads=(STEADY, dataclasses.replace(STEADY, is_steady=False)))
+    runner.deadline = seconds
+    assert [len(point["repeats"]) for point in runner.points()] == repeats
