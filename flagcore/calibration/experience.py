@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
 from flagcore.files import read_regular
+from flagcore.spec.schema import Shape
 
 GIB = 2**30
 
@@ -37,9 +37,12 @@ class Experience:
     def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
         """Write the measurements of a run, and return the file; None if there is nothing to store. Raises RunError.
 
-        Serving jobs with several load points, a trace or images are not stored, because a record has one load of text.
+        Serving jobs with several load points, a trace or images are not stored, because a record has one load of text,
+        nor jobs of models that no inline shape describes.
         """
         work = task.spec.work
+        if not task.spec.model.is_inline:
+            return None
         if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace or work.loads[0].images):
             return None
         records = [
@@ -102,7 +105,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     return {
         "id": f"{run}/{trial.number}",
         "kind": kind,
-        "model": {name: value for name, value in asdict(task.spec.model).items() if value is not None},
+        "model": {name: value for name in Shape.model_fields if (value := getattr(task.spec.model, name)) is not None},
         "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
         kind: {name: value for name, value in job.items() if value is not None},
         "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},

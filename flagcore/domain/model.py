@@ -183,3 +183,9 @@ class Model:
     def attention_layers(self) -> int:
         """The layers with a cache of keys and values."""
         return self.num_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether an inline shape of a spec or of a job record can describe the model."""
+        parts = (self.vision, self.windows, self.indexer, self.linear_attention, self.attention_output_gate)
+        return not any(parts)

@@ -11,6 +11,7 @@ import pytest
 
 from flagcore.calibration import Experience
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.model import Windows
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -49,6 +50,11 @@ def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experien
 def test_a_run_without_measurements_leaves_no_experience(experience: Experience) -> None:
     assert experience.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
     assert not experience.folder.exists()
+
+
+def test_a_model_that_a_record_cannot_describe_leaves_no_experience(experience: Experience) -> None:
+    task = small.task(replace(small.DENSE, windows=Windows(num_layers=1, tokens=128)))
+    assert experience.save("one", task, [trial(0)]) is None
 
 
 def test_forget_deletes_a_chip_by_name_and_keeps_other_files(experience: Experience) -> None:
