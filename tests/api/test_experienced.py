@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from flagcore.api.common.transfer import past
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
+from flagcore.spec.schema import Shape
 from tests import small
 
 CANDIDATE = {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -19,7 +19,7 @@ def record(measured: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": "run/1",
         "kind": "train",
-        "model": {name: value for name, value in asdict(small.DENSE).items() if value is not None},
+        "model": {name: getattr(small.DENSE, name) for name in Shape.model_fields},
         "cluster": {"chip": "test-chip", "devices": 4, "devices_per_node": 4},
         "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
         "candidate": {**CANDIDATE, "context_parallel_size": 1, "expert_model_parallel_size": 1, "micro_batch_size": 1},
