@@ -35,6 +35,8 @@ ROUTER_HEALTH = "/health"
 """Path that returns 200 when a router is ready; all routers have it."""
 MARGIN_SECONDS = 5.0
 """Part of a trial's time that is reserved to stop its servers and to report."""
+STOP_SECONDS = 3.0
+"""Part of it after which servers that have not stopped are killed, so that the report is in time."""
 STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
@@ -97,7 +99,7 @@ def running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> 
         log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
-        stop_all(servers)
+        stop_all(servers, deadline + STOP_SECONDS)
         shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
 
 
@@ -115,7 +117,7 @@ def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: 
         start_all([router], job.directory, ROUTER_HEALTH, deadline)
         yield (router,)
     finally:
-        stop_all([router])
+        stop_all([router], deadline + STOP_SECONDS)
 
 
 def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
