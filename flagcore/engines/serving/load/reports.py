@@ -8,15 +8,16 @@ by tokens); aiperf's inter-chunk latency is flagcore's ITL. Goodput is omitted, 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.serving import LATENCIES, STATISTICS
 from flagcore.errors import UsageError
+from flagcore.files import read_regular
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
+MAX_NUMBER = 1e300
 _SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -36,7 +37,7 @@ def read_report(path: str | Path) -> dict[str, float]:
             raise ReportError(f"it lacks {', '.join(missing)}")
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ReportError(f"{path}: has an unknown format: {type(error).__name__} {error}") from None
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from None
@@ -44,7 +45,7 @@ def read_report(path: str | Path) -> dict[str, float]:
 
 
 def _figures(path: Path) -> dict[str, float]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_regular(path, max_bytes=1 << 30).decode("utf-8-sig", errors="replace")
     try:
         data: Any = json.loads(text)
     except ValueError:
@@ -121,6 +122,9 @@ def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _require_no_failures(failed: Any, completed: Any) -> None:
+    for name, count in (("failed", failed), ("completed", completed)):
+        if count and not _is_number(count):
+            raise ReportError(f"the number of {name} requests is {count!r:.60}")
     if failed:
         raise ReportError(f"{failed:.0f} requests failed, so its figures do not describe the server")
     if not completed:
@@ -134,14 +138,21 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 def _report_figures(rates: Sequence[Any], latencies: Mapping[str, tuple[Mapping[str, Any], float]]) -> dict[str, float]:
     """Return the rates, and the latencies by statistic in seconds, that are not None.
 
-    `latencies` has the statistics and the unit in seconds of each latency. Raises ReportError for a value that is not
-    finite, and for a rate of 0.
+    `latencies` has the statistics and the unit in seconds of each latency. Raises ReportError for a value that is not a
+    finite number of 0 or more, and for a rate of 0.
     """
-    figures = {name: float(rate) for name, rate in _without_none(dict(zip(RATES, rates, strict=True))).items()}
+    values = {name: (rate, 1.0) for name, rate in zip(RATES, rates, strict=True)}
     for name, (summary, unit) in latencies.items():
-        statistics = {statistic: summary.get(statistic) for statistic in STATISTICS}
-        figures |= {f"{name}.{statistic}": value * unit for statistic, value in _without_none(statistics).items()}
-    for name, value in figures.items():
-        if not math.isfinite(value) or value < 0 or (name in RATES and value == 0):
-            raise ReportError(f"{name} is {value}")
+        values |= {f"{name}.{statistic}": (summary.get(statistic), unit) for statistic in STATISTICS}
+    figures = dict[str, float]()
+    for name, (value, unit) in values.items():
+        if value is None:
+            continue
+        if not _is_number(value) or (name in RATES and value == 0):
+            raise ReportError(f"{name} is {value!r:.60}")
+        figures[name] = value * unit
     return figures
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER

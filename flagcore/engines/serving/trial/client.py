@@ -12,7 +12,7 @@ from pathlib import Path
 from flagcore.domain.serving import CLIENT_LOG
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load.reports import read_report
-from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.trial.failures import TrialFailure, log_text
 from flagcore.engines.serving.trial.servers import Served, free_port, is_owned_by
 from flagcore.errors import UsageError
 
@@ -51,7 +51,7 @@ def run_client(
             reason = f"serve.client.command: {words[0]} cannot be started: {error.strerror or error}"
             raise TrialFailure(TrialState.INVALID, reason) from None
     if process.returncode:
-        output_tail = " ".join(log.read_text("utf-8", "replace").split())[-TAIL_LENGTH:]
+        output_tail = " ".join(log_text(log).split())[-TAIL_LENGTH:]
         raise TrialFailure(TrialState.FAILED, f"the client of {name} ended with {process.returncode}: {output_tail}")
     try:
         return read_report(report_file), time.monotonic() - start

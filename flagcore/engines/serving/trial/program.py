@@ -35,6 +35,8 @@ ROUTER_HEALTH = "/health"
 """Path that returns 200 when a router is ready; all routers have it."""
 MARGIN_SECONDS = 5.0
 """Part of a trial's time that is reserved to stop its servers and to report."""
+STOP_SECONDS = 3.0
+"""Part of it after which servers that have not stopped are killed, so that the report is in time."""
 STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
@@ -46,9 +48,10 @@ TIME_SHARE_OF_LOADS = 0.8
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
 TIME_SHARE = 1.5
-"""A search ends if the time left is less than this share of that of its longest load, or than that of the arrivals of
-the next one. Repeats end if it is less than this share of that of the repeat before; a steady load needs only as much,
-because it can end early."""
+"""A search ends if the time left is less than this share of that of its longest load, or than the arrivals of the next
+one; repeats end if it is less than this share of that of the last repeat. A steady load can end early: it needs 1."""
+OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
+"""The failure of a load that a server does not accept."""
 INVALID_ANSWERS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """Exceptions that reading the state of a server may raise."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
@@ -97,7 +100,7 @@ def running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> 
         log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
-        stop_all(servers)
+        stop_all(servers, deadline + STOP_SECONDS)
         shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
 
 
@@ -115,7 +118,7 @@ def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: 
         start_all([router], job.directory, ROUTER_HEALTH, deadline)
         yield (router,)
     finally:
-        stop_all([router])
+        stop_all([router], deadline + STOP_SECONDS)
 
 
 def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
@@ -192,10 +195,10 @@ class LoadRunner:
     def _search(self, key: str) -> list[dict[str, Any]]:
         """Return the load points of the search for the highest load, without stopped ones.
 
-        A load above the limits is tried again at once: a disturbance can only raise latencies, and a search that goes
-        down for one takes long. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
-        the next lower one is repeated, and so on. If no load meets the limits, the only point is the lowest load that
-        was tried.
+        A load that the servers refuse or do not finish is above the limits. Such a load is tried again at once: a
+        disturbance can only raise latencies, and a search that goes down for one takes long. The highest load within
+        the limits runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
+        load meets the limits, the only point is the lowest load that was tried.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
@@ -212,7 +215,14 @@ class LoadRunner:
             load = base.at(key, value)
             log(f"{key} {value:.4g}")
             seed += 1
-            measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            try:
+                measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            except TrialFailure as failure:
+                late = failure.state is TrialState.TIMED_OUT and points
+                if not late and not (stop and OVERLOADED.search(str(failure))):
+                    raise
+                log(f"{key} {value:.4g} is too high: {failure}")
+                measured, self.is_cut_off = None, True
             if measured is None:
                 tried[value] = False
             else:
@@ -241,7 +251,13 @@ class LoadRunner:
         return [points[value] for value in sorted(points)]
 
     def _warm_up(self, most: int = MAX_WARM_UP) -> None:
-        self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
+        """Send the warm-up; a smaller one if the servers refuse so many requests at once. Raises TrialFailure."""
+        try:
+            self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
+        except TrialFailure as failure:
+            if most == 1 or not OVERLOADED.search(str(failure)):
+                raise
+            self._warm_up(1)
 
     def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         client_folder = self.folder / folder
@@ -307,7 +323,7 @@ class LoadRunner:
 
 def shares(engine: Engine, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
     """Return the engine's shares of a load from its counters before and after it, without those that were reset."""
-    increases = {name: value - start.get(name, 0.0) for name, value in end.items()}
+    increases = {name: value - start.get(name, 0.0) for name, value in end.items()} if start else {}
     return {
         name: increases.get(part, 0.0) / whole_increase
         for name, (part, *whole) in engine.program.shares.items()
@@ -324,9 +340,7 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
 
 
 def _warm_up(load: Load, servers: int, most: int) -> Load:
-    """Return one wave of at most `most` short answers, but two per server, so that engines finish their lazy
-    initialization.
-    """
+    """Return a wave of at most `most` short answers, but two per server, which ends lazy initializations of engines."""
     wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
     length = 32 if load.trace is not None else load.input_len
     output_len = min(WARM_UP_TOKENS, load.output_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import re
 import signal
@@ -192,14 +193,14 @@ class Server(Served):
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
-    def stop(self) -> None:
-        """Stop the server: SIGTERM, and after a grace period SIGKILL for the remaining processes."""
+    def stop(self, grace_s: float = GRACE_SECONDS) -> None:
+        """Stop the server: SIGTERM, and after `grace_s` seconds SIGKILL for the remaining processes."""
         if self._process is None:
             return
         family = self._processes()
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)
+            self._process.wait(grace_s)
         for each in {*family, *self._processes()}:
             with contextlib.suppress(psutil.Error):
                 each.kill()
@@ -260,12 +261,13 @@ def _wait(server: Server, directory: str | None, health: str, deadline: float) -
     return None
 
 
-def stop_all(servers: Sequence[Server]) -> None:
-    """End all servers."""
+def stop_all(servers: Sequence[Server], end: float = math.inf) -> None:
+    """End all servers. Those that are still running at `end` (time.monotonic()) or after GRACE_SECONDS are killed."""
     for server in servers:
         server.ask_to_stop()
+    end = min(end, time.monotonic() + GRACE_SECONDS)
     for server in servers:
-        server.stop()
+        server.stop(max(0.0, end - time.monotonic()))
 
 
 def check_all_alive(servers: Sequence[Served], when: str) -> None:

@@ -6,6 +6,7 @@ The reports here have the keys, units and nesting that vllm 0.32, sglang 0.5.23,
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,13 @@ def test_file_of_several_benchmarks_is_rejected(tmp_path: Path) -> None:
         (aiperf(request_latency={"unit": "fortnights", "avg": 1}), "fortnights"),
         (vllm(output_throughput=0.0), "output_tokens_per_s is 0"),
         (vllm(mean_ttft_ms=float("nan")), "ttft_s.mean is nan"),
-        (vllm(mean_ttft_ms="fast"), "has an unknown format"),
+        (vllm(mean_ttft_ms="fast"), "ttft_s.mean is 'fast'"),
+        (vllm(output_throughput="4"), "output_tokens_per_s is '4'"),
+        (vllm(output_throughput=True), "output_tokens_per_s is True"),
+        (vllm(output_throughput=10**400), "output_tokens_per_s is 1000"),
+        (vllm(failed="none"), "the number of failed requests is 'none'"),
+        (vllm(completed=float("nan")), "the number of completed requests is nan"),
+        ("[" * 100_000, "has an unknown format"),
         (guidellm(request_totals=None), "has an unknown format"),
         ({"benchmarks": []}, "0 benchmarks"),
         ({"hello": 1}, "report of vllm bench serve"),
@@ -137,6 +144,12 @@ def test_report_that_cannot_be_trusted_gives_the_reason(report: Any, problem: st
         read(tmp_path, report)
     assert problem in str(error.value)
     assert str(error.value).count("report.json") == 1
+
+
+def test_a_report_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "report.json")
+    with pytest.raises(ReportError, match="not a regular file"):
+        read_report(tmp_path / "report.json")
 
 
 def test_a_missing_report_is_reported(tmp_path: Path) -> None:

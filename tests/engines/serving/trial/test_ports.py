@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flagcore.engines.serving.trial import servers
@@ -75,3 +78,23 @@ def test_an_answer_that_arrives_byte_by_byte_ends_in_time(head: bytes, monkeypat
         finally:
             asked_to_end.set()
             thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end_s", [math.inf, 0.0])
+def test_servers_that_ignore_sigterm_are_killed_together(
+    end_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "GRACE_SECONDS", 1.0 if math.isinf(end_s) else 60.0)
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    instance = Instance(argv=(sys.executable, "-c", ignores))
+    started = [Server(f"server {number}", instance, tmp_path / f"{number}.log", ()) for number in range(8)]
+    for server in started:
+        server.start(None)
+    while any(not server.log.read_text() for server in started):
+        time.sleep(0.01)
+    processes = [psutil.Process(server.pids()[0]) for server in started]
+    begun = time.monotonic()
+    servers.stop_all(started, time.monotonic() + end_s)
+    assert time.monotonic() - begun < 6.0
+    assert not any(process.is_running() for process in processes)

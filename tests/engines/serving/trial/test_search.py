@@ -7,18 +7,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flagcore.domain.serving import Load
+from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.highest import RESOLUTION
 from flagcore.engines.serving.load.result import LoadResult
 from flagcore.engines.serving.trial import program
-from flagcore.engines.serving.trial.job import Job
+from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.trial.job import Instance, Job
 from flagcore.engines.serving.trial.program import LoadRunner
+from flagcore.engines.serving.trial.servers import Server
 
 TRUE, LIMIT = 50.0, 0.5
 STEADY = Load(input_len=8, output_len=8, concurrency=4, is_steady=True)
@@ -116,3 +120,57 @@ def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
     runner.job = dataclasses.replace(runner.job, loads=(STEADY, dataclasses.replace(STEADY, is_steady=False)))
     runner.deadline = seconds
     assert [len(point["repeats"]) for point in runner.points()] == repeats
+
+
+class Refusing(Runner):
+    """Fails at loads above TRUE."""
+
+    failure = TrialFailure(TrialState.FAILED, "1 of 9 requests: refused: HTTP 429 Too Many Requests: slow down")
+    lowest = TRUE
+
+    def _measure(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        assert load.request_rate is not None
+        self.tried.append(load.request_rate)
+        if load.request_rate > self.lowest:
+            raise self.failure
+        return {"figures": {"ttft_s.p99": 0.1}}
+
+
+@pytest.mark.parametrize("start", [5.0, 300.0])
+def test_a_load_that_the_server_refuses_is_above_the_limits(start: float) -> None:
+    points = Refusing(start, (), repeats=2)._search("request_rate")
+    assert TRUE / RESOLUTION <= points[-1]["load"]["request_rate"] <= TRUE
+
+
+def test_a_server_that_refuses_every_load_fails() -> None:
+    runner = Refusing(5.0, (), repeats=1)
+    runner.lowest = 0.0
+    with pytest.raises(TrialFailure, match="429"):
+        runner._search("request_rate")
+
+
+@pytest.mark.parametrize("state", [TrialState.TIMED_OUT, TrialState.FAILED])
+def test_a_load_that_does_not_end_in_time_leaves_those_before_it(state: TrialState) -> None:
+    runner = Refusing(5.0, (), repeats=2)
+    runner.failure = TrialFailure(state, "timed out: not answered within 9 s")
+    if state is TrialState.FAILED:  # a server that fails is no load that is too high
+        with pytest.raises(TrialFailure):
+            runner._search("request_rate")
+    else:
+        assert TRUE / RESOLUTION <= runner._search("request_rate")[-1]["load"]["request_rate"] <= TRUE
+
+
+def test_a_warm_up_that_is_refused_is_sent_with_fewer_requests() -> None:
+    class Small(Sent):
+        def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
+            super()._send(load, f"{load.concurrency}", seed, limits)
+            if load.concurrency == STEADY.concurrency:
+                raise Refusing.failure
+            return LoadResult(figures={}, duration_s=1.0, completed=1, failed=0)
+
+    runner = Small()
+    runner.servers = [Server("server", Instance(argv=()), Path("log"), ())]
+    runner._warm_up()
+    assert runner.names == ["4", "2"]
