@@ -19,6 +19,23 @@ LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
 """Keys of levels that have another name in a measurement."""
 GIB = 2**30
+STEP = {
+    "title": N_("Step time"),
+    "parts": N_("Parts of the step time (predicted)"),
+    "predicted": N_("step, predicted"),
+    "measured": N_("step, measured"),
+    "star": N_("measured step"),
+    "summary": N_("{name}: {part} takes {share:.1%} of a step of ~{seconds} s."),
+}
+REQUEST = {
+    "title": N_("Time of a request"),
+    "parts": N_("Parts of the mean time of a request (predicted)"),
+    "predicted": N_("request, predicted"),
+    "measured": N_("request, measured"),
+    "star": N_("measured request"),
+    "summary": N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
+}
+"""Texts of the parts of the time, for training and for servers."""
 MIN_SHARE = 1e-4
 """Minimum share of a group in the memory in use."""
 
@@ -157,18 +174,19 @@ def step_time(run: RunData) -> Section | None:
     predicted_trials = {name: trial for name, trial in trials.items() if trial["predicted"].get("time")}
     if not predicted_trials:
         return None
-    blocks: list[Block] = [_step_parts(predicted_trials)]
+    blocks: list[Block] = [_step_parts(run, predicted_trials)]
     measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured_parts(run, trial))]
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
-    return Section(anchor="step", title=_("Step time"), blocks=tuple(blocks))
+    return Section(anchor="step", title=_((REQUEST if run.serves else STEP)["title"]), blocks=tuple(blocks))
 
 
-def _step_parts(trials: Mapping[str, Record]) -> Chart:
+def _step_parts(run: RunData, trials: Mapping[str, Record]) -> Chart:
+    texts = REQUEST if run.serves else STEP
     times = {name: trial["predicted"]["time"] for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
-    steps = {name: number(lookup(trial, "measured.step_time_s.median")) for name, trial in trials.items()}
+    steps = {name: _measured_seconds(run, trial) for name, trial in trials.items()}
     parts = list(dict.fromkeys(part for time in times.values() for part in time))
     traces, rows = [], list[list[Any]]()
     for place, part in enumerate(parts):
@@ -178,19 +196,19 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
         rows.append([_(part_name(part)), *(each for pair in pairs for each in pair)])
         if any(seconds):
             traces.append(bars(_(part_name(part)), place, seconds, list(times), width=0.5))
-    for name, figures in ((_("step, predicted"), totals), (_("step, measured"), steps)):
+    for name, figures in ((_(texts["predicted"]), totals), (_(texts["measured"]), steps)):
         rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
     present = [(step, name) for name, step in steps.items() if step is not None]
     if present:
-        trace = points(_("measured step"), 5, *zip(*present, strict=True))
+        trace = points(_(texts["star"]), 5, *zip(*present, strict=True))
         traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
-    title = _("Parts of the step time (predicted)")
+    title = _(texts["parts"])
     first, time = next(iter(times.items()))
     largest_part = max(time, key=lambda part: float(time[part]))
     return Chart(
         title=title,
         summary=_(
-            "{name}: {part} takes {share:.1%} of a step of ~{seconds} s.",
+            texts["summary"],
             name=first.capitalize(),
             part=_(part_name(largest_part)),
             share=time[largest_part] / (totals[first] or 1.0),
@@ -200,6 +218,13 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
         layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
         table=table(title, [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
     )
+
+
+def _measured_seconds(run: RunData, trial: Record) -> float | None:
+    """Return the measured seconds of a step, of a server the mean of a request."""
+    if run.serves:
+        return number((lookup(trial, "measured.figures") or {}).get("e2e_s.mean"))
+    return number(lookup(trial, "measured.step_time_s.median"))
 
 
 def _measured_parts(run: RunData, trial: Record) -> list[Any]:
