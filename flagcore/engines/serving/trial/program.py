@@ -195,23 +195,24 @@ class LoadRunner:
     def _search(self, key: str) -> list[dict[str, Any]]:
         """Return the load points of the search for the highest load, without stopped ones.
 
-        A load that the servers refuse or do not finish is above the limits. Such a load is tried again at once: a
-        disturbance can only raise latencies, and a search that goes down for one takes long. The highest load within
-        the limits runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
-        load meets the limits, the only point is the lowest load that was tried.
+        A load above the limits, or one that the servers refuse or do not finish, is tried again at once: a disturbance
+        can only raise latencies. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
+        the next lower one is repeated, and so on. If none meets the limits, the only point is the lowest one tried.
         """
         base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
         maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
-        tried: dict[float, bool] = {}
-        longest_s, seed, headroom = 0.0, 0, 1.0
+        tried, longest_s, seed, headroom = dict[float, bool](), 0.0, 0, 1.0
 
         def run(value: float, *, stop: bool = True) -> bool:
             nonlocal longest_s, seed, headroom
             began = time.monotonic()
             arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
-            if points and self.deadline - began < max(TIME_SHARE * longest_s, arrivals_s):
-                log(f"no time left for {key} {value:.4g}")
-                return False
+            if tried and self.deadline - began < max(TIME_SHARE * longest_s if points else 0.0, arrivals_s):
+                log(reason := f"no time left for {key} {value:.4g}")
+                if points or stop:
+                    return False
+                reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
+                raise TrialFailure(TrialState.TIMED_OUT, reason)
             load = base.at(key, value)
             log(f"{key} {value:.4g}")
             seed += 1

@@ -75,6 +75,22 @@ def test_a_load_that_takes_longer_than_the_time_left_is_not_sent() -> None:
     assert runner.tried == [point["load"]["request_rate"]]
 
 
+def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
+    runner = Runner(20.0, tuple(range(1000)), repeats=1)  # 100 requests take 5 s
+    runner.deadline = time.monotonic() + 2.0
+    with pytest.raises(TrialFailure) as failure:
+        runner._search("request_rate")
+    assert failure.value.state is TrialState.TIMED_OUT
+    assert "20" in str(failure.value)
+
+
+def test_a_search_without_time_for_lower_loads_measures_the_lowest_that_fits() -> None:
+    runner = Runner(200.0, tuple(range(1000)), repeats=1)
+    runner.deadline = time.monotonic() + 2.0
+    (point,) = runner._search("request_rate")
+    assert point["load"]["request_rate"] == min(runner.tried) > 50.0
+
+
 def test_no_load_within_the_limits_leaves_the_lowest() -> None:
     runner = Runner(20.0, tuple(range(1000)), repeats=1)
     (point,) = runner._search("request_rate")
