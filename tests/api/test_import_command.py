@@ -117,6 +117,40 @@ def test_expert_parallelism_as_a_switch_is_a_size(tmp_path: Path) -> None:
     assert imported.data["serve"]["engine_args"] == {}
 
 
+@pytest.mark.parametrize(
+    ("flags", "cluster", "baseline"),
+    [
+        ("--tp 8 --dp 8 --enable-dp-attention", {"devices_per_node": 8}, {"tensor": 1, "data": 8}),
+        ("--tp 8 --attn-dp-size 4", {"devices_per_node": 8}, {"tensor": 2, "data": 4}),
+        ("--tp 4 --data-parallel-size 2", {"devices_per_node": 8}, {"tensor": 4, "instances": 2}),
+        (
+            "--tp 16 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5000",
+            {"nodes": 2, "devices_per_node": 8},
+            {"tensor": 16},
+        ),
+    ],
+)
+def test_the_layout_of_sglangs_flags_is_the_baseline(
+    flags: str, cluster: dict[str, int], baseline: dict[str, int]
+) -> None:
+    imported = api.read_command(
+        "sglang", [f"python3 -m sglang.launch_server --model-path model {flags}"], chip="H100-SXM"
+    )
+    names = {"tensor": "tensor_model_parallel_size", "data": "data_parallel_size", "instances": "instances"}
+    assert imported.data["cluster"] == {"chip": "H100-SXM", **cluster}
+    assert imported.data["auto_tuner"]["baseline"] == {names[key]: value for key, value in baseline.items()}
+    assert imported.data["serve"]["engine_args"] == {}
+    written = {word.split("=")[0] for word in flags.split() if word.startswith("--")}
+    assert written <= keys(imported)
+
+
+def test_a_server_of_one_kind_is_imported_as_one_that_does_both() -> None:
+    command = "python3 -m sglang.launch_server --model-path model --disaggregation-mode prefill --tp 2"
+    imported = api.read_command("sglang", [command])
+    assert "--disaggregation-mode" in keys(imported)
+    assert imported.data["serve"]["engine_args"] == {}
+
+
 def test_several_values_are_noted_and_comments_stand_above_their_keys() -> None:
     imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8"])
     assert "--lora-modules" in keys(imported)

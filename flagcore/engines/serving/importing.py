@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flagcore.contracts import ImportNote
 from flagcore.domain.serving import Load
 from flagcore.engines.script import is_script, trace_script
-from flagcore.engines.serving.common.hardware import DP, EP, PP, TP
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP
 from flagcore.engines.serving.common.knobs import DEFAULT_SPACE
 from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.errors import SpecError, join_errors
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LENGTHS = ("max_model_len", "context_length", "ctx_size")
 """Arguments that may be written as 32k."""
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_HOSTS = "nnodes"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 _NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
 
@@ -36,7 +37,7 @@ def spec_of_command(
     """Return the data of a spec for a command and notes, see `CommandReader`. Raises SpecError."""
     program, words = _find_program(engine, _server_command(engine, command, directory))
     notes = Notes()
-    path, arguments = _arguments(engine, words, notes)
+    path, arguments, hosts = _arguments(engine, words, notes)
     path = model or _weights(path, directory, notes)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
@@ -46,10 +47,12 @@ def spec_of_command(
     if tuple(program) != tuple(engine.program.program):
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
     cluster: dict[str, Any] = {"chip": "auto"}
-    devices = math.prod(baseline.get(name, 1) for name in (TP, PP, DP))
+    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
     if engine_args.pop(engine.program.expert_switch, False):
-        baseline[EP] = devices // baseline.get(PP, 1)
+        baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
     if devices > 1 or engine.split_by == TP:
+        if hosts > 1 and devices % hosts == 0:
+            cluster["nodes"], devices = hosts, devices // hosts
         cluster["devices_per_node"] = devices
         notes.note("cluster.devices_per_node", "is the number of devices of the command", "cluster.devices_per_node")
         baseline = {TP: 1, **baseline}
@@ -94,9 +97,9 @@ def _find_program(engine: Engine, words: Sequence[str]) -> tuple[Sequence[str], 
     return words[place[0] : place[1]], words[place[1] :]
 
 
-def _arguments(engine: Engine, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any]]:
-    """Return the model and the flags of a server with their values. True is a flag without a value."""
-    model, arguments = None, dict[str, Any]()
+def _arguments(engine: Engine, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any], int]:
+    """Return the model, the flags of a server with their values, and its hosts. True is a flag without a value."""
+    model, arguments, hosts = None, dict[str, Any](), 1
     for flag, values in _split(engine, words):
         name = strip_dashes(flag)
         knob, _ = engine.program.knob_of(name)
@@ -104,15 +107,23 @@ def _arguments(engine: Engine, words: Sequence[str], notes: Notes) -> tuple[str 
             model = values.pop()  # `--enforce-eager MODEL`
         if not flag or name in engine.program.model_flags:
             model = values[0] if values else model
+        elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
+            hosts = int(values[0])
+            notes.note(flag, "is the number of hosts of the cluster", "cluster")
         elif reason := engine.program.reserved.get(name):
             notes.note(flag, f"dropped: {reason}", "serve.engine_args")
         elif len(values) > 1:
             notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
         else:
             arguments[name] = _value(name, values[0]) if values else True
-            if knob is None and name != engine.program.expert_switch:
-                notes.note(flag, _unknown_flag(engine, name), f"serve.engine_args.{name}")
-    return model, arguments
+    known = engine.program.known_args(arguments)
+    for name in known:
+        if name != engine.program.expert_switch and engine.program.knob_of(name)[0] is None:
+            notes.note(f"--{name}", _unknown_flag(engine, name), f"serve.engine_args.{name}")
+    added = " and ".join(name for name in known if name not in arguments)
+    for name in (name for name in arguments if name not in known):
+        notes.note(f"--{name}", f"is expressed by {added}" if added else "dropped: has no effect", "serve.engine_args")
+    return model, known, hosts
 
 
 def _unknown_flag(engine: Engine, name: str) -> str:
@@ -151,9 +162,8 @@ def _divide(
                 baseline[knob.name] = knob.parse(value, f"--{name}")
             except SpecError as error:
                 problems.append(error)
-            notes.note(
-                f"--{name}", "is the baseline; the search tries other values", f"auto_tuner.baseline.{knob.name}"
-            )
+            written = name if name == knob.name else f"--{name}"
+            notes.note(written, "is the baseline; the search tries other values", f"auto_tuner.baseline.{knob.name}")
         elif isinstance(value, str) and value.startswith(("./", "../")):
             others[name] = os.path.abspath(directory / value)
         else:

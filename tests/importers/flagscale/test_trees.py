@@ -558,6 +558,7 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
         "model",
         "model_path",
         "model_tag",
+        "disaggregation_mode",  # refused before
     }
 
 

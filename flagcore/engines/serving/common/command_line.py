@@ -110,7 +110,7 @@ class Program:
     def split(self, spec: Spec) -> EngineArgs:
         """Return the result of `parse` without a check of the other flags. A knob is set by its name or by its flag."""
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
-        for key, value in spec.serve.engine_args.items():
+        for key, value in self.known_args(spec.serve.engine_args).items():
             name = strip_dashes(key)
             knob, flag = self.knob_of(name)
             if knob is None:
@@ -130,6 +130,10 @@ class Program:
         if problems:
             raise join_errors(problems)
         return engine_args
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return arguments with knobs in place of the flags that only together have a knob's meaning."""
+        return dict(args)
 
     def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
         """Return the knob with a name or a flag (without dashes), and the flag; None for others."""

@@ -50,7 +50,8 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
 def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     """Return SGLang's router if it is installed beside SGLang, else flagcore's.
 
-    Instances that do both get the requests whose prefix they have.
+    Instances that do both get the requests whose prefix they have. SGLang's router (0.3.2) answers completions whose
+    prompt is token ids with HTTP 422.
     """
     python = own.PROGRAM.start_command(task.spec)[0]
     is_installed = program.package_version(python, "sglang-router", "sglang_router")

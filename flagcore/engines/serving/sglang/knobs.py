@@ -1,7 +1,7 @@
 """The knobs of SGLang's server, its command line, and SGLang's defaults.
 
 Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`. The releases
-that have a flag follow from `srt/server_args.py` of 0.4.0 to 0.5.12 (mm-enable-dp-encoder: sgl-project/sglang #13126).
+that have a flag follow from `srt/server_args.py` of 0.4.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import EngineArgs, Program
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.common.knobs import by_hardware, code, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.settings import Settings
@@ -58,10 +58,13 @@ KV_BYTES = {
     "mxfp8": 33 / 32,
     "nvfp4": 9 / 16,
     "fp4_mx_block16": 9 / 16,
+    "fp4_e2m1": 9 / 16,
 }
 """Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
 """SGLang's default of max_prefill_tokens, and its minimum default of max_running_requests."""
+DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
+"""SGLang's defaults of drafted tokens, except 5 for Llama (0.5.23 `speculative_hook.py`)."""
 _MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -86,7 +89,7 @@ KNOBS = (
     knobs.SIZES_KNOB,
     replace(knobs.ROLES_KNOB, versions=">=0.4.6"),
     variant(knobs.TRANSFER_KNOB, words=("mooncake", "nixl"), versions=">=0.4.6"),
-    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.7"),
+    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.6.post2"),
     variant(
         knobs.DP_KNOB,
         "attn-dp-size",
@@ -122,6 +125,7 @@ KNOBS = (
     knob(
         MEMORY,
         "Share of a device's memory for weights and cache only.",
+        flags=("mem-fraction-static", "mem-fraction"),
         label="memory share",
         kind="share",
         auto=by_hardware(knobs.NOT_SET, fixed_values(None, "0.85", "0.9")),
@@ -134,7 +138,17 @@ KNOBS = (
         "Order of waiting requests: first come first served, longest cached prefix first, and others.",
         label="policy",
         kind="word",
-        words=("fcfs", "lpm", "random", "dfs-weight", "lof", "priority", "hrrn", "shortest-prefill-first"),
+        words=(
+            "fcfs",
+            "lpm",
+            "random",
+            "dfs-weight",
+            "lof",
+            "priority",
+            "routing-key",
+            "hrrn",
+            "shortest-prefill-first",
+        ),
         auto=fixed_values("fcfs", "lpm"),
     ),
     knob(
@@ -158,13 +172,13 @@ KNOBS = (
     variant(
         knobs.MOE_KNOB, "moe-runner-backend", words=MOE_BACKENDS, aliases=("moe_runner_backend",), versions=">=0.5"
     ),
-    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.4.7"),
+    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.4.6.post5"),
     knob(
         REDUNDANT,
         "Copies of experts, in addition to the experts of the model.",
         label="redundant experts",
         flags=("ep-num-redundant-experts",),
-        versions=">=0.4.7",
+        versions=">=0.4.6.post5",
     ),
     variant(
         knobs.SPECULATION_KNOB,
@@ -185,16 +199,58 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 
 
-class SglangProgram(Program):
-    """SGLang's server. Its tp-size is the product of TP and attention DP."""
+DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
+"""SGLang's servers behind one port; with `enable-dp-attention` the attention groups of one server."""
+STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
+DRAFT_FLAG = "speculative-draft-model-path"
 
-    def parse(self, spec: Spec) -> EngineArgs:
-        found = super().parse(spec)
-        tensor, data = found.fixed.get(TP), found.fixed.get(DP)
-        by_flag = any(strip_dashes(key) in TP_FLAGS for key in spec.serve.engine_args)
-        if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
-            found.fixed[TP] = tensor // data
-        return found
+
+class SglangProgram(Program):
+    """SGLang's server. Several of its flags together set one knob."""
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return arguments with knobs in place of the flags that only together have a knob's meaning.
+
+        SGLang's tp-size is the product of TP and attention DP. A chain of drafts has one draft in each step.
+        """
+        found = dict(args)
+
+        def take(*names: str) -> EngineArg:
+            keys = [key for key in found if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
+            return next((found.pop(key) for key in keys), None)
+
+        if isinstance(servers := take(*DP_FLAGS), int):
+            divides_attention = take("enable-dp-attention")
+            if servers > 1:
+                found["attn-dp-size" if divides_attention else INSTANCES] = servers
+        elif servers is not None:
+            found[DP_FLAGS[0]] = servers
+        names = {strip_dashes(key): key for key in found}
+        tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
+        tensor = found.get(tensor_key)
+        if take("enable-ep-moe") and isinstance(tensor, int):
+            found["ep-size"] = tensor
+        data = found.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
+        if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
+            found[tensor_key] = tensor // data
+        if draft := take("speculative-draft-model"):
+            found[DRAFT_FLAG] = draft
+        return found | _chain(found)
+
+
+def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
+    """Remove the flags of a chain of drafts, and return its number of drafted tokens; nothing for a tree of drafts."""
+    names = {strip_dashes(key): key for key in args}
+    method, steps, breadth, verified = (
+        args.get(names.get(name, "")) for name in ("speculative-algorithm", STEPS, BREADTH, VERIFIED)
+    )
+    is_ngram = str(method).upper() == NGRAM
+    drafted = verified if is_ngram else steps
+    if not isinstance(drafted, int) or not (is_ngram or breadth == 1):
+        return {}
+    for name in (VERIFIED,) if is_ngram else (STEPS, BREADTH, VERIFIED):
+        args.pop(names.get(name, ""), None)
+    return {DRAFTED: drafted}
 
 
 PROGRAM = SglangProgram.read("flagcore.engines.serving.sglang", KNOBS)
@@ -262,10 +318,19 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
-        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        drafted=_drafted(other_args, values),
         quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
         tower_shares=knobs.tower_shares(BY_NAME[knobs.TOWER], values),
     )
+
+
+def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
+    """Return the drafted tokens in succession; by default the steps of a tree of drafts, or SGLang's number."""
+    steps = other_args.get(STEPS)
+    default = np.where(columns[SPECULATION] == code(BY_NAME[SPECULATION], NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
+    if isinstance(steps, int):
+        default = np.full_like(default, steps)
+    return np.where(columns[SPECULATION] > 0, or_default(columns[DRAFTED], default), 0)
 
 
 def _cache_bytes(

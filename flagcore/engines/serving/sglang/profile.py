@@ -1,4 +1,4 @@
-"""SGLang (`sglang.launch_server`), releases 0.5.
+"""SGLang (`sglang.launch_server`), releases 0.4 and 0.5.
 
 Sources: sglang 0.5.23 `srt/entrypoints/http_server.py` (reported settings), `srt/arg_groups/` (rules).
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode
@@ -30,12 +31,14 @@ from flagcore.engines.serving.common.rules import (
 from flagcore.engines.serving.dynamo import Worker
 from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
-from flagcore.engines.serving.sglang import disaggregation
+from flagcore.engines.serving.sglang import disaggregation, releases
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
 from flagcore.engines.serving.trial.job import Instance
 
-RECEIVE, DRAFT_FLAG = "scheduler-recv-interval", "speculative-draft-model-path"
+RECEIVE = "scheduler-recv-interval"
+ATTENTION_DP = ">=0.5.22"
+"""The releases with attn-dp-size; they still accept the earlier spelling."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -43,15 +46,18 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     other_args = own.PROGRAM.parse(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
+    version = own.PROGRAM.version(spec)
     argv = [*own.PROGRAM.start_command(spec), "--model-path", spec.serve.weights or ""]
     argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
-    argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1}, own.PROGRAM.version(spec))
+    argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1}, version)
     argv += _drafts(values)
     if values.get(own.HICACHE):
         argv.append("--enable-hierarchical-cache")
     if data > 1:
-        newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
-        argv += ["--attn-dp-size", str(data)] if newer else ["--dp-size", str(data), "--enable-dp-attention"]
+        is_newer = version and in_versions(ATTENTION_DP, version)
+        argv += ["--attn-dp-size", str(data)] if is_newer else ["--dp-size", str(data), "--enable-dp-attention"]
+    if count(values, EP) > 1 and releases.has_expert_switch(version):
+        argv.append("--enable-ep-moe")
     if hardware.on_cores and "device" not in other_args:
         argv += ["--device", "cpu"]
     if hardware.on_cores and "max-total-tokens" not in other_args:
@@ -127,9 +133,10 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
         values[knobs.TOWER] = "data" if is_whole else "weights"
     if values.get(own.SPECULATION) == "EAGLE":  # also reported for NEXTN
         del values[own.SPECULATION]
-    drafted = info.get("speculative_num_draft_tokens")
+    is_ngram = info.get("speculative_algorithm") == own.NGRAM
+    drafted = info.get("speculative_num_draft_tokens" if is_ngram else "speculative_num_steps")
     if isinstance(drafted, int):
-        values[own.DRAFTED] = drafted - (info.get("speculative_algorithm") != own.NGRAM)
+        values[own.DRAFTED] = drafted
     if isinstance(info.get("mem_fraction_static"), float):
         values[own.MEMORY] = f"{info['mem_fraction_static']:g}"
     return values
@@ -190,6 +197,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
         ),
         *_model_rules(task),
+        *releases.rules(task),
         *context_rules(task, own.CONTEXT),
         _page_rule(),
     )
@@ -204,7 +212,16 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             message=f"{own.BALANCING} and {own.REDUNDANT} need {EP} > 1",
             broken=lambda c: ((c[own.BALANCING] == 1) | (c[own.REDUNDANT] > 0)) & (c[EP] <= 1),
         ),
-        *speculation_rules(task, own.BY_NAME[own.SPECULATION], own.PROGRAM, own.NEED_DRAFT_MODEL, DRAFT_FLAG, "NEXTN"),
+        *speculation_rules(
+            task,
+            own.BY_NAME[own.SPECULATION],
+            own.PROGRAM,
+            # EAGLE drafts with the model's own layers if it has them: NEXTN is its other name.
+            [each for each in own.NEED_DRAFT_MODEL if each != "EAGLE" or task.spec.model.mtp_num_layers == 0],
+            own.DRAFT_FLAG,
+            "NEXTN",
+            needs_tokens=False,
+        ),
     )
 
 
@@ -227,7 +244,7 @@ def _page_rule() -> Rule:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of SGLang's defaults and of knobs without effect."""
-    defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
+    defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: releases.policy(task), PREFILL: PREFILL_TOKENS}
     defaults[knobs.TOWER] = "weights"
     has_backend = own.BACKEND in task.spec.space or own.BACKEND in own.PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:

@@ -81,19 +81,14 @@ def test_knobs_reach_sglang_in_its_spelling() -> None:
     )
 
 
-def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(tmp_path: Path) -> None:
-    words = server(cards(), tensor_model_parallel_size=2, data_parallel_size=2).argv
-    assert words[8:] == ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
-    packages = tmp_path / "lib/python3.11/site-packages/sglang/srt/arg_groups/fields"
-    packages.mkdir(parents=True)
-    (tmp_path / "pyvenv.cfg").touch()
-    (packages / "parallel.py").write_text("class Parallel:\n    attn_dp_size: int = 1\n    tp_size: int = 1\n")
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin/python3"
-    python.symlink_to("/bin/true")
-    task = cards(command=(str(python), "-m", "sglang.launch_server"))
-    words = server(task, tensor_model_parallel_size=2, data_parallel_size=2).argv
-    assert words[-4:] == ("--tp-size", "4", "--attn-dp-size", "2")
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("0.5.21", "--dp-size 2 --enable-dp-attention"), ("0.5.22", "--attn-dp-size 2"), ("", "--enable-dp-attention")],
+)
+def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version: str, words: str) -> None:
+    argv = server(cards(engine_version=version), tensor_model_parallel_size=2, data_parallel_size=2).argv
+    assert argv[8:10] == ("--tp-size", "4")
+    assert " ".join(argv).endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -270,3 +265,82 @@ def test_the_names_of_methods_of_other_engines_are_accepted() -> None:
     assert ENGINE.parse({"speculation": "mtp"}) == {"speculation": "NEXTN"}
     assert "--disable-overlap-schedule" in server(cards(), async_scheduling=False).argv
     assert "--enable-hierarchical-cache" in server(cards(), hicache_size=8).argv
+
+
+def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:
+    task = cards(engine_args={"speculative_algorithm": "EAGLE3", "speculative-draft-model-path": "draft"})
+    assert broken(ENGINE, task) == []
+    assert settings(task).drafted.item() == 3
+    tree = {"speculative-num-steps": 5, "speculative-eagle-topk": 4, "speculative-num-draft-tokens": 8}
+    task = cards(engine_args={**task.spec.serve.engine_args, **tree})
+    assert settings(task).drafted.item() == 5
+    assert server(task).argv[-6:] == tuple(str(word) for name, value in tree.items() for word in (f"--{name}", value))
+
+
+def test_eagle_drafts_with_the_models_own_layers_if_it_has_them() -> None:
+    own_layers = cards(model=replace(DENSE, mtp_num_layers=1))
+    assert "speculation_needs_a_draft" not in broken(ENGINE, own_layers, speculation="EAGLE", speculative_tokens=1)
+    assert "speculation_needs_a_draft" in broken(ENGINE, cards(), speculation="EAGLE", speculative_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fixed"),
+    [
+        ({"tp": 4, "dp": 2}, {"tensor_model_parallel_size": 4, "instances": 2}),
+        (
+            {"tp": 4, "dp_size": 2, "enable_dp_attention": True},
+            {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+        ),
+        ({"tp": 4, "dp": 1, "enable-dp-attention": True}, {"tensor_model_parallel_size": 4}),
+        ({"tp_size": 4, "enable_ep_moe": True}, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
+        (
+            {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": 8},
+            {"speculation": "NGRAM", "speculative_tokens": 8},
+        ),
+        (
+            {"speculative-num-steps": 2, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 3},
+            {"speculative_tokens": 2},
+        ),
+        ({"mem-fraction": 0.75}, {"mem_fraction_static": "0.75"}),
+    ],
+)
+def test_flags_that_together_have_the_meaning_of_a_knob_set_it(arguments: Any, fixed: Any) -> None:
+    found = ENGINE.program.parse(cards(engine_args=arguments).spec)
+    assert (found.fixed, found.others) == (fixed, {})
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "is_broken"),
+    [
+        ("0.5.2", {"speculation": "NGRAM"}, True),
+        ("0.5.3", {"speculation": "NGRAM"}, False),
+        ("0.5.8", {"kv_cache_type": "fp4_e2m1"}, False),
+        ("0.5.21", {"kv_cache_type": "fp4_e2m1"}, True),
+        ("0.5.19", {"quantization": "marlin"}, False),
+        ("0.5.20", {"quantization": "marlin"}, True),
+        ("", {"speculation": "NGRAM"}, False),
+    ],
+)
+def test_values_that_a_release_does_not_have_are_illegal(version: str, values: Any, *, is_broken: bool) -> None:
+    assert ("value_release" in broken(ENGINE, cards(engine_version=version), **values)) is is_broken
+
+
+def test_expert_parallelism_of_early_releases_is_a_switch() -> None:
+    values = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
+    early, later = (cards(model=EXPERTS, engine_version=version) for version in ("0.4.9.post6", "0.4.10"))
+    assert "--enable-ep-moe" in server(early, **values).argv
+    assert "--enable-ep-moe" not in server(later, **values).argv
+    half = {**values, "expert_model_parallel_size": 2}
+    assert "expert_switch" in broken(ENGINE, early, **half)
+    assert "expert_switch" not in broken(ENGINE, later, **half)
+
+
+def test_the_default_order_of_requests_is_that_of_the_release() -> None:
+    early, later = (cards(engine_version=version) for version in ("0.4.3", "0.4.4"))
+    assert merged(ENGINE, early, schedule_policy="lpm") == merged(ENGINE, early)
+    assert merged(ENGINE, later, schedule_policy="lpm") != merged(ENGINE, later)
+
+
+def test_the_steps_of_a_tree_of_drafts_are_read_back() -> None:
+    info = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
+    assert ENGINE.effective(lambda path: json.dumps(info), "")["speculative_tokens"] == 5
