@@ -20,9 +20,9 @@ from flagcore.engines.serving.common.hardware import DP, PP, PREFILL_DECODE, TP,
 from flagcore.engines.serving.common.knobs import TRANSFER, code
 from flagcore.engines.serving.common.prefill_decode import PREFILL, roles
 from flagcore.engines.serving.router import PREFIX
-from flagcore.engines.serving.settings import TRANSFER_PORT, URL
+from flagcore.engines.serving.settings import TRANSFER_PORT
 from flagcore.engines.serving.sglang import knobs as own
-from flagcore.engines.serving.trial.job import LOCAL_ADDRESS, Instance, Router
+from flagcore.engines.serving.trial.job import Instance, Router
 
 RELEASES = {"mooncake": ">=0.4.6", "nixl": ">=0.4.6"}
 """The releases that have a backend. Those of vendors are passed as disaggregation_transfer_backend in engine_args."""
@@ -48,21 +48,16 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
 
 
 def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return SGLang's router if it is installed beside SGLang, else flagcore's.
+    """Return the router in front of instances: flagcore's for instances that only prefill or only decode.
 
-    Instances that do both get the requests whose prefix they have. SGLang's router (0.3.2) answers completions whose
-    prompt is token ids with HTTP 422.
+    SGLang's router (0.3.2) answers completions whose prompt is token ids, which trials send, with HTTP 422. Instances
+    that do both get the requests whose prefix they have, from SGLang's router if it is installed beside SGLang.
     """
+    if values.get(PREFILL_DECODE):
+        return Router.own("bootstrap")
     python = own.PROGRAM.start_command(task.spec)[0]
     is_installed = program.package_version(python, "sglang-router", "sglang_router")
-    if not values.get(PREFILL_DECODE):
-        command = (python, "-m", "sglang_router.launch_router")
-        return Router.cache_aware(command) if is_installed else Router.own(PREFIX)
-    if not is_installed:
-        return Router.own("bootstrap")
-    flags = ("--pd-disaggregation", "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT)
-    argv = (python, "-m", "sglang_router.launch_router", *flags, *LOCAL_ADDRESS)
-    return Router(argv=argv, prefill=("--prefill", URL, TRANSFER_PORT), decode=("--decode", URL), protocol="bootstrap")
+    return Router.cache_aware((python, "-m", "sglang_router.launch_router")) if is_installed else Router.own(PREFIX)
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
