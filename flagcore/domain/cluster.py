@@ -86,6 +86,15 @@ class Cluster:
         return sum(group.devices for group in self.groups)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the node groups, by default those of their chips, with a number if several have the same."""
+        titles = [group.title for group in self.groups]
+        return tuple(
+            f"{title}#{titles[: place + 1].count(title)}" if titles.count(title) > 1 else title
+            for place, title in enumerate(titles)
+        )
+
+    @property
     def chips(self) -> str:
         """The name of the chip. With several node groups, the number of devices and the chip of each."""
         if len(self.groups) == 1:

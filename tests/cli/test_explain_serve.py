@@ -119,3 +119,29 @@ def test_idle_devices_are_named_also_if_no_candidate_meets_the_limits(
 
     assert warned(parallel=[2, 4])
     assert not warned(instances="auto")
+
+
+@pytest.mark.parametrize(
+    ("space", "named"),
+    [
+        ({"tensor_model_parallel_size": "auto", "instances": 1}, "set instances, pipeline_model_parallel_size to auto"),
+        ({"tensor_model_parallel_size": 4, "instances": "auto"}, "set tensor_model_parallel_size, pipeline_"),
+    ],
+)
+def test_advice_on_idle_devices_names_knobs_that_are_not_auto(
+    space: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, load = {"chip": "H100-SXM", "devices_per_node": 7}, {"input_len": 32, "output_len": 16, "concurrency": 4}
+    serve = {"engine": "vllm", "profile": load}
+    api.estimate({"model": SHAPE, "cluster": cluster, "serve": serve, "auto_tuner": {"space": space}})
+    assert named in caplog.text
+
+
+def test_idle_devices_of_the_fastest_candidate_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = {"chip": "H100-SXM", "devices_per_node": 7, "price_per_device_hour": 2}
+    load = {"input_len": 32, "output_len": 16, "concurrency": 1}
+    serve = {"engine": "vllm", "profile": load}
+    found = api.estimate({"model": SHAPE, "cluster": cluster, "serve": serve, "auto_tuner": {"objective": "cost"}})
+    used = found.candidates[0]["candidate"]["instances"]
+    assert used < 7
+    assert f"uses {used} of 7 devices" in caplog.text

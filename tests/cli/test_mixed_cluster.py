@@ -113,7 +113,8 @@ def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable
     total = sum(each["tokens_per_second"] for each in mixing["alone"])
     assert mixing["of_sum"] == pytest.approx(mixing["mixed"]["tokens_per_second"] / total)
     assert mixing["of_best_alone"] == pytest.approx(2 * mixing["of_sum"])
-    assert 0 <= mixing["idle"]["cpu"] < 1
+    assert mixing["idle"].keys() == {"cpu#1", "cpu#2"}
+    assert all(0 <= share < 1 for share in mixing["idle"].values())
 
 
 def test_kinds_alone_with_another_implementation_are_named(flag: Flag, spec: Callable[..., str]) -> None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import (
@@ -42,7 +44,7 @@ from flagcore.plugins import (
     strategy,
     workload_of,
 )
-from flagcore.problem import Problem, sizes_fixed_at_one
+from flagcore.problem import Problem, rows_by_time, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.clusters import without_spares
@@ -54,6 +56,9 @@ from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
 """A spec: a file, or its content. Relative paths in data start at the working directory."""
+
+DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+"""Knobs that increase the devices of a server, for advice."""
 
 UNNAMED = Path("spec")
 """Name of a spec without a file, in messages and for the folder of its run."""
@@ -319,9 +324,9 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of engines that are untested on the chip, of devices that no candidate uses, of environment variables that
-    differ from those of plugins, of sizes that a rule fixes to 1, of disabled pruning rules, of settings without
-    effect, and of flags that cannot be checked.
+    """Warn of engines that are untested on the chip, of devices that no candidate or not the fastest uses, of
+    environment variables that differ from those of plugins, of sizes that a rule fixes to 1, of disabled pruning rules,
+    of settings without effect, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
@@ -351,17 +356,26 @@ def _family_names(task: Task) -> list[str]:
 
 
 def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
-    """Return a warning if no candidate uses all devices that a trial may use, also if all are pruned."""
+    """Return a warning if no candidate, also if all are pruned, or not the fastest predicted one, uses all devices
+    that a trial may use.
+    """
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not len(problem.space):
         return []
-    max_used = int(workload.device_counts(engine_task(task), columns).max())
+    used = workload.device_counts(engine_task(task), columns)
     usable_count = work.cards or task.cluster.devices
-    if max_used >= usable_count:
-        return []
-    text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
-    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=max_used)]
+    if (max_used := int(used.max())) < usable_count:
+        text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
+        listed = [name for name in DEVICE_KNOBS if name in problem.knobs and task.spec.space.get(name) != AUTO]
+        change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
+        return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
+    first = int(rows_by_time(problem)[0]) if rows.size else None
+    if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
+        fastest = int(used[rows == first][0])
+        text = _("the fastest predicted candidate uses {used} of {usable} devices", used=fastest, usable=usable_count)
+        return [text] if fastest < usable_count else []
+    return []
 
 
 def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:

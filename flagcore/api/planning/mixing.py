@@ -46,7 +46,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     alone = [plan for plan in plans if plan]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
-    titles = [group.title for group in problem.platform.task.cluster.groups]
+    titles = problem.platform.task.cluster.names
     pipelines = _pipelines(problem, workload, order)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [

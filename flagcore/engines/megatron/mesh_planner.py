@@ -23,7 +23,7 @@ from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.mesh_options import MeshOptions, mesh_options, recompute_words
 from flagcore.engines.megatron.mesh_rules import tied
 from flagcore.engines.megatron.mesh_trials import require_runnable, runs_meshes
-from flagcore.engines.megatron.meshes import DP, MESHES, PP, RECOMPUTE, SIZES, Meshes, group_names, mesh_text
+from flagcore.engines.megatron.meshes import DP, MESHES, PP, RECOMPUTE, SIZES, Meshes, mesh_text
 from flagcore.engines.megatron.replica_planner import planned_replicas
 from flagcore.engines.megatron.split import derived
 
@@ -98,7 +98,7 @@ def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[
 
 def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     """Return the meshes that may be the fastest, the best by score first; without `plan`, those of trials."""
-    names, words = group_names(task.cluster), recompute_words(task)
+    names, words = task.cluster.names, recompute_words(task)
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
     sets = [some for size in range(1, len(names) + 1) for some in combinations(range(len(names)), size)]

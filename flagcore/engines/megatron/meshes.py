@@ -84,7 +84,7 @@ class Meshes:
         listed, baseline = task.spec.space.get(MESHES, ()), (task.spec.baseline or {}).get(MESHES)
         values = [*(() if isinstance(listed, str) else listed), baseline]
         texts = tuple(dict.fromkeys(str(value) for value in values if value))
-        return _meshes(texts, group_names(task.cluster))
+        return _meshes(texts, task.cluster.names)
 
     def number(self, code: IntArray) -> IntArray:
         """Return how many meshes each candidate has."""
@@ -127,15 +127,6 @@ class Meshes:
         return np.where(counts > 0, counts, even) * (self.groups[code] >= 0)
 
 
-def group_names(cluster: Cluster) -> tuple[str, ...]:
-    """Return the names of the node groups, by default those of their chips, with a number if several have the same."""
-    names = [group.title for group in cluster.groups]
-    return tuple(
-        f"{name}#{names[: place + 1].count(name)}" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
-    )
-
-
 def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:
     """Return the text of one mesh; `sizes` has the keys of `SIZES`, `replicas` the micro-batches of its replicas."""
     shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
@@ -148,6 +139,14 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
     rows = [
         [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
     ]
+    for text, row in zip(texts, rows, strict=True):
+        used = [group for group, _ in row] if REPLICAS in text else []
+        if repeated := next((names[group] for group in used if used.count(group) > 1), None):
+            problem, fix = (
+                f"has {repeated} more than once",
+                f"give each chip one mesh of replicas; chips: {', '.join(names)}",
+            )
+            raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
     longest = max((len(row) for row in rows), default=1)
     groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
     codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}

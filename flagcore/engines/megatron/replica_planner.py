@@ -29,7 +29,6 @@ from flagcore.engines.megatron.meshes import (
     SIZES,
     SPLIT,
     TP,
-    group_names,
     mesh_text,
 )
 from flagcore.engines.megatron.predict import base_inputs
@@ -53,7 +52,7 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
     """Return the data splits that may be the fastest, the best first."""
     if task.spec.model.mtp_num_layers or costs.between is None:
         return ()
-    names, words, batch = group_names(task.cluster), recompute_words(task), task.spec.train.global_batch_size
+    names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
     groups = [replace(each, further={}, between=costs.between) for each in costs.groups]
     options = [_options(task, each, number) for number, each in enumerate(groups)]
     found: dict[str, float] = {}

@@ -69,24 +69,29 @@ def hetero_of(source: Source, flags: Flags) -> Hetero | None:
     flat, types = flags.get(MESHES_KEY), flags.get(TYPES)
     if not _are_sizes(flat) or len(flat) % 5:
         fix = "give tp, cp, ep, dp and pp of each mesh"
-        raise source.error(flags.key(MESHES_KEY), "must be five numbers for each mesh", value=flat, fix=fix)
+        raise source.error(_key(flags, MESHES_KEY), "must be five numbers for each mesh", value=flat, fix=fix)
     sizes = tuple(tuple(flat[start : start + 5]) for start in range(0, len(flat), 5))
     if not isinstance(types, list) or len(types) != len(sizes):
         problem = f"must be a name for each of {len(sizes)} meshes"
-        raise source.error(flags.key(TYPES), problem, value=types, fix="give one for each mesh")
+        raise source.error(_key(flags, TYPES), problem, value=types, fix="give one for each mesh")
     if flags.get("standalone_embedding_stage"):
         key, problem = flags.key("standalone_embedding_stage"), "cannot be combined with meshes in FlagScale"
         raise source.error(key, problem, value=True, fix="set it to false")
     stages, wanted = sum(each[4] for each in sizes), flags.get("pipeline_model_parallel_size", 1)
     if wanted != stages:
         problem, fix = "is not the number of stages of all meshes", f"set it to {stages}"
-        raise source.error(flags.key("pipeline_model_parallel_size"), problem, value=wanted, fix=fix)
+        raise source.error(_key(flags, "pipeline_model_parallel_size", "train.system"), problem, value=wanted, fix=fix)
     layers, number = flags.get(LAYERS), flags.get("num_layers")
     if layers is not None and not (_are_sizes(layers, least=0) and len(layers) == stages and sum(layers) == number):
         problem, fix = f"must be the layers of {stages} stages, {number} in all", "correct it, or leave it out"
         raise source.error(flags.key(LAYERS), problem, value=layers, fix=fix)
     recompute = tuple(_recompute_of(source, flags, sizes)) if flags.get("recompute_granularity") else ()
     return Hetero(sizes=sizes, types=tuple(map(str, types)), layers=tuple(layers or ()), recompute=recompute)
+
+
+def _key(flags: Flags, name: str, section: str = "train.system.hetero") -> str:
+    """Return the full key of a flag; for a missing flag, its usual key in `section`."""
+    return flags.key(name) if flags.has(name) else f"{section}.{name}"
 
 
 def _check_release(source: Source, flags: Flags) -> None:

@@ -69,8 +69,10 @@ def test_experts_are_not_split_over_replicas() -> None:
     assert "replicas_mtp" in broken(task(text, model=replace(MODEL, mtp_num_layers=1)), text)
 
 
-@pytest.mark.parametrize("text", ["fast x2 + slow x2", "fast dp8 | slow dp8 + slow dp8", "fast y2 | slow"])
-def test_replicas_are_separated_from_pipelines(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["fast x2 + slow x2", "fast dp8 | slow dp8 + slow dp8", "fast y2 | slow", "fast dp4 | fast dp4"]
+)
+def test_replicas_are_separated_from_pipelines_and_of_different_groups(text: str) -> None:
     with pytest.raises(SpecError):
         WORKLOAD.columns(task(text), {MESHES: text})
 

@@ -273,6 +273,16 @@ def test_meshes_that_flagscale_refuses_are_refused(name: str, tmp_path: Path) ->
         api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{HETERO}.{name}={value}"])
 
 
+@pytest.mark.parametrize(
+    ("name", "section"), [("hetero_process_meshes", HETERO), ("pipeline_model_parallel_size", "train.system")]
+)
+def test_a_missing_key_of_meshes_is_reported_where_flagscale_reads_it(name: str, section: str, tmp_path: Path) -> None:
+    asked = case("first", tmp_path, WHEEL)
+    with pytest.raises(SpecError) as caught:
+        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{section}.{name}=null"])
+    assert caught.value.key == f"{section}.{name}"
+
+
 def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:
     asked = case("first", tmp_path, WHEEL)
     overrides = [each for each in asked["overrides"] if each != "~experiment.auto_tuner"]
