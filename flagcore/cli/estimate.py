@@ -167,7 +167,9 @@ def _estimate_spec(
     columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
     columns |= options.columns("layouts") if distinct else {}
     columns |= {
-        name: key for name, key in options.columns("cost").items() if any(key in each for each in estimate.candidates)
+        name: key
+        for name, key in options.columns("highest", "cost").items()
+        if any(key in each for each in estimate.candidates)
     }
     candidates = [
         {**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in estimate.candidates

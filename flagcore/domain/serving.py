@@ -20,6 +20,8 @@ MIN_REQUESTS = {"p99": 400, "p90": 40}
 """Requests that a percentile needs. Chosen: four of them are above it."""
 DEFAULT_CONCURRENCY = 64
 """Default number of requests in flight."""
+HIGHEST_LOAD = "highest_load"
+"""The figure with the highest rate or concurrency within the SLO, of a load with `auto`."""
 CLIENT_LOG = "client.log"
 """The output of another client, in its folder."""
 OPEN_LOOP_FLIGHT = 64

@@ -13,7 +13,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
-from flagcore.domain.serving import MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, from_record, ngettext
 from flagcore.i18n.width import columns, left
@@ -289,6 +289,7 @@ def figures_text(figures: Mapping[str, Any], objective: str) -> str:
     """Return rates and latencies (nested, as in a result) in one line, without the objective."""
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
+    parts += [f"{_('highest load')} {shown(figures[HIGHEST_LOAD])}"] if HIGHEST_LOAD in figures else []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         percentiles = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
         text = ", ".join(f"{each} {shown(value)}" for each, value in percentiles if value is not None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
-from flagcore.domain.serving import PER_DEVICE
+from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
@@ -73,6 +73,8 @@ class _Point:
             for name in repeats[0]
             if all(name in each for each in repeats)
         }
+        if highest := task.spec.serve.highest:
+            self.figures[HIGHEST_LOAD] = float(self.load[highest])
         objective = task.spec.objective
         name = figure_name(objective)
         if name not in self.figures:

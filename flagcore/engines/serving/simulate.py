@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.domain.model import Vision
 from flagcore.domain.objective import figure_name, is_rate, seconds
-from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
+from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
@@ -89,6 +89,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
         if has_costs[kinds].all():
             candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
     names = (*FIGURE_NAMES, HIT_RATE) if any(load.parts for load in loads) else FIGURE_NAMES
+    names = (*names, HIGHEST_LOAD) if context.serve.highest else names
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
@@ -142,7 +143,7 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def meets_limits(value: float) -> bool:
-        points.append(_load_figures(context, load.at(value), kinds))
+        points.append({**_load_figures(context, load.at(value), kinds), HIGHEST_LOAD: value})
         return all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
 
     maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)

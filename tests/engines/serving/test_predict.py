@@ -178,6 +178,16 @@ def test_the_best_load_that_meets_the_limit_is_used() -> None:
     assert figure(bound) == figure(predicted(task(loads[1])))
 
 
+def test_the_highest_load_within_the_limits_is_a_figure() -> None:
+    base, limit = replace(LOAD, concurrency=1000, num_prompts=400), figure(predicted(), "tpot_s.p99")[0]
+    tight, loose = (
+        predicted(task(base, slo={"tpot_s.p99": factor * limit}, highest="concurrency")) for factor in (1.0, 2.0)
+    )
+    assert 1 <= figure(tight, "highest_load")[0] < figure(loose, "highest_load")[0]
+    assert figure(tight, "tpot_s.p99")[0] <= limit
+    assert "highest_load" not in predicted().figures
+
+
 def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
     loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
     found = predicted(task(*loads, objective="ttft_s.p99"))

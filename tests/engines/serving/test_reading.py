@@ -57,6 +57,13 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
     assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
 
 
+def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
+    where = task(ttft_s__p99=1.0)
+    work = dataclasses.replace(where.spec.serve, highest="concurrency")
+    where = dataclasses.replace(where, spec=dataclasses.replace(where.spec, work=work))
+    assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
+
+
 def test_tokens_read_together_give_no_time_per_token(tmp_path: Path) -> None:
     with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0"):
         read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
