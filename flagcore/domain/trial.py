@@ -58,8 +58,9 @@ class Measurement:
     `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. `warmup_steps`
     is the number of steps of a warm-up that ended early; None: all of `control.warmup_iters`. For a server,
     a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
-    reports show, `points` those of all load points, and `broken` describes the limits that were exceeded. `windows` are
-    the times (of `time.monotonic`) of that load point's runs, which are not stored.
+    reports show, `points` those of all load points, `broken` describes the limits that were exceeded, and `notes` what
+    makes figures uncertain. `windows` are the times (of `time.monotonic`) of that load point's runs, which are not
+    stored.
 
     `effective` are the knob values that the engine reported. `partial` marks a trial that was stopped early. `devices`
     are the telemetry and the speed test of each device, with its number over all nodes as `device`; `slow` describes
@@ -88,6 +89,7 @@ class Measurement:
     figures: Mapping[str, float] = field(default_factory=dict)
     points: tuple[Mapping[str, float], ...] = ()
     broken: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     windows: tuple[tuple[float, float], ...] = ()
     devices: tuple[Mapping[str, float], ...] = ()
     slow: tuple[str, ...] = ()

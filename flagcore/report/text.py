@@ -325,17 +325,18 @@ def latency_name(figure: str) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return warnings about percentiles of too few requests."""
+    """Return the notes on the best measurement, and warnings about percentiles of too few requests."""
     best = plan.best or plan.fastest
     measurement = best.measurement if best else None
     answered_counts = [
         point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point
     ]
+    noted = list(measurement.notes if measurement else ())
     weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]
     if not weak:
-        return []
+        return noted
     percentiles, needed = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
-    return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
+    return [*noted, f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:

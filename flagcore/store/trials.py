@@ -26,7 +26,7 @@ from flagcore.i18n import _
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
-LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow", "windows")
+LISTS = ("step_times_s", "losses", "points", "broken", "notes", "devices", "slow", "windows")
 MAPPINGS = ("effective", "versions", "telemetry", "figures")
 OPTIONAL_FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),

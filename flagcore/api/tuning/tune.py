@@ -243,6 +243,7 @@ class _EngineRun:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         warn(filter(None, [text(outcome.data["noise"]) for text in (drift_text, cold_start_text)]))
+        warn(outcome.data.get("notes", ()))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:

@@ -50,6 +50,7 @@ def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequen
             figures=point.figures | startup_figures | memory,
             points=tuple(point.as_record() for point in points),
             broken=point.broken,
+            notes=point.notes,
             windows=point.windows,
         )
     except INVALID_METRICS as error:
@@ -64,6 +65,7 @@ class _Point:
         repeats = [{name: float(value) for name, value in repeat["figures"].items()} for repeat in data["repeats"]]
         for figures in repeats:
             figures[PER_DEVICE] = figures["output_tokens_per_s"] / devices
+        self.notes = tuple(dict.fromkeys(str(note) for repeat in data["repeats"] for note in repeat.get("notes", ())))
         windows = [repeat["window"] for repeat in data["repeats"] if "window" in repeat]
         self.windows = tuple((float(start), float(end)) for start, end in windows)
         counts = [repeat.get("completed") for repeat in data["repeats"]]

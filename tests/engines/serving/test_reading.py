@@ -64,6 +64,13 @@ def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
     assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
 
 
+def test_notes_of_the_load_are_kept(tmp_path: Path) -> None:
+    noted = point(4, rate(100), rate(110))
+    for repeat in noted["repeats"]:
+        repeat["notes"] = ["the client was busy"]
+    assert read(tmp_path, task(), noted).notes == ("the client was busy",)
+
+
 def test_tokens_read_together_give_no_time_per_token(tmp_path: Path) -> None:
     with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0"):
         read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
