@@ -82,7 +82,7 @@ class Indexer:
     """Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556): a token attends to the `top_k` tokens of highest score.
 
     Each layer has an index of `heads` heads with `head_dim` elements, which scores all tokens. Its cache has one key
-    per token with 8 bits per element and a scale in 32 bits per 128 elements (`deepseek_v2.py` in vLLM 0.32).
+    per token with 8 bits per element and a scale in 32 bits per 128 elements.
     """
 
     heads: int
@@ -131,9 +131,8 @@ class LinearAttention:
 
     @property
     def state_bytes(self) -> float:
-        """The bytes of a layer's state for a sequence: matrices in 32 bits, inputs of the convolution in 16 bits.
-
-        Source: `mamba_utils.py` in vLLM 0.32, and `mamba_ssm_dtype: float32` of Qwen3.5.
+        """The bytes of a layer's state for a sequence: matrices in 32 bits (`mamba_ssm_dtype` of Qwen3.5), inputs of
+        the convolution in 16 bits.
         """
         return 4.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * (self.kernel - 1) * self.channels
 

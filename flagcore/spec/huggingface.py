@@ -45,7 +45,7 @@ ALIASES = {
 }
 """Other keys of config.json that mean the same, with their name here."""
 FULL, CHUNKED, WINDOWED, LINEAR = "full_attention", "chunked_attention", "sliding_attention", "linear_attention"
-"""Kinds of layers in `layer_types`. Chunks are ignored, since vLLM caches them in full."""
+"""Kinds of layers in `layer_types`. Chunks are ignored."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
@@ -242,7 +242,7 @@ _STRETCHED = ("linear", "dynamic")
 def context_of(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that a model of a config.json can attend to, None if unknown.
 
-    Some files with yarn have the unscaled length. That of Gemma 3 is scaled (`_get_and_verify_max_len` in vLLM 0.32).
+    Some files with yarn have the unscaled length. That of Gemma 3 is scaled.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
