@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.contracts import ExportJob, Platform
+from flagcore.contracts import ExportJob, Platform, ServerGroups
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.cluster import Cluster
@@ -329,22 +329,26 @@ def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) 
     assert "prefix" in router.argv
 
 
-def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
-    where = on_two_kinds(tmp_path)
-    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
-    servers = VLLM.groups(where, candidate, "x")
-    assert servers is not None
+def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> dict[tuple[str, str], Any]:
     job = ExportJob(
         name="x",
         comments=(),
         platform=where,
         candidate=candidate,
         launch=servers.groups[0].launch,
-        devices=1,
+        devices=servers.groups[0].devices,
         servers=servers,
         options={"image": "i"},
     )
-    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(kubernetes(job)["x.yaml"])}
+    return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(kubernetes(job)["x.yaml"])}
+
+
+def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
+    where = on_two_kinds(tmp_path)
+    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
+    servers = VLLM.groups(where, candidate, "x")
+    assert servers is not None
+    found = manifests(where, candidate, servers)
     sets = [found["StatefulSet", f"x-{kind}"]["spec"] for kind in ("prefill", "decode")]
     assert [each["replicas"] for each in sets] == [2, 1]
     containers = [each["template"]["spec"]["containers"][0] for each in sets]
@@ -377,17 +381,7 @@ def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
     servers = LLAMACPP.groups(where, candidate, "x")
     assert servers is not None
-    job = ExportJob(
-        name="x",
-        comments=(),
-        platform=where,
-        candidate=candidate,
-        launch=servers.groups[0].launch,
-        devices=4,
-        servers=servers,
-        options={"image": "i"},
-    )
-    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(kubernetes(job)["x.yaml"])}
+    found = manifests(where, candidate, servers)
     servers_set = found["StatefulSet", "x-server"]["spec"]
     assert servers_set["replicas"] == 2
     assert servers_set["template"]["spec"]["containers"][0]["resources"]["limits"] == {"x.com/card": 4}

@@ -147,7 +147,7 @@ def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: F
 
 
 CHUNK_TOKENS = 64.0
-"""Tokens of a prompt between two states of linear attention, in the kernels that vLLM 0.32 and SGLang 0.5 use."""
+"""Tokens of a prompt between two states of linear attention: `FLA_CHUNK_SIZE` of vLLM 0.32."""
 
 
 def _linear_attention(
