@@ -1,4 +1,4 @@
-"""Exports servers to NVIDIA Dynamo: a DynamoGraphDeployment with a frontend and workers.
+"""Exports servers to Dynamo: a DynamoGraphDeployment with a frontend and workers.
 
 Fields: `deploy/operator/api/v1beta1` of github.com/ai-dynamo/dynamo, as in its release 1.3.1 (2026-08). A worker takes
 the arguments of the engine (`components/src/dynamo/{vllm,sglang}/args.py`); the frontend takes the requests.

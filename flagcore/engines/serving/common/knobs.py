@@ -268,7 +268,7 @@ EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 
 INSTANCES_KNOB = knob(
     INSTANCES,
-    "Number of servers, each with its own devices or CPU cores; a request goes to the least busy server.",
+    "Number of servers, each with its own devices or CPU cores; `serve.router` divides the requests between them.",
     flags=(),
     layout=True,
     neutral=1,
