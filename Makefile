@@ -12,8 +12,8 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers coverage mutations samples \
-  changelog dist docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
+  changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
 
@@ -38,6 +38,7 @@ tune: setup
 samples: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu --new
 	$(BIN)/python tools/sample_output.py runs/train-cpu
+	$(BIN)/python docs/site/generate.py
 
 tune-serve: setup build/tiny-qwen3.gguf
 	$(BIN)/flag tune examples/serve-cpu.yaml --run-dir runs/serve-cpu
@@ -71,7 +72,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# All that guards behaviour: about 8 minutes on 2 cores (437 s measured, with the linters).
+# All that guards behaviour: about 11 minutes on 2 cores (645 s of pytest measured, and the linters).
 test: lint
 	$(PYTEST) -m "not long" $(TESTS)
 
@@ -86,6 +87,11 @@ test-all: lint build/megatron-lm
 # Only the tests marked `long`, of the files in TESTS.
 test-long: setup
 	$(PYTEST) -m long $(TESTS)
+
+# What `make test-fast` runs, or with WHOLE=1 what `make test` runs, in other environments that namespaces and variables
+# make: processors, cores, memory, users, locales and more. ANYWHERE holds options, such as `--list` and `--only 1-core`.
+test-anywhere: setup
+	$(BIN)/python tools/anywhere.py --jobs $(JOBS) $(if $(WHOLE),--marks "not long") $(ANYWHERE) $(TESTS)
 
 # The share of flagcore's lines and branches that `make test` runs; lines that only trial processes run count as missed.
 coverage: setup
@@ -113,7 +119,7 @@ test-ray: setup
 # The watchers with the tools that they write to.
 test-watchers: setup
 	$(PIP) ".[mlflow,tensorboard,wandb]"
-	$(BIN)/python -m pytest tests/watchers
+	$(BIN)/python -m pytest tests/report/watchers
 
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.
@@ -124,11 +130,13 @@ build/megatron-lm: | setup
 	  $(MAKE) -s -C $@.new/flag_scale/third_party/Megatron-LM/megatron/core/datasets
 	mv $@.new $@
 
+# All that the documentation takes from the code: tables of options, keys, knobs and rules, vendor pages, the JSON Schema.
+reference: setup
+	$(BIN)/python docs/site/generate.py
+
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
-docs: setup
+docs: reference
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
-	$(BIN)/python docs/site/spec_schema.py
-	$(BIN)/python docs/site/vendor_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
 

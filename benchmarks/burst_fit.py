@@ -23,8 +23,8 @@ from scipy.optimize import minimize
 from flagcore import plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster
+from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.engines.serving.predict import predict
 from flagcore.physics.kernels.roofline import Curve, Roofline
 
 START = {

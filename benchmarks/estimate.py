@@ -123,24 +123,23 @@ PARTS: Mapping[str, Callable[[bool], Figures]] = {"dense": dense, "moe": moe, "t
 def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage of `flag estimate` and `flag tune`."""
     from flagcore import plugins
-    from flagcore.api.common.inputs import loaded_plugins
+    from flagcore.api.inputs import loaded_plugins
     from flagcore.domain.experience import PastMeasurements
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
-    from flagcore.stages.build import build
-    from flagcore.stages.discover import discover
-    from flagcore.stages.legality import legality
-    from flagcore.stages.predict import predict
-    from flagcore.stages.prune import prune
-    from flagcore.stages.rank import rank, search_context
-    from flagcore.strategies.learned import STRATEGY
+    from flagcore.tuner.stages.build import build, legality
+    from flagcore.tuner.stages.complete import complete
+    from flagcore.tuner.stages.predict import predict
+    from flagcore.tuner.stages.prune import prune
+    from flagcore.tuner.stages.rank import rank, search_context
+    from flagcore.tuner.strategies.learned import STRATEGY
 
     spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        platform = discover(spec, loaded)
+        platform = complete(spec, loaded)
         task = platform.task
-        legal = legality(task, workload, platform.support)
+        legal = legality(task, workload, platform.value_rules)
         pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
         no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)

@@ -22,10 +22,9 @@ import serving_fit
 
 from flagcore import plugins
 from flagcore.domain.experience import Features, Observations, features
-from flagcore.engines.serving.predict import predict
-from flagcore.learning.prior import TIME
-from flagcore.learning.ratios import Ratios
-from flagcore.learning.trials import MIN_NOISE
+from flagcore.engines.serving.model.predict import predict
+from flagcore.tuner.learning.ratios import TIME, Ratios
+from flagcore.tuner.learning.trials import MIN_NOISE
 
 MIN_RECORDS, COUNTS = 4, (1, 2, 3)
 
@@ -94,7 +93,7 @@ def _errors(ratios: np.ndarray, rows: Features, order: Sequence[int], count: int
     known = Observations(
         features=rows.take(first), log_ratio=ratios[first], noise=np.full(count, MIN_NOISE), task=np.zeros(count, int)
     )
-    corrected = Ratios(known, rows, TIME).of(rows.take(rest)).mean
+    corrected = Ratios(known, rows, TIME).posterior(rows.take(rest)).mean
     return np.abs(np.expm1(ratios[rest])).tolist(), np.abs(np.expm1(ratios[rest] - corrected)).tolist()
 
 

@@ -22,17 +22,17 @@ import yaml
 from scipy.optimize import least_squares
 
 from flagcore import plugins
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.predict import base_inputs
-from flagcore.engines.megatron.time.step import step_time
+from flagcore.engines.training.layout import Layout, Training
+from flagcore.engines.training.time.step import step_time
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
-from flagcore.stages.discover import costs
+from flagcore.tuner.stages.discover import costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8

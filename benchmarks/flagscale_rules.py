@@ -1,6 +1,6 @@
 """Reproduces FlagScale's training tuner with its memory pruning and priorities.
 
-Order and history rules are those of the strategy `grid`, `flagcore/importers/flagscale/pruning_history.py`. The source
+Order and history rules are those of the strategy `grid`, `flagcore/engines/flagscale/grid.py`. The source
 of the rest is `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`prune/memory.py`, `search/searcher.py`, `tuner.py`;
 2025).
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.importers.flagscale.pruning_history import (
+from flagcore.engines.flagscale.grid import (
     CP,
     DIST_OPT,
     DP,

@@ -25,12 +25,12 @@ from typing import Any
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import Spec
+from flagcore.engines.flagscale import FlagScale
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.importers.flagscale import FlagScale
 from flagcore.launchers.local import free_port
 from flagcore.plugins import engines, load_plugins
 from flagcore.spec import parse_spec
-from flagcore.stages.discover import discover
+from flagcore.tuner.stages.complete import complete
 
 STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -85,7 +85,7 @@ def flagcore(spec: Spec, data: Mapping[str, Any], work: Path, environment: Path)
 def step_ms(spec: Spec, values: Mapping[str, KnobValue], folder: Path, environment: Path) -> float:
     """Run a candidate once and return the median of its steps after the first, in milliseconds."""
     folder.mkdir(parents=True)
-    platform = discover(spec, load_plugins())
+    platform = complete(spec, load_plugins())
     launch = WORKLOAD.launch(platform, Candidate.of(values), str(folder))
     argv = [word.replace("{master_port}", str(free_port())) for word in launch.argv]
     variables = {

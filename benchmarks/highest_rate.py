@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Workload
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.engines.serving.trial.program import keeps_limits
-from flagcore.problem import Problem, build_problem
+from flagcore.engines.serving.trial.loads import keeps_limits
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.stages.launch import planned_launch
+from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.stages.launch import planned_launch
 
 STEP, LOWEST, HIGHEST = 1.05, 0.5, 1.5
 

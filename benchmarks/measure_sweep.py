@@ -30,17 +30,17 @@ from typing import Any
 import psutil
 
 from flagcore import plugins
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
-from flagcore.engines.megatron.options import settings_in_force
-from flagcore.problem import Problem, build_problem
+from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.stages.launch import launch
-from flagcore.stages.measure import measure
-from flagcore.stages.probe import probe
-from flagcore.trial_plan import plan_time_limit, predicted_trial
+from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.stages.launch import launch
+from flagcore.tuner.stages.measure import measure
+from flagcore.tuner.stages.probe import probe
+from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 SOURCE = "flagcore's own trials"
 PUBLISHED = {

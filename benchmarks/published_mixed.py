@@ -1,4 +1,4 @@
-"""Published figures of jobs on several kinds of chips beside predictions: prints tables of docs/mixed-published.md.
+"""Published figures of jobs on several kinds of chips beside predictions: prints tables of benchmarks/README.md.
 
     python benchmarks/published_mixed.py build/megatron-lm/flag_scale/examples
 
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from flagcore import api
-from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import Passes, idle_of
-from flagcore.engines.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.schedules.formulas import pipeline_seconds
 
 HETERO = "train.system.hetero"
 MEMORY: Mapping[str, tuple[Sequence[str], str, int, int]] = {

@@ -33,7 +33,7 @@ from sweeps import Sweep, on_smaller_devices, read_sweeps
 from wrong_models import wrong_models
 
 from flagcore import plugins
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.errors import FlagError
 
 SHIPPED = Path(__file__).with_name("sweeps")

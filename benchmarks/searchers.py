@@ -16,21 +16,19 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.common.transfer import MAX_PAST
+from flagcore.api.transfer import MAX_PAST
 from flagcore.contracts import SearchContext, Strategy
-from flagcore.contracts.optional import require_prober
 from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.learning.trials import MEMORY_NOISE, MIN_NOISE
-from flagcore.stages.combine import combine, trial_of_probe
-from flagcore.stages.learn import learn
-from flagcore.stages.measure import EARLY_STOP_RATIO
-from flagcore.stages.predict import record
-from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank, search_context
+from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
+from flagcore.tuner.stages.measure import EARLY_STOP_RATIO
+from flagcore.tuner.stages.predict import record
+from flagcore.tuner.stages.probe import combine, trial_of_probe
+from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.rank import learn, rank, search_context
 
 ITERATIONS, WARMUP = 5, 1
 """Steps and warm-up steps of a trial: the defaults of `flag tune` and of FlagScale."""
@@ -196,7 +194,7 @@ def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurem
             state=TrialState.RUNNING,
             fidelity=PROBE,
         )
-        combined = combine(problem.predictions.row(row), probe, memory, require_prober(sweep.workload).work_parts)
+        combined = combine(problem.predictions.row(row), probe, memory, sweep.workload.work_parts)
         trials.append(trial_of_probe(task, trial, probe, combined))
         probes = np.append(probes, row)
     return trials

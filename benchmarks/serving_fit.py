@@ -2,7 +2,7 @@
 
     python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 5] [--write LEFT_OUT.jsonl]
 
-RECORDS are job records with a `measured` part (docs/job-records.md). Gauss-Newton fits all parameters together to the
+RECORDS are job records with a `measured` part (docs/results.md). Gauss-Newton fits all parameters together to the
 logarithms of TPOT (and, for vLLM, with a small weight, TTFT) in closed form, with a soft L1 loss and priors around
 estimates. There is one set of parameters per engine and one per family of chips, none per row, model or chip. The
 output has the parameters, and the errors of each (chip, model) that is left out of the fit, approximated by one more
@@ -22,18 +22,18 @@ from pathlib import Path
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import iteration_costs
+from flagcore.engines.serving.model.predict import memory_of, predict, serving_of, split_of
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
-from flagcore.stages.discover import costs as costs_of
-from flagcore.stages.predict import record
+from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore.tuner.stages.predict import record
 
 SOFT = 0.1
 """Relative error above which a point has less weight."""

@@ -20,11 +20,10 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.model.predict import predict
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 

@@ -30,12 +30,11 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem
 from flagcore.spec import read_job
-from flagcore.stages.build import build, canonical
-from flagcore.stages.discover import discover
-from flagcore.stages.legality import legality
-from flagcore.stages.prune import prune
+from flagcore.tuner.problem import Problem
+from flagcore.tuner.stages.build import build, canonical, legality
+from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.prune import prune
 
 FITTED = Path(__file__).with_name("fitted.json")
 MIN_CANDIDATES = 8
@@ -218,7 +217,7 @@ def _platform(job: Job, capacity: int | None, loaded_plugins: LoadedPlugins) -> 
         devices_per_node=devices,
         memory_bytes_per_device=capacity,
     )
-    return discover(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded_plugins)
+    return complete(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded_plugins)
 
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:

@@ -23,13 +23,12 @@ from dataclasses import dataclass
 import pluggy
 
 from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device
+from flagcore.domain.chip import Chip, Device, Maturity
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.event import RunEvent
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.maturity import Maturity
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
 
@@ -57,10 +56,12 @@ class ChipHooks:
     """Chips and devices."""
 
     @hookspec
-    def flagcore_devices(self) -> Sequence[Device] | None:
-        """Return the devices of this vendor on this machine, in the order of their indices; None or empty if none.
+    def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device] | None:
+        """Return the devices of this vendor that processes with the variables `environment` can use, in their order
+        there; None or empty if none.
 
-        Memory is in bytes. Called once per command. It must return within a few seconds, and must not import a
+        The variables are those of this shell and of the spec. Memory is in bytes. Called once per command without a
+        spec, and once per spec with variables. It must return within a few seconds, and must not import a
         framework or create a context on a device. A missing tool or driver means no devices, not an error.
         """
 
@@ -69,6 +70,14 @@ class ChipHooks:
         """Return all chips of this plugin, also those that this machine does not have. Called once per command.
 
         Figures are in SI units, each with its source. Figures that were neither published nor measured are left out.
+        """
+
+    @hookspec(firstresult=True)
+    def flagcore_measured_chip(self, chip: Chip) -> Chip | None:
+        """Return `chip` with figures that were measured on this machine, or None for the published ones.
+
+        May take some seconds the first time, so the plugin should store the result. Called where figures of a chip are
+        used or shown: once per task on the chip, and by `flag devices` and `flag doctor`.
         """
 
     @hookspec
@@ -139,7 +148,7 @@ class EngineHooks:
     def flagcore_engine_support(
         self, chip: Chip, engine: str, engine_version: str | None, kind: str
     ) -> EngineSupport | None:
-        """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
+        """Return whether and how `engine` runs on `chip`: torch device, backend, notes; None if the chip is not yours.
 
         `engine_version` is the release in the spec, else the installed one; None if unknown. Called once per task. If
         all plugins return None, candidates can be predicted, but trials cannot run.
@@ -149,9 +158,9 @@ class EngineHooks:
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
         """Return advice on `task`: why it cannot run, warnings, and values for settings that it does not set; or None.
 
-        Use it for rules on several keys, such as nodes and precision; `flagcore_engine_support` depends on the chip
-        only. Forced settings of chips are already in the spec. The results of all plugins are joined. If two plugins
-        set one setting, the value of the plugin called first is used. Called once per task.
+        It may depend on several keys, such as nodes and precision; `flagcore_engine_support` depends on the chip only.
+        Forced settings are already in the spec. The results of all plugins are joined. If two plugins set one setting,
+        the value of the plugin called first is used. Called once per task.
         """
 
     @hookspec
@@ -173,19 +182,16 @@ class EngineHooks:
         """
 
     @hookspec
-    def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
-        """Return rules for candidates of `task` that are not worth a trial, or None. Called once per task.
+    def flagcore_pruning_rules(
+        self, task: Task, engine_version: str | None
+    ) -> Sequence[ValueRule | PruningRule] | None:
+        """Return the values that do not work for `task` and the candidates that are not worth a trial, or None.
 
-        A rule is called with blocks of candidates and must decide on each candidate independently. If it raises, it is
-        disabled for the run, with a warning.
-        """
-
-    @hookspec
-    def flagcore_prepare_launch(self, launch: Launch, task: Task) -> Launch | None:
-        """Return `launch` with changes (a wrapper before argv, a variable, a limit), or None. Called once per trial.
-
-        Each plugin receives the result of the previous one. The plugin of the chip is called first, so an add-on can
-        override it. An exception fails this trial only.
+        `RefusedValues` and `ForcedSetting` state values that do not work: candidates with others are not legal. A
+        `PruningRule` is called with blocks of legal candidates and their predictions, and must decide on each candidate
+        independently. If it raises, it is disabled for the run, with a warning. The precision of `task` may be `auto`.
+        The results of all plugins are joined. Called once per task; `flag estimate --jobs` calls it once per chip,
+        engine and size of the cluster, and uses values only.
         """
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "tests" / "importers" / "flagscale" / "trees" / "train_dense"
-RECIPE = ROOT / "tests" / "importers" / "bridge" / "configs" / "llama3_8b.yaml"
+TREE = ROOT / "tests" / "engines" / "flagscale" / "trees" / "train_dense"
+RECIPE = ROOT / "tests" / "engines" / "megatron" / "importing" / "bridge" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")
 """Paths of FlagScale configurations on the pages."""
 SMALLER = {

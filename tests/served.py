@@ -12,8 +12,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 

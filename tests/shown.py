@@ -19,7 +19,7 @@ from flagcore.domain.plan import Counts
 from flagcore.domain.trial import TrialState
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
-from flagcore.spec.host_file import read_hosts
+from flagcore.spec.clusters import read_hosts
 from tests.pages import ROOT, Block
 
 COLUMNS = re.compile(r"-+")
@@ -120,8 +120,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/hosts.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
-    ("docs/physics.md", "static ="): left_to_readers,
-    ("docs/physics.md", "seconds ="): left_to_readers,
-    ("docs/search.md", "k(x, x') ="): left_to_readers,
+    ("docs/how-it-predicts.md", "static ="): left_to_readers,
+    ("docs/how-it-predicts.md", "seconds ="): left_to_readers,
 }
 """The page and the first words of a block, and its check."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flagcore.contracts import Costs, Platform
+from flagcore.contracts import Costs, Platform, Telemetry
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.chip import Chip, Fact, Link, Source, Support
+from flagcore.domain.chip import Chip, Device, Fact, Link, Source, Support
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
-from flagcore.engines.megatron.knobs import SPACE_KNOBS
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import engines
@@ -43,6 +42,15 @@ DENSE = Model(
     kv_channels=16,
     vocab_size=1000,
 )
+LATENT = {
+    "num_query_groups": 4,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""The sizes of multi-latent attention of a model of 4 heads."""
 VISION = Vision(  # the tower of Qwen2.5-VL-7B
     num_layers=32,
     full_layers=4,
@@ -102,10 +110,15 @@ def platform(task: Task, **changes: Any) -> Platform:
         environment={},
         pruning_rules=(),
         failure_patterns=(),
-        telemetry=(),
-        prepare_launch=lambda launch: launch,
+        telemetry={},
     )
     return dataclasses.replace(plain, **changes)
+
+
+def read(devices: Iterable[Device], readers: Iterable[Telemetry]) -> dict[str, Any]:
+    """The devices of a platform, and the telemetry of the first ones."""
+    found = tuple(devices)
+    return {"devices": found, "telemetry": dict(zip(found, readers, strict=False))}
 
 
 def candidate(**values: KnobValue) -> Candidate:

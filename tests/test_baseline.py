@@ -13,9 +13,9 @@ from flagcore.domain.space import BoolArray, Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.hooks import hookimpl
-from flagcore.problem import build_problem
+from flagcore.tuner.problem import build_problem
 from tests import small
-from tests.stages.test_discover import loaded, plugin, spec
+from tests.tuner.stages.test_discover import loaded, plugin, spec
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 

@@ -19,8 +19,7 @@ else:
     import tomli as tomllib
 
 ROOMS = {f"flagcore.{each.name}" for each in pkgutil.iter_modules(flagcore.__path__)}
-VENDORS = "a plugin knows hooks, vendorkit, contracts, domain, errors, files and physics only"
-MICROBENCH = "the micro-benchmark is started, never imported"
+VENDORS = "a plugin knows hooks, vendorkit, contracts, domain, errors and physics only"
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +33,10 @@ def contracts() -> dict[str, dict[str, Any]]:
     ("name", "field", "exceptions"),
     [
         ("the core knows no vendor", "source_modules", ""),
-        ("the core knows no engine, importer or watcher", "source_modules", "engines importers testing watchers"),
-        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors files physics watchers"),
+        ("the core knows no engine or watcher", "source_modules", "engines testing"),
+        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors physics"),
         ("only the store and the strategies know optuna", "source_modules", ""),
         ("only the trial program and the micro-benchmark know torch", "source_modules", ""),
-        (MICROBENCH, "source_modules", "microbench"),
     ],
 )
 def test_import_contracts_cover_every_package(
@@ -53,7 +51,7 @@ def test_the_core_names_no_engine_importer_or_vendor() -> None:
     groups = ("flagcore.engines", "flagcore.importers", "flagcore.plugins")
     names = {point.name for group in groups for point in entry_points(group=group)} - {"cpu"}
     package = Path(flagcore.__file__).parent
-    outside = ("engines", "importers", "testing")
+    outside = ("engines", "testing")
     files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in outside]
     words = {file: set(re.findall(r"[a-z0-9]+", file.read_text(encoding="utf-8").lower())) for file in files}
     assert len(names) > 10

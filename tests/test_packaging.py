@@ -53,7 +53,7 @@ def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> No
 
 def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None:
     names = sdist.getnames()
-    assert f"flagcore-{__version__}/flagcore/loop.py" in names
+    assert f"flagcore-{__version__}/flagcore/tuner/loop.py" in names
     assert f"flagcore-{__version__}/flagcore/py.typed" in names
     assert not [name for name in names if "/plugins/" in name and "/flagcore/plugins/" not in name]
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.contracts import Choice, Event, SearchContext
+from flagcore.contracts import Choice, Event, Launcher, SearchContext
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -25,14 +25,15 @@ from flagcore.domain.trial import Role, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import Interrupted, LaunchError
 from flagcore.hooks import hookimpl
-from flagcore.loop import Dependencies, TuneResult, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.stages.limit import seconds_used
-from flagcore.store.trials import OptunaStore
-from flagcore.strategies import predicted
+from flagcore.tuner.loop import Dependencies, TuneResult, tune
+from flagcore.tuner.stages.limit import seconds_used
+from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.strategies import predicted
+from flagcore.vendorkit.smi import visible
 from tests import small
-from tests.test_loop import SPACE, flagcore_chips, knobs, plain, sound
+from tests.tuner.test_loop import SPACE, flagcore_chips, knobs, plain, sound
 
 GIVE_UP_SECONDS = 30.0
 """A launch ends after so long, even if it should wait for others."""
@@ -71,7 +72,7 @@ class Run:
         return ended
 
 
-class Node:
+class Node(Launcher):
     """A launcher on devices whose steps take `slower` times as long beside other launches.
 
     After the first one, launches end once `together` have run at once, or as `ends` says.
@@ -102,14 +103,15 @@ class Node:
 
 
 @hookimpl
-def flagcore_devices() -> list[Device]:
-    return [Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(8)]
+def flagcore_devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
+    found = tuple(Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(8))
+    return visible(found, "ACME_VISIBLE_DEVICES", environment=environment)
 
 
 @hookimpl
 def flagcore_engine_support() -> EngineSupport:
     answer = EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
-    return replace(answer, visible_devices="ACME_VISIBLE_DEVICES")
+    return replace(answer, visible_devices=("ACME_VISIBLE_DEVICES",))
 
 
 PLUGIN = SimpleNamespace(
@@ -205,7 +207,7 @@ def test_trials_that_disturb_each_other_run_again_one_at_a_time(bench: Bench) ->
 
 @pytest.mark.parametrize(
     ("wanted", "envs", "groups"),
-    [(1, {}, {"all"}), (3, {}, {"0,1", "2,3", "4,5"}), (9, {"ACME_VISIBLE_DEVICES": "5,4,3,2"}, {"5,4", "3,2"})],
+    [(1, {}, {"0,1"}), (3, {}, {"0,1", "2,3", "4,5"}), (9, {"ACME_VISIBLE_DEVICES": "5,4,3,2"}, {"5,4", "3,2"})],
 )
 def test_trials_run_in_parallel_up_to_the_setting_and_the_devices(
     bench: Bench, wanted: int, envs: dict[str, str], groups: set[str]

@@ -10,15 +10,19 @@ import click
 from flagcore.cli.main import flag
 
 MARK = re.compile(r"^<!-- (flag(?: [\w-]+)*|common options) -->$", re.MULTILINE)
+"""The first line of a block of this module."""
 COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
 """Options of several commands, which the page describes once."""
 SHARED_FROM = ("tune", "estimate")
 """Commands whose help describes the shared options; the first one that has the option is used."""
 
 
-def fill(text: str) -> str:
-    """Return the text with the options below each mark `<!-- flag COMMAND -->` and `<!-- common options -->`."""
-    return MARK.sub(lambda found: _block(found[1]), text)
+def render(mark: str) -> str:
+    """Return the synopsis, the help and the options of the command `flag ...`, or the table of `common options`."""
+    if mark == "common options":
+        return _table(_shared_options().values())
+    path = tuple(mark.split()[1:])
+    return "\n".join(_command(path, dict(commands(flag))[path]))
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -30,13 +34,6 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
         for subcommand, name in reversed(found.items()):
             assert subcommand is not None
             yield from commands(subcommand, (*path, name))
-
-
-def _block(name: str) -> str:
-    if name == "common options":
-        return _table(_shared_options().values())
-    path = tuple(name.split()[1:])
-    return "\n".join(_command(path, dict(commands(flag))[path]))
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:

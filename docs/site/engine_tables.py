@@ -1,33 +1,45 @@
-"""Tables of the knobs of serving engines, from the engines' records."""
+"""Tables of the knobs and the rules of engines, from the engines' records."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Flag, Knob
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.plugins import WORKLOADS, names, workload
+from flagcore.plugins import WORKLOADS, engines, names, workload
+from flagcore.spec import parse_spec
+from flagcore.vendorkit.chip_file import load_chips
 
-MARK = re.compile(r"^<!-- knobs (\w+) -->$", re.MULTILINE)
 ENGINES = {each.name: each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine)}
+MODEL = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+MODEL |= {"num_query_groups": 8, "vocab_size": 128256, "num_moe_experts": 64, "moe_router_topk": 8}
+TRAIN = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0"}
+ARGUMENTS = {"sglang": {"attention_backend": "flashmla"}, "llamacpp": {"ctx_size": 4096}}
+"""Arguments of servers that activate further rules."""
+CHIP = next(chip for chip in load_chips("flagcore_nvidia") if chip.name == "H200")
+RATE = Fact(value=1e9, source=Source(kind="estimated", detail="for messages only"))
+CPU = replace(CHIP, link=Link(name="cores", topology="shared-memory", bytes_per_second=RATE))
+"""A chip whose devices are cores, for the rules of CPUs."""
 HEAD = "| knob | flag | releases | values | `auto` tries | meaning |\n| --- | --- | --- | --- | --- | --- |"
 VALUES = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, false"}
 
 
-def fill(text: str) -> str:
-    """Return the text with a table below each mark `<!-- knobs ENGINE -->`."""
-    return MARK.sub(lambda found: _table(found[1]), text)
-
-
-def _table(name: str) -> str:
+def render(mark: str) -> str:
+    """Return the table of the knobs of an engine: `knobs ENGINE`."""
+    name = mark.split()[1]
     return "\n".join([HEAD, *map(_row, ENGINES[name].knobs)])
 
 
 def _row(knob: Knob) -> str:
     by_release = [flag for flag in knob.flags if flag.versions or flag.word] or knob.flags[:1]
     flag = ", ".join(map(partial(_flag, knob), by_release)) or "–"
-    values = VALUES.get(knob.kind) or ", ".join(knob.words) or "unequal sizes such as 4+2+2"
+    values = VALUES.get(knob.kind) or ", ".join(knob.words) or "layouts such as 2xtp2+1xtp4"
     neutral_text = "" if knob.neutral in (None, 1) and knob.neutral is not True else f" ({str(knob.neutral).lower()})"
     releases = knob.versions or "all"
     return f"| `{knob.name}` | {flag} | {releases} | {values}{neutral_text} | {knob.auto_help} | {knob.help} |"
@@ -37,3 +49,25 @@ def _flag(knob: Knob, flag: Flag) -> str:
     """Return a flag, and its releases if other releases have another one."""
     releases = f" ({flag.versions})" if flag.versions else ""
     return f"`--{flag.off if knob.neutral is True else flag.name}`{releases}"
+
+
+def render_rules(mark: str) -> str:
+    """Return the table of the rules of an engine, with their messages for an example task: `rules ENGINE`."""
+    name = mark.split()[1]
+    messages: dict[str, str] = {}
+    for task in (_task(name, CHIP), _task(name, CPU)):
+        for rule in workload(name).rules(task):
+            messages.setdefault(rule.name, rule.message)
+    rows = [f"| `{rule}` | {message.replace('|', '&#124;')} |" for rule, message in messages.items()]
+    return "\n".join(["| rule | message |", "| --- | --- |", *rows])
+
+
+def _task(engine: str, chip: Chip) -> Task:
+    """Return a task for one node of 8 devices and a mixture of experts."""
+    kind = workload(engine).kind
+    work = {"train": TRAIN, "serve": {"engine_version": VERSIONS.get(engine), "engine_args": ARGUMENTS.get(engine, {})}}
+    data = {"model": MODEL, "cluster": {}, kind: {**work[kind], "engine": engine}}
+    if kind == "serve":
+        data["serve"] |= {"weights": "model", "command": ["/bin/true"]}
+    spec = parse_spec(data, file="rules", base=Path(), engines=engines())
+    return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))

@@ -1,12 +1,11 @@
-"""mkdocs hook: adds the pages of the repository's root to the site, and the generated parts to all pages.
+"""mkdocs hook: adds pages of the repository that are not in docs/ to the site.
 
-Links between docs/ and the root are shorter by one folder on the site.
+Links between docs/ and other folders are shorter on the site, where all pages are in one folder.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,13 @@ from markdown.extensions.toc import slugify_unicode
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+JOINED = {
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "LICENSE": "LICENSE",
+    "benchmarks/README.md": "lab-notes.md",
+}
+"""Pages of other folders, and their names on the site."""
 SCHEMA = "spec.schema.json"
 """The JSON Schema of specs, of which every version of the site has its own."""
 
@@ -32,18 +36,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the root, with adapted links. Called once per build."""
-    for name in JOINED:
-        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    """Add the pages of other folders, with adapted links. Called once per build."""
+    for path, name in JOINED.items():
+        text = (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "](").replace("](../docs/", "](")
         files.append(File.generated(config, name, content=text))
     files.append(File.generated(config, SCHEMA, content=(ROOT / "examples" / SCHEMA).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with generated parts and adapted links. Called once per page."""
-    from docs.site.tables import filled
-
-    for name in JOINED:
-        markdown = markdown.replace(f"](../{name}", f"]({name}")
-    return filled(markdown)
+    """Return the page with adapted links. Called once per page."""
+    for path, name in JOINED.items():
+        markdown = markdown.replace(f"](../{path}", f"]({name}")
+    return markdown

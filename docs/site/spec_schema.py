@@ -1,7 +1,4 @@
-"""Writes examples/spec.schema.json from the engines of this repository.
-
-Usage: `python docs/site/spec_schema.py`.
-"""
+"""The JSON Schema of examples/spec.schema.json, from the engines of this repository."""
 
 from __future__ import annotations
 
@@ -22,7 +19,3 @@ def schema() -> str:
     return (
         json.dumps(json_schema({name: each for name, each in engines().items() if name in own_names}), indent=2) + "\n"
     )
-
-
-if __name__ == "__main__":
-    FILE.write_text(schema(), encoding="utf-8")

@@ -7,18 +7,20 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from flagcore.engines.megatron.knobs import KNOBS
+from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.spec.schema import document_of
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.validate import describe, keys_of
 
 MARK = re.compile(r"^<!-- keys (train|serve):([\w.]*) -->$", re.MULTILINE)
+"""The first line of a block of this module."""
 HEAD = "| key | values | default | meaning |\n| --- | --- | --- | --- |"
 
 
-def fill(text: str) -> str:
-    """Return the text with a table below each mark `<!-- keys KIND:SECTION -->`."""
-    return MARK.sub(lambda found: _table(found[1], tuple(filter(None, found[2].split(".")))), text)
+def render(mark: str) -> str:
+    """Return the table of the keys of a section of the spec: `keys KIND:SECTION`."""
+    kind, _, section = mark.split()[1].partition(":")
+    return _table(kind, tuple(filter(None, section.split("."))))
 
 
 @lru_cache
@@ -42,9 +44,9 @@ def _row(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
         default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
     )
     cells = (f"`{name}`", _values(describe(key, root)), default_text, key["description"])
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 
 def _values(text: str) -> str:
     """Return a description of values without limits that only detect typing errors."""
-    return re.sub(r"(text|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)
+    return re.sub(r"(text|a string|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)

@@ -1,30 +1,21 @@
-"""Writes docs/vendors/*.md and the table of docs/vendors.md from the plugins' files.
-
-Usage: `python docs/site/vendor_pages.py`.
-"""
+"""The pages docs/vendors/*.md and the table of docs/vendors.md, from the files of the plugins."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Source, Support
+from flagcore.domain.chip import Chip, Claim, Fact, Maturity, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor
-from flagcore.domain.maturity import Claim, Maturity
 from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.engines import read_engines
-from flagcore.vendorkit.knobs import all_knobs
+from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
+from flagcore.vendorkit.fields import Scope
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Report, read_quirks
-from flagcore.vendorkit.scope import Scope
-from flagcore.vendorkit.variables import read_variables
 
 DOCS = Path(__file__).parents[1]
-OVERVIEW = DOCS / "vendors.md"
-TABLE = re.compile(r"<!-- maturity -->\n.*?<!-- end -->", re.DOTALL)
 VENDORS = {
     "nvidia": "NVIDIA",
     "amd": "AMD",
@@ -48,11 +39,11 @@ STATUS = {
 
 def pages() -> dict[Path, str]:
     """Return the text of every generated page by its file."""
-    by_file = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
-    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **by_file}
+    return {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
 
 
-def _overview(text: str) -> str:
+def render_overview(_mark: str) -> str:
+    """Return the table of all vendors with the maturity of their plugins and the number of their chips."""
     rows = [
         [
             f"[{shown}](vendors/{name}.md)",
@@ -61,8 +52,7 @@ def _overview(text: str) -> str:
         ]
         for name, shown in VENDORS.items()
     ]
-    overview = table(["vendor", "maturity", "chips"], rows)
-    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{overview}\n\n<!-- end -->", text)
+    return table(["vendor", "maturity", "chips"], rows)
 
 
 def _page(name: str) -> str:
@@ -245,9 +235,3 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     cells = [[" ".join(cell.split()).replace("|", "&#124;") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-if __name__ == "__main__":
-    (DOCS / "vendors").mkdir(exist_ok=True)
-    for file, text in pages().items():
-        file.write_text(text, encoding="utf-8")

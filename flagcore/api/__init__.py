@@ -1,25 +1,26 @@
 """The Python API, which the CLI uses, too. It connects plugins, engine, launcher, strategy, store and loop."""
 
-from flagcore.api.common.runs import Run, load_run
-from flagcore.api.explaining.candidate_report import CandidateReport, explain_candidate
-from flagcore.api.explaining.compare import Comparison, compare
-from flagcore.api.explaining.elimination import Explanation, explain
-from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
-from flagcore.api.hardware.hosts import check_hosts
-from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
-from flagcore.api.importing.command import ImportedCommand, read_command
-from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
-from flagcore.api.importing.new_spec import defaults_of, new_spec
-from flagcore.api.importing.process import read_process
-from flagcore.api.planning.estimate import Estimate, estimate
+from flagcore.api.explaining.candidate_report import explain_candidate
+from flagcore.api.explaining.compare import compare
+from flagcore.api.explaining.elimination import explain
+from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
+from flagcore.api.managing.history import ImportedTrials, check_tree, import_history, read_tree
+from flagcore.api.managing.hosts import check_hosts
+from flagcore.api.managing.inspection import chip_table, devices, doctor, plugin_table
+from flagcore.api.managing.new_spec import ImportedCommand, defaults_of, new_spec, read_command, read_process
+from flagcore.api.managing.report import REPORT, report
+from flagcore.api.managing.run_list import compare_runs, differing_knobs, list_runs, remove_run, show_run
+from flagcore.api.planning.estimate import estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
-from flagcore.api.reporting.report import REPORT, report
-from flagcore.api.reporting.run_list import compare_runs, differing_knobs, list_runs, remove_run, show_run
-from flagcore.api.tuning.export import Outcome, run_best
-from flagcore.api.tuning.manifest import manifest
-from flagcore.api.tuning.targets import Exported, export, export_targets
+from flagcore.api.runs import Run, load_run
+from flagcore.api.tuning.export import Outcome
+from flagcore.api.tuning.run_best import run_best
+from flagcore.api.tuning.targets import Exported, export, export_targets, manifest
 from flagcore.api.tuning.tune import tune
+from flagcore.report.candidate_report import CandidateReport, Comparison
+from flagcore.report.estimate import Estimate
+from flagcore.report.explanation import Explanation
 from flagcore.testing.runner import Checked, check_plugins
 from flagcore.testing.scaffold import new_plugin
 

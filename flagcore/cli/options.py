@@ -199,9 +199,9 @@ def say(text: str, level: str = "info") -> None:
 
 def columns(*tables: str) -> dict[str, str]:
     """Return the columns of tables side by side: headings, and dotted keys of a record."""
-    from flagcore.report.names import COLUMNS
+    from flagcore.report.formats import table_columns
 
-    return {heading: key for table in tables for heading, key in COLUMNS[table].items()}
+    return table_columns(*tables)
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:

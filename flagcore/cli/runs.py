@@ -1,4 +1,4 @@
-"""flag runs: list, show, compare and delete runs."""
+"""flag runs and dashboard: list, show, compare and delete runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def runs_command() -> None:
 def runs_list(folder: Path, form: str) -> None:
     """List the runs in DIR [default: runs], the latest first."""
     from flagcore import api
+    from flagcore.report.text import run_rows
 
     records = api.list_runs(folder)
     if form == "table" and not records:
         options.say(_("no run in {folder}; `flag tune` creates one", folder=folder))
         return
-    options.show_records(_shown(records, form), form, options.columns("runs"))
+    options.show_records(run_rows(records) if form == "table" else records, form, options.columns("runs"))
+    _say_unmeasured(records, form)
 
 
 @runs_command.command("show")
@@ -60,6 +62,7 @@ def runs_compare(runs: tuple[Path, ...], form: str) -> None:
     """
     from flagcore import api
     from flagcore.report.formats import lookup, shown, table
+    from flagcore.report.text import run_rows
 
     if len(runs) < 2:
         raise click.UsageError(_("expected at least two runs"))
@@ -69,8 +72,9 @@ def runs_compare(runs: tuple[Path, ...], form: str) -> None:
         return
     knobs = {name: f"candidate.{name}" for name in api.differing_knobs(records)}
     columns = {**options.columns("runs", "runs_compared"), **knobs}
-    rows = [[_(name), *(shown(lookup(each, key)) for each in _shown(records, form))] for name, key in columns.items()]
+    rows = [[_(name), *(shown(lookup(each, key)) for each in run_rows(records))] for name, key in columns.items()]
     options.show(table(rows[0], rows[1:]))
+    _say_unmeasured(records, form)
 
 
 @runs_command.command("rm")
@@ -89,27 +93,32 @@ def runs_rm(runs: tuple[Path, ...], yes: bool) -> None:
             options.say(_("Deleted {run}.", run=record["run"]))
 
 
-def _shown(records: Sequence[Mapping[str, Any]], form: str) -> list[dict[str, Any]]:
-    """Return records with texts for a table: states in the language of the user, figures with units."""
-    if form != "table":
-        return [dict(each) for each in records]
-    return [{**each, **_texts(each)} for each in records]
+def _say_unmeasured(records: Sequence[Mapping[str, Any]], form: str) -> None:
+    """Print below a table why runs have no measurement, and how to go on."""
+    from flagcore.api.runs import UNMEASURED
+
+    for each in records if form == "table" else ():
+        if each["state"] == UNMEASURED:
+            options.say(f"{each['run']}: {each['no_best']}")
 
 
-def _texts(record: Mapping[str, Any]) -> dict[str, str | None]:
-    from flagcore.report.formats import shown, size_text
-    from flagcore.report.text import duration_text
+@click.command("dashboard")
+@click.argument("runs", type=click.Path(path_type=Path), default="runs")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1 [default: a free one].")
+@options.plugins
+def dashboard_command(runs: Path, port: int, without: tuple[str, ...]) -> None:
+    """Show the running and the finished runs in the folder RUNS [default: runs] in a browser.
 
-    speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == "run" else "~"
-    low, high, unit = record.get("low"), record.get("high"), record.get("unit")
-    gain, seconds = record.get("gain"), record.get("seconds")
-    gain_text = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
-    return {
-        "state": _(record["state"]),
-        "value": None if value is None else f"{mark}{shown(value)} {unit}",
-        "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
-        "speedup": None if speedup is None else gain_text,
-        "memory_gib": size_text(record.get("memory_gib")),
-        "seconds": None if seconds is None else duration_text(seconds),
-        "gain": None if gain is None else f"{mark}{gain:+.1%}",
-    }
+    The URL, which contains a secret token, is printed. The server listens on 127.0.0.1 only, serves nothing but these
+    runs, and changes nothing. Requires the extra `dashboard`. From another machine, forward the port:
+    `ssh -L PORT:127.0.0.1:PORT HOST`.
+    """
+    from flagcore.api.managing.dashboard import dashboard
+
+    server = dashboard(runs, port=port, without=without)
+    click.echo(server.url)
+    options.say(_("flag: end with Ctrl-C"))
+    try:
+        server.serve()
+    finally:
+        server.close()

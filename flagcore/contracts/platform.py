@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from flagcore.contracts.chip import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule, device_variables, without_devices
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Exit, FailurePattern, Launch
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import KIND, SLOTS, Task
 from flagcore.domain.trial import TimeLimit
 
@@ -48,7 +50,7 @@ class HostSetup:
     """How trials start on the hosts of one of several node groups.
 
     `kind` is the type of the hosts in host files, `devices` the number of a host. `environment` are the variables of
-    the chip's plugin, `envs` those of the group, `prepare_launch` the changes of plugins for this chip.
+    the chip's plugin, `envs` those of the group.
     """
 
     kind: str
@@ -57,7 +59,6 @@ class HostSetup:
     support: EngineSupport
     environment: Mapping[str, str]
     envs: Mapping[str, str]
-    prepare_launch: Callable[[Launch], Launch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,11 @@ class Platform:
     """The task, and what plugins provide for it.
 
     `knobs` are all knobs of plugins for the chip, also those that the spec does not name. `conflicts` describes
-    environment variables for which the user and plugins set different values. `read_devices` are the devices of
-    `telemetry`. `cores` are the CPU cores for trials; empty: all. `setups` are those of several node groups, in order;
-    empty if there is one.
+    environment variables for which the user and plugins set different values. `devices` are the devices of the task's
+    chips that were detected for its trials, in order; `telemetry` has those that can be read. `cores` are the CPU cores
+    for trials; empty: all. `setups` are those of several node groups, in order; empty if there is one.
+    `value_rules` are the values that do not work, and `pruning_rules` what is not worth a trial. `precision_reason`
+    tells why the precision was chosen, empty if the spec names it.
     """
 
     task: Task
@@ -76,20 +79,15 @@ class Platform:
     environment: Mapping[str, str]
     pruning_rules: tuple[PruningRule, ...]
     failure_patterns: tuple[FailurePattern, ...]
-    telemetry: tuple[Telemetry, ...]
-    prepare_launch: Callable[[Launch], Launch]
+    telemetry: Mapping[Device, Telemetry]
+    value_rules: tuple[ValueRule, ...] = ()
     knobs: tuple[Knob, ...] = ()
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
-    read_devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = ()
     cores: tuple[int, ...] = ()
     setups: tuple[HostSetup, ...] = ()
-
-    @property
-    def selected_devices(self) -> tuple[str, ...] | None:
-        """The names of the devices that the spec's `envs` select, in order; None if they do not select devices."""
-        names = self.task.spec.envs.get(self.support.visible_devices or "")
-        return None if names is None else tuple(name.strip() for name in names.split(","))
+    precision_reason: str = ""
 
     @property
     def group_of_hosts(self) -> dict[str, int]:
@@ -103,34 +101,86 @@ class Platform:
         """Return the platform of trials on these hosts."""
         spec = self.task.spec
         task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
-        pairs = list(zip(self.read_devices, self.telemetry, strict=True))
-        selected = [pair for host in hosts for pair in pairs if pair[0].host == host]
-        devices, readers = tuple(device for device, _ in selected), tuple(reader for _, reader in selected)
-        return replace(self, task=task, read_devices=devices, telemetry=readers)
+        devices = tuple(device for host in hosts for device in self.devices if device.host == host)
+        return replace(self, task=task, devices=devices)
+
+    def devices_of(self, host: str = "") -> tuple[Device, ...]:
+        """Return the devices of a trial on `host`, or on this machine: the first that were detected.
+
+        Where variables of the spec name devices of a host, which detection there does not know, or where too few were
+        detected, they are those that the spec names, else numbered from 0.
+        """
+        spec, group = self.task.spec, self.task.cluster.groups[self.group_of_hosts.get(host, 0)]
+        support, variables = self._variables_of(host)
+        cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
+        count = min(cards or group.devices_per_node, group.devices_per_node)
+        own = {device.selector: device for device in self.devices if device.host == host}
+        listed = next((variables[name] for name in support.visible_devices if variables.get(name)), None)
+        if len(own) >= count and not (host and listed):
+            names = list(own)
+        else:
+            names = [word.strip() for word in listed.split(",")] if listed else [str(place) for place in range(count)]
+        chip = group.chip.name
+        places = enumerate(names[:count])
+        return tuple(own.get(name) or Device(index=place, chip=chip, host=host, name=name) for place, name in places)
+
+    def _variables_of(self, host: str) -> tuple[EngineSupport, Mapping[str, str]]:
+        """Return the engine support of a host's chip, and the variables of the spec there."""
+        spec = self.task.spec
+        setup = self.setups[self.group_of_hosts[host]] if self.setups and host in self.group_of_hosts else None
+        of_group, of_host = setup.envs if setup else spec.cluster.envs, spec.cluster.host_envs.get(host, {})
+        return setup.support if setup else self.support, {**spec.envs, **of_group, **of_host}
+
+    def selecting(self, devices: Sequence[Device] = ()) -> Platform:
+        """Return the platform with variables of the spec that select `devices` of this machine or, without any, the
+        devices of a trial. Hosts get variables only where their devices are not those from 0.
+        """
+        spec = self.task.spec
+        if not spec.on_each_host:
+            chosen = devices or (self.devices_of() if self.devices else ())
+            variables = device_variables(self.support, chosen) if chosen else {}
+            return replace(self, task=replace(self.task, spec=replace(spec, envs={**spec.envs, **variables})))
+        of_hosts = dict(spec.cluster.host_envs)
+        for host in dict.fromkeys(device.host for device in self.devices):
+            support, own = self._variables_of(host)
+            found = self.devices_of(host)
+            is_default = all(each.selector == str(place) and not each.within for place, each in enumerate(found))
+            if not is_default and not own.keys() & set(support.visible_devices):
+                of_hosts[host] = {**of_hosts.get(host, {}), **device_variables(support, found)}
+        cluster = replace(spec.cluster, host_envs=of_hosts)
+        return replace(self, task=replace(self.task, spec=replace(spec, cluster=cluster)))
+
+    def elsewhere(self) -> Platform:
+        """Return the platform for a place that assigns devices itself: without those of this machine."""
+        spec = self.task.spec
+        spec = replace(spec, envs=without_devices(self.support, spec.envs))
+        return replace(self, task=replace(self.task, spec=spec), devices=())
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the environment of plugins and of the spec, and with the changes of plugins.
+        """Return `planned` with the environment of plugins and of the spec.
 
         On hosts of several node groups, each host has those of its own chip, and SLOTS and KIND are replaced. A host
         also has its own variables of the spec.
         """
         spec, own = self.task.spec, self.task.spec.cluster.host_envs
         if not (planned.hosts and (self.setups or own)):
-            return self._prepared(planned, {})
+            return self._with_environment(planned, {})
         of_hosts = (each for each in self.setups for _ in range(each.nodes))
         setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
         on_host: dict[str, Launch] = {}
         for host in planned.hosts:
             of_host = own.get(host, {})
-            one = _set_up(planned, setups[host], spec.envs, of_host) if setups else self._prepared(planned, of_host)
-            on_host[host] = one
+            if setups:
+                on_host[host] = _set_up(planned, setups[host], spec.envs, of_host)
+            else:
+                on_host[host] = self._with_environment(planned, of_host)
         return replace(on_host[planned.hosts[0]], on_host=on_host)
 
-    def _prepared(self, planned: Launch, of_host: Mapping[str, str]) -> Launch:
+    def _with_environment(self, planned: Launch, of_host: Mapping[str, str]) -> Launch:
         """Return the launch of a host of a single node group."""
         spec = self.task.spec
         environment = {**planned.environment, **self.environment, **spec.envs, **spec.cluster.envs, **of_host}
-        return self.prepare_launch(replace(planned, environment=environment))
+        return replace(planned, environment=environment)
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
         """Return `planned` with the time, memory and disk limits of a trial."""
@@ -153,17 +203,17 @@ class Platform:
 def _set_up(planned: Launch, setup: HostSetup, envs: Mapping[str, str], of_host: Mapping[str, str]) -> Launch:
     """Return the launch of one host."""
     environment = {**planned.environment, **setup.environment, **envs, **setup.envs, **of_host}
-    own = setup.prepare_launch(replace(planned, environment=environment))
-    words = (word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in own.argv)
-    return replace(own, argv=tuple(words))
+    words = (word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in planned.argv)
+    return replace(planned, argv=tuple(words), environment=environment)
 
 
 class Plugins(Protocol):
     """The hooks of all plugins as typed methods. The results of plugins that fail are left out."""
 
-    def devices(self) -> tuple[Device, ...]: ...
+    def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]: ...
     def detection_failures(self) -> Mapping[str, str]: ...
     def chips(self) -> tuple[Chip, ...]: ...
+    def measured_chip(self, chip: Chip) -> Chip: ...
     def vendor(self, environment: Mapping[str, str]) -> str | None: ...
     def topology(self, group: NodeGroup) -> Topology | None: ...
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None: ...
@@ -175,8 +225,9 @@ class Plugins(Protocol):
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport: ...
     def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]: ...
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]: ...
-    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]: ...
-    def prepare_launch(self, launch: Launch, task: Task) -> Launch: ...
+    def pruning_rules(
+        self, task: Task, engine_version: str | None = None
+    ) -> tuple[tuple[ValueRule, ...], tuple[PruningRule, ...]]: ...
     def failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None = None
     ) -> tuple[FailurePattern, ...]: ...
@@ -196,46 +247,41 @@ class RunningLaunch(Protocol):
         """End the whole process tree if it runs, and return its exit."""
 
 
-class Launcher(Protocol):
-    """Starts launches on this machine or on other hosts."""
+class Launcher(ABC):
+    """Starts launches on this machine or on other hosts. It must define `name` and `start`."""
 
     name: str
 
+    @abstractmethod
     def start(self, launch: Launch) -> RunningLaunch:
         """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
 
-
-@runtime_checkable
-class PersistentLauncher(Protocol):
-    """Optional: a launcher that keeps processes between launches."""
-
-    def close(self) -> None:
-        """End all processes that the launcher keeps."""
-
-
-@runtime_checkable
-class MultiHostLauncher(Protocol):
-    """Optional: a launcher that starts trials on other hosts."""
+    def close(self) -> None:  # noqa: B027  (a default, not abstract)
+        """End all processes that the launcher keeps between launches, by default none."""
 
     def has_allocation(self) -> bool:
-        """Return whether flagcore runs in an allocation of several hosts. Must return at once."""
+        """Return whether flagcore runs in an allocation of several hosts, by default False. Must return at once."""
+        return False
 
-    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `hosts` that have not failed too often."""
-
-    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return the first `count` of `hosts` that have not failed, for the next trial.
-
-        Raises FlagError if too few are left.
-        """
-
-    def find_hosts(self, nodes: int) -> tuple[str, ...]:
-        """Return the hosts for trials if the spec does not name them; empty if there are none.
+    def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
+        """Return the hosts for trials if the spec does not name them. Empty, the default, if there are none.
 
         `nodes` is the number of nodes in the spec, by default 1. Raises FlagError if the hosts cannot be listed.
         """
+        return ()
 
-    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `hosts` that have not failed too often, by default all."""
+        return tuple(hosts)
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        """Return the first `count` of `hosts` that have not failed, for the next trial, by default the first.
+
+        Raises FlagError if too few are left.
+        """
+        return tuple(hosts[:count])
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:  # noqa: B027  (a default, not abstract)
         """Continue a run: prefer hosts that were not `lost`, and end remaining processes of the trials with the folders
-        `cut_off`.
+        `cut_off`. By default nothing is done.
         """

@@ -1,4 +1,4 @@
-"""Chips and devices: figures with their sources, and names."""
+"""Chips and devices: figures with their sources, names, and the evidence for the data of a plugin."""
 
 from __future__ import annotations
 
@@ -124,9 +124,35 @@ class Chip:
         return frozenset(normalized | {vendor + name for name in normalized})
 
 
+TRAINED = ("bf16", "fp16", "fp32")
+"""Precisions in which chips train without further libraries, the preferred ones first."""
+
+
+MUCH_SLOWER = 2.0
+"""A precision that is slower than fp32 by this factor is reported, and ends a search whose steps do not fit in their
+time. Chosen: no candidate gains as much."""
+
+
+def slowness(chip: Chip, precision: str) -> float:
+    """Return how many times slower than fp32 the products of a chip are in `precision`, 1 if a rate is unknown."""
+    rate, fp32 = (chip.dense_flops_per_second.get(name) for name in (precision, "fp32"))
+    return fp32.value / rate.value if rate and fp32 else 1.0
+
+
+def usual_precision(chip: Chip, precisions: Iterable[str] = TRAINED) -> str | None:
+    """Return the first of `precisions` that the chip computes and in which it is not slower than in fp32; None if there
+    is none."""
+    listed = (name for name in precisions if name in chip.dense_flops_per_second)
+    return next((name for name in listed if slowness(chip, name) <= 1.0), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator of this machine, or of `host`. `memory_bytes` is the size that the driver reports."""
+    """An accelerator of this machine, or of `host`. `memory_bytes` is the size that the driver reports.
+
+    `name` is its name in the variables that select devices, such as a UUID; empty: `index`. `within` is the value of
+    `EngineSupport.outer_variable` within whose devices the name counts; empty if the variable is not set.
+    """
 
     index: int
     chip: str
@@ -134,6 +160,13 @@ class Device:
     driver: str = ""
     uuid: str = ""
     host: str = ""
+    name: str = ""
+    within: str = ""
+
+    @property
+    def selector(self) -> str:
+        """The name of the device in variables that select devices."""
+        return self.name or str(self.index)
 
     @property
     def title(self) -> str:
@@ -190,3 +223,30 @@ def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
 def normalize_name(name: str) -> str:
     """Return the letters, digits and plus signs of a name in lower case, for comparing names of chips."""
     return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A statement about chips. `by` is a tool, or software with its date; `files` are transcripts."""
+
+    what: str
+    chips: tuple[str, ...]
+    by: str = ""
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maturity:
+    """The claims of a plugin by their evidence: runs on hardware, transcripts of such runs, or documents."""
+
+    run_on_hardware: tuple[Claim, ...] = ()
+    checked_on_transcripts: tuple[Claim, ...] = ()
+    from_documents: tuple[Claim, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """The strongest evidence in one word."""
+        if self.run_on_hardware:
+            return "hardware"
+        return "transcripts" if self.checked_on_transcripts else "documents"

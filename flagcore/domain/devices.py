@@ -6,10 +6,12 @@ ends with a speed test, a fixed matrix product on each rank, and the clocks that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+
+from flagcore.i18n import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,25 @@ LOW_CLOCK_RATIO = 0.85
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
 """Names of figures of a device."""
+
+
+CORES, OTHERS_CORES = "cores", "cores_used_by_others"
+"""Names of the telemetry of a host: its cores, and those that processes of other programs keep busy."""
+DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"
+"""The same for the share of the cores' time that waits for a disk, and for the memory that is swapped in and out."""
+BUSY_SHARE, WAIT_SHARE, SWAP_BYTES = 0.1, 0.1, 1e6
+"""A message names a disturbance from these values on: shares of the cores, and bytes per second. Chosen."""
+
+
+def disturbances(telemetry: Mapping[str, float]) -> Iterator[Message]:
+    """Yield what slows a host down, from the means of its telemetry: other programs, a slow disk, swapping."""
+    others, cores = telemetry.get(OTHERS_CORES, 0.0), telemetry.get(CORES, 0.0)
+    if others > BUSY_SHARE * cores > 0.0:
+        yield Message("other programs used {others:.1f} of {cores:.0f} cores", others=others, cores=cores)
+    if (share := telemetry.get(DISK_WAIT, 0.0)) > WAIT_SHARE:
+        yield Message("the cores waited for a disk {share:.0%} of the time", share=share)
+    if (rate := telemetry.get(SWAPPED, 0.0)) > SWAP_BYTES:
+        yield Message("{rate:.0f} MB/s of memory were swapped", rate=rate / 1e6)
 
 
 def slow_devices(

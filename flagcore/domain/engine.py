@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.chip import Source, Support
+from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
 
 
@@ -40,6 +40,10 @@ class ForcedSetting:
     reason: str
 
 
+ValueRule = RefusedValues | ForcedSetting
+"""A rule that plugins state as data. Candidates that break it are not legal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferredSetting:
     """A value of a shared setting that trials get if the user does not set it, with the reason. Other values work, too.
@@ -56,14 +60,12 @@ class PreferredSetting:
 class TaskAdvice:
     """A plugin's answer about a whole task.
 
-    `impossible` says why no candidate of it can run; empty: some can. `refused`, `forced` and `preferred` hold for this
-    task, beyond those of the engine. `warmup` is the number of first training steps that are too slow to count, because
-    kernels are compiled, or of first requests of a load. `notes` are sentences for the user.
+    `impossible` says why no candidate of it can run; empty: some can. `preferred` are settings that the task lacks.
+    `warmup` is the number of first training steps that are too slow to count, because kernels are compiled, or of first
+    requests of a load. `notes` are sentences for the user.
     """
 
     impossible: str = ""
-    refused: tuple[RefusedValues, ...] = ()
-    forced: tuple[ForcedSetting, ...] = ()
     preferred: tuple[PreferredSetting, ...] = ()
     warmup: int = 0
     notes: tuple[str, ...] = ()
@@ -85,12 +87,13 @@ class EngineSupport:
     `device_type` is the name of the device in torch, `distributed_backend` the name of its backend in
     torch.distributed; without them, candidates can be predicted but not run. `preload` are modules to import before the
     first tensor. With `shared_devices`, several processes may use one device and the memory of the machine, as on a
-    CPU. `visible_devices` is the environment variable that selects devices by comma-separated numbers, None if there is
-    none. `implementation` is the engine's implementation that production uses on the chip, which plans assume; empty if
-    undocumented. `cross_vendor_libraries` are the collective libraries that connect the chip with those of other
-    vendors; messages between vendors without a common one go through the memory of the hosts. `kubernetes` is the
-    resource that a pod requests; None if undocumented. `install` states where the chip's build of the engine comes
-    from; empty for the public one. `notes` are sentences for the user.
+    CPU. `visible_devices` are the environment variables that select devices by comma-separated names: the vendor's,
+    then those that mean the same to other software. `outer_variable` is that of a lower layer, within whose devices the
+    names count; empty if there is none. `implementation` is the engine's implementation that production uses on the
+    chip, which plans assume; empty if undocumented. `cross_vendor_libraries` are the collective libraries that connect
+    the chip with those of other vendors; messages between vendors without a common one go through the memory of the
+    hosts. `kubernetes` is the resource that a pod requests; None if undocumented. `install` states where the chip's
+    build of the engine comes from; empty for the public one. `notes` are sentences for the user.
     """
 
     support: Support
@@ -99,14 +102,27 @@ class EngineSupport:
     distributed_backend: str | None = None
     preload: tuple[str, ...] = ()
     shared_devices: bool = False
-    visible_devices: str | None = None
+    visible_devices: tuple[str, ...] = ()
+    outer_variable: str = ""
     implementation: str = ""
     cross_vendor_libraries: tuple[str, ...] = ()
     kubernetes: KubernetesResource | None = None
     install: str = ""
-    refused: tuple[RefusedValues, ...] = ()
-    forced: tuple[ForcedSetting, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def device_variables(support: EngineSupport, devices: Sequence[Device]) -> dict[str, str]:
+    """Return the variables of a process that select exactly `devices` of one host; empty if none select devices."""
+    variables = dict.fromkeys(support.visible_devices, ",".join(device.selector for device in devices))
+    if devices and devices[0].within:
+        variables[support.outer_variable] = devices[0].within
+    return variables
+
+
+def without_devices(support: EngineSupport, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return `variables` without those that select devices, for a place that assigns devices itself."""
+    own = {*support.visible_devices, support.outer_variable}
+    return {name: value for name, value in variables.items() if name not in own}
 
 
 def has_common_library(groups: Sequence[NodeGroup], supports: Sequence[EngineSupport]) -> bool:

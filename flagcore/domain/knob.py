@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source
 from flagcore.domain.space import Axis
 from flagcore.errors import SpecError
-
-if TYPE_CHECKING:
-    from flagcore.domain.spec import Task
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
 """The type of the values. int: an integer; flag: true or false; word: one of `words`; share: a number in (0, 1].
@@ -236,19 +233,6 @@ class Knob:
             problem, fix = f"is not a valid value of {self.name}", _suggestion(self, value)
             raise SpecError(key=key, value=value, problem=problem, fix=fix)
         return result
-
-    def parse_space(self, task: Task, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
-        """Return the values that the space of a task lists; `auto` is resolved. Raises SpecError.
-
-        `default` is `auto` or a list of values. It is used if the space does not have the knob.
-        """
-        space = task.spec.space
-        listed = next((space[name] for name in self.names if name in space), default)
-        if isinstance(listed, str):
-            values = self.auto(task) if self.auto else self.values or (self.neutral,)
-        else:
-            values = [self.parse(each, f"auto_tuner.space.{self.name}") for each in listed]
-        return tuple(dict.fromkeys(values))
 
     def axis(self, values: Sequence[KnobValue], extra_values: Sequence[KnobValue] = ()) -> Axis:
         """Return an axis of `values`. `extra_values` are valid for candidates, but not crossed with other knobs."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flagcore.domain.files import open_regular
 from flagcore.domain.secrets import redact_text, secrets_in_environment
 from flagcore.domain.trial import TimeLimit, TrialState
-from flagcore.files import open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +130,9 @@ def classify(
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial and its reason in one line. `limit` is the source of its time limit."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
-    last = lines[-1][:LONGEST_REASON] if lines else "(none)"
+    last = f"last line: {lines[-1][:LONGEST_REASON]}" if lines else "its log is empty"
     if ended.ended_by == "timeout":
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); last line: {last}"
+        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
@@ -150,7 +150,7 @@ def classify(
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     ending = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    return TrialState.FAILED, f"{ending}; last line: {last}"
+    return TrialState.FAILED, f"{ending}; {last}"
 
 
 def _without_state(state: TrialState, line: str) -> str:

@@ -1,8 +1,11 @@
-"""Objectives of the search. The search minimizes seconds; reports convert them to the unit of the objective."""
+"""Objectives of the search, and the Pareto front of two of them. The search minimizes seconds; reports convert them."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Measurement
 
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
@@ -37,3 +40,13 @@ def objective_value(objective: str, seconds: float, measured: Measurement | None
         assert measured is not None
         return measured.tokens_per_second_per_device * measured.step_time_s / seconds
     return 1.0 / seconds if is_rate(objective) else seconds
+
+
+def pareto(first: FloatArray, second: FloatArray) -> IntArray:
+    """Return the indices of the points for which no other has a higher `first` and a higher `second`, by descending
+    `first`. Points with NaN are not among them.
+    """
+    order = np.lexsort((-second, -first))
+    order = order[~np.isnan(first[order]) & ~np.isnan(second[order])]
+    best_before = np.maximum.accumulate(np.concatenate(([-np.inf], second[order])))[:-1]
+    return order[second[order] > best_before].astype(np.int64)

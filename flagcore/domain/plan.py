@@ -1,4 +1,8 @@
-"""The result of a tune: counts, trials, baseline, best and gain."""
+"""The plan that a search returns, the interference of its parallel trials, and the cost of tokens and of the job.
+
+Costs are in the currency of `cluster.price_per_device_hour`. Energy is that of the devices: measured, or else what
+their TDP allows, which is more than they usually take. Hosts, networks and cooling are not included.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,138 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from flagcore.domain.interference import Interference
 from flagcore.domain.knob import Knobs
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, cold_start, drift, drifted, rivals, speed
+from flagcore.domain.search_state import (
+    DOES_NOT_FIT,
+    Pruned,
+    SearchState,
+    cold_start,
+    drift,
+    drifted,
+    noise,
+    rivals,
+    speed,
+)
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Trial, TrialState
+from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.i18n import N_, Message
+
+MAX_SLOWDOWN = 0.05
+"""Trials do not run in parallel if that slows them down by a larger share, even if single runs are noisier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interference:
+    """A comparison of two trials of one candidate: one ran alone, the other while other trials ran.
+
+    `slowdown` is the relative increase of the step time by other trials; None if that trial failed. `noise` is the
+    relative noise of the trial that ran alone. `trials` are the numbers of both trials.
+    """
+
+    slowdown: float | None
+    noise: float
+    trials: tuple[int, int]
+
+    @property
+    def is_negligible(self) -> bool:
+        """Whether trials may run in parallel: the slowdown is within `noise` and MAX_SLOWDOWN."""
+        return self.slowdown is not None and self.slowdown <= min(self.noise, MAX_SLOWDOWN)
+
+    @property
+    def text(self) -> Message:
+        """The outcome in one line."""
+        if self.slowdown is None:
+            return Message(
+                "trials run one at a time: trial {number} failed while other trials ran", number=self.trials[0]
+            )
+        if self.is_negligible:
+            text = N_(
+                "trials run side by side: other trials change the step time by {slowdown:+.1%} (noise {noise:.1%})"
+            )
+        else:
+            text = N_(
+                "trials run one at a time: other trials change the step time by {slowdown:+.1%} (noise {noise:.1%})"
+            )
+        return Message(text, slowdown=self.slowdown, noise=self.noise)
+
+
+def measured_alone(trials: Sequence[Trial]) -> Trial | None:
+    """Return the first trial of the run that was measured alone, usually the baseline, or None."""
+    trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
+    return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
+
+
+def interference(trials: Sequence[Trial]) -> Interference | None:
+    """Return the last measurement of interference in a run, or None."""
+    alone_times = measured_alone(trials)
+    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
+    if alone_times is None or not conclusive:
+        return None
+    last = conclusive[-1]
+    slowdown = speed(alone_times) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
+    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))
+
+
+HOUR, DAY = 3600.0, 86400.0
+JOULES_PER_KWH = 3.6e6
+MEASURED, TDP = "telemetry", "tdp"
+"""Sources of the power of a device."""
+COST = (
+    *("cost_per_million_tokens", "planned_days", "planned_cost"),
+    *("energy_kwh_per_million_tokens", "planned_energy_kwh", "energy_source"),
+)
+"""The names of the figures."""
+
+
+def cost_figures(
+    task: Task, step_time_s: float, tokens_per_s_per_device: float | None, watts: float | None = None
+) -> dict[str, float | str]:
+    """Return what a million tokens and the planned steps cost and take, without unknown figures.
+
+    `watts` is the measured power of a device, None for its TDP. Energy by the TDP is left out if the spec gives neither
+    a price nor `planned_steps`. On node groups with different prices and chips, means over all devices are used: every
+    device is paid as long as the job runs.
+    """
+    price, steps = price_per_device_hour(task), task.spec.control.planned_steps
+    figures: dict[str, float | str] = {}
+    million_s = 1e6 / tokens_per_s_per_device if tokens_per_s_per_device else None
+    planned_s = None if steps is None else steps * step_time_s
+    if price is not None and million_s is not None:
+        figures["cost_per_million_tokens"] = price / HOUR * million_s
+    if planned_s is not None:
+        figures["planned_days"] = planned_s / DAY
+        if price is not None:
+            figures["planned_cost"] = planned_s / HOUR * price * task.cluster.devices
+    power = tdp_watts(task) if watts is None else watts
+    if power is None or (watts is None and price is None and steps is None):
+        return figures
+    if million_s is not None:
+        figures["energy_kwh_per_million_tokens"] = million_s * power / JOULES_PER_KWH
+    if planned_s is not None:
+        figures["planned_energy_kwh"] = planned_s * task.cluster.devices * power / JOULES_PER_KWH
+    return {**figures, "energy_source": TDP if watts is None else MEASURED}
+
+
+def price_per_device_hour(task: Task) -> float | None:
+    """Return the mean price of a device for an hour, None if the spec does not give it for all devices."""
+    cluster = task.spec.cluster
+    return _mean(task, [group.price_per_device_hour for group in cluster.groups or (cluster,)])
+
+
+def tdp_watts(task: Task) -> float | None:
+    """Return the mean TDP of a device in watts, None if that of a chip is unknown."""
+    facts = [group.chip.tdp_watts for group in task.cluster.groups]
+    return _mean(task, [None if fact is None else float(fact.value) for fact in facts])
+
+
+def _mean(task: Task, values: list[float | None]) -> float | None:
+    """Return the mean of a figure of each node group over all devices, None if one is unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    counts = [group.devices for group in task.cluster.groups]
+    return sum(value * count for value, count in zip(known, counts, strict=True)) / sum(counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

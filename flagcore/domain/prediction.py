@@ -11,6 +11,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.i18n import N_
+
+PART_NAMES = {
+    "compute_s": N_("compute"),
+    "tp_comm_s": N_("tensor parallel"),
+    "cp_comm_s": N_("context parallel"),
+    "ep_comm_s": N_("expert parallel"),
+    "pp_bubble_s": N_("bubble"),
+    "pp_comm_s": N_("pipeline exchange"),
+    "dp_comm_exposed_s": N_("gradient exchange"),
+    "optimizer_s": N_("optimizer"),
+}
+"""The names of the parts of a training step. An engine may have other parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,3 +281,8 @@ def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
     shares = [zip(each.idle(seconds), each.groups, strict=False) for each in pipelines]
     own = [share for each in shares for share, number in each if number == group]
     return sum(own) / len(own) if own else 1.0
+
+
+def part_name(part: str) -> str:
+    """Return the name of a part of a step."""
+    return PART_NAMES.get(part) or part.removesuffix("_s").replace("_", " ")

@@ -252,6 +252,9 @@ def cold_start(search_state: SearchState) -> tuple[float, float] | None:
 MAX_FAILED_AT_START = 5
 """The search stops if its first trials, at least this number, all end in FAILED_STATES. Chosen: then the task is
 probably wrong."""
+SHORTEST = 0.4
+"""The time that is reserved for a further trial, relative to a trial that had no time for all its steps: that one
+started first, while modules were imported, and a faster candidate needs less. Chosen."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
@@ -267,8 +270,9 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
         return Message("max_trials = {count} reached", count=control.max_trials)
     if control.max_time is None:
         return None
-    measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
-    reserved = max(measured, default=0.0) + repeats_seconds(control, search_state)
+    measured = [(trial.duration_s, trial.measurement) for trial in trials if trial.state is TrialState.MEASURED]
+    needed = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
+    reserved = max(needed, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= reserved else None
 

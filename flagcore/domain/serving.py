@@ -81,7 +81,7 @@ class Load:
     length to (1 + spread) x length. With the `distribution` lognormal, `input_len` and `output_len` are the means of
     clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
     `trace` has the lengths and optionally arrival times and texts. Conversations have up to `turns` requests, each sent
-    `think_time_s` after the answer to the one before, or after the delay in the trace; its prompt continues that
+    `think_time_s` after the answer to the one before; its prompt continues that
     request and its answer, so `input_len` is the length of the new part. `images` are in addition to the text.
     `acceptance` is the share of drafted tokens that the model accepts, None if unknown. With `num_prompts` None, the
     load goes on; if it `is_steady`, only requests between its first and its last ones count, else all of them.

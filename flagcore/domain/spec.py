@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -24,7 +24,7 @@ LOCAL = "local"
 """The name of the launcher that starts trials on this machine."""
 
 AUTO = "auto"
-"""In a space: all values that the engine suggests. For a chip: the detected one."""
+"""In a space: all values that the engine suggests. For a chip: the detected one. For a precision: the fastest one."""
 
 SettingValue: TypeAlias = KnobValue | float
 
@@ -34,9 +34,8 @@ class ClusterSpec:
     """The requested hardware. Fields that are None come from the detected hardware.
 
     `groups` are node groups of different chips or speeds in the order of their ranks. They replace all other fields
-    except `grams_co2_per_kwh`, `hosts` (in the same order), `host_envs` and `nodes`, the number of hosts. A group has
-    own `envs`, a `name`, empty for that of its chip, and a `speed` relative to the chip. `host_envs` are the variables
-    of single hosts.
+    except `hosts` (in the same order), `host_envs` and `nodes`, the number of hosts. A group has own `envs`, a `name`,
+    empty for that of its chip, and a `speed` relative to the chip. `host_envs` are the variables of single hosts.
 
     The last `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes`
     nodes; None: on all.
@@ -53,7 +52,6 @@ class ClusterSpec:
     nic_bytes_per_second: float | None = None
     nic_latency_seconds: float | None = None
     price_per_device_hour: float | None = None
-    grams_co2_per_kwh: float | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
     host_envs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     groups: tuple[ClusterSpec, ...] = ()
@@ -202,6 +200,19 @@ class Task:
     spec: Spec
     cluster: Cluster
     knobs: tuple[Knob, ...] = ()
+
+    def listed_values(self, knob: Knob, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
+        """Return the values that the space lists for `knob`; `auto` is resolved. Raises SpecError.
+
+        `default` is `auto` or a list of values. It is used if the space does not have the knob.
+        """
+        space = self.spec.space
+        listed = next((space[name] for name in knob.names if name in space), default)
+        if isinstance(listed, str):
+            values = knob.auto(self) if knob.auto else knob.values or (knob.neutral,)
+        else:
+            values = [knob.parse(each, f"auto_tuner.space.{knob.name}") for each in listed]
+        return tuple(dict.fromkeys(values))
 
     def with_time_limit(self, seconds: float) -> Task:
         """Return the task with `max_time_per_task` set to the time limit of a trial."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from statistics import median
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
@@ -56,7 +58,7 @@ class Measurement:
     """The measurement of one run, in seconds and bytes. Figures that were not measured are None.
 
     `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. `warmup_steps`
-    is the number of steps of a warm-up that ended early; None: all of `control.warmup_iters`. For a server,
+    is the number of warm-up steps of a trial with fewer steps than planned; None: `control.warmup_iters`. For a server,
     a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
     reports show, `points` those of all load points, `broken` describes the limits that were exceeded, and `notes` what
     makes figures uncertain. `windows` are the times (of `time.monotonic`) of that load point's runs, which are not
@@ -66,9 +68,10 @@ class Measurement:
     are the telemetry and the speed test of each device, with its number over all nodes as `device`; `slow` describes
     slow devices.
 
-    For probes and shortened trials, `modelled_s` is the part of the step time that was not measured, and `low_s` and
+    For probes and shortened trials, `modelled_s` is the part of the step time that was not measured. `low_s` and
     `high_s` are the bounds of its 80% interval. `scaled_from` is the measured time of a shortened step, from which all
-    other times are scaled to whole steps; None: the steps were whole.
+    other times are scaled to whole steps; None: the steps were whole. A trial with `few_steps` had no time for more;
+    it has an interval, too.
     """
 
     step_times_s: tuple[float, ...]
@@ -95,21 +98,28 @@ class Measurement:
     slow: tuple[str, ...] = ()
     scaled_from: float | None = None
     warmup_steps: int | None = None
+    few_steps: bool = False
 
     @property
     def interval(self) -> float:
-        """Half of the 80% interval of a scaled step time, relative to it; 0 for whole steps."""
-        if self.scaled_from is None or self.low_s is None or self.high_s is None:
+        """Half of the 80% interval of a step time, relative to it, if it was scaled or has too few steps; else 0."""
+        has_interval = self.few_steps or self.scaled_from is not None
+        if not has_interval or self.low_s is None or self.high_s is None:
             return 0.0
         return (self.high_s - self.low_s) / 2.0 / self.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """The time limit of a trial, and how it was derived, in words."""
+    """The time limit of a trial, and how it was derived, in words.
+
+    A trial that has run for `target_s` seconds ends with the steps that it has, if they are enough for a measurement;
+    None: only at its limit.
+    """
 
     seconds: float
     because: str
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +173,9 @@ class Trial:
     is the time of its start in seconds since the start of the search. `search_ended` is the reason why the search ended
     before a repeat. `time_limit` is its time limit, `shortened` describes its steps if they were shortened.
 
+    If it ended before its last step, `finished_steps_s` are the times of its finished steps, scaled to whole ones; on
+    an accelerator without the first one, which compiles kernels. `telemetry` is that of a trial without a measurement.
+
     An `inconclusive` trial was disturbed by other programs, or lost a host, `lost_host`, so its candidate may be tried
     again. A `warm` trial was forked from a process that had imported its modules. `group` is the number of its group of
     devices if it ran next to other trials, None if it ran alone.
@@ -189,6 +202,8 @@ class Trial:
     inconclusive: bool = False
     lost_host: str | None = None
     warm: bool = False
+    finished_steps_s: tuple[float, ...] = ()
+    telemetry: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def search_fields(self) -> dict[str, object]:
@@ -198,6 +213,16 @@ class Trial:
             name: asdict(value) if isinstance(value, (TimeLimit, Shortened)) else value
             for name, value in values.items()
         }
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """The seconds of a whole step as predicted before any trial; None if unknown."""
+        return _step_value(self.predicted)
+
+    @property
+    def expected_step_s(self) -> float | None:
+        """The seconds of a whole step as predicted, corrected by earlier trials if possible; None if unknown."""
+        return _step_value(self.believed) or self.predicted_step_s
 
     @property
     def is_conclusive(self) -> bool:
@@ -218,17 +243,38 @@ class Trial:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0
 
-    def overhead_s(self, steps: int, warmup: int) -> float | None:
-        """Return the seconds of a measured trial outside its steps, mostly its start; None for other trials.
+    @property
+    def step_seen_s(self) -> float | None:
+        """The measured time of a whole step, or the median of the finished steps; None without a step."""
+        if self.measurement:
+            return self.measurement.step_time_s
+        return median(self.finished_steps_s) if self.finished_steps_s else None
 
-        It has `steps` steps, of which `warmup` are warm-up, or fewer if its warm-up ended early.
+    @property
+    def has_only_finished_steps(self) -> bool:
+        """Whether the trial has no measurement, but finished steps that show how long its steps take."""
+        return self.measurement is None and bool(self.finished_steps_s) and self.predicted_step_s is not None
+
+    def overhead_s(self, steps: int, warmup: int) -> float | None:
+        """Return the seconds of a trial with steps outside of these, mostly its start; None for other trials.
+
+        It has `steps` steps, of which `warmup` are warm-up, or fewer if it or its warm-up ended early.
         """
         measured = self.measurement
+        if self.has_only_finished_steps:
+            return self.duration_s - math.fsum(self.finished_steps_s) / (self.shortened.scale if self.shortened else 1)
         if self.state is not TrialState.MEASURED or measured is None:
             return None
         if measured.warmup_steps is not None:
-            steps -= warmup - measured.warmup_steps
+            fewer = measured.warmup_steps + len(measured.step_times_s)
+            steps = min(steps - warmup + measured.warmup_steps, fewer)
         return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
+
+
+def _step_value(record: Mapping[str, object] | None) -> float | None:
+    step: Any = (record or {}).get("step_time_s")
+    known = isinstance(step, Mapping) and math.isfinite(step["value"])
+    return float(step["value"]) if known else None
 
 
 SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
@@ -242,3 +288,40 @@ SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
 }
 """The fields that the search sets when a trial begins, and functions that read them from plain data. `result.json` has
 them next to the prediction."""
+
+
+STEADY_STEPS, AGREEMENT = 3, 0.02
+MIN_STEPS = 2
+"""The minimum number of steps of a measured trial: one of warm-up, and one that counts."""
+
+
+def warmup_steps(step_times_s: Sequence[float], at_most: int) -> int:
+    """Return the number of warm-up steps of a trial: `at_most`, or fewer if its steps are steady before.
+
+    Steps are steady if three in a row, not the first one among them, differ by at most 2%, and do not become faster or
+    slower throughout. These steps are part of the warm-up, so the test does not select the measured steps.
+    """
+    for end in range(1 + STEADY_STEPS, min(at_most, len(step_times_s) + 1)):
+        before, middle, last = step_times_s[end - STEADY_STEPS : end]
+        is_trend = before < middle < last or before > middle > last
+        if not is_trend and max(before, middle, last) <= (1.0 + AGREEMENT) * min(before, middle, last):
+            return end
+    return at_most
+
+
+def warmup_of_fewer(steps: int, at_most: int) -> int:
+    """Return the number of warm-up steps of a trial that ended after `steps` steps: `at_most` if further steps count,
+    else half of the steps, at least one."""
+    return at_most if steps > at_most else max(1, steps // 2)
+
+
+def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float, next_s: float | None = None) -> int:
+    """Return how many of the `planned` steps, those in `step_times_s` among them, are finished after more `seconds`.
+
+    Each further step is expected to take `next_s`; None: the median of the finished steps without the first one.
+    """
+    if not step_times_s:
+        return planned
+    expected = median(step_times_s[1:] or step_times_s) if next_s is None else next_s
+    left = planned - len(step_times_s)
+    return planned if left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))

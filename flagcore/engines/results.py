@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.files import read_regular
 from flagcore.errors import FlagError
-from flagcore.files import read_regular
 
 METRICS = "metrics.json"
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagcore.domain.files import open_regular
 from flagcore.errors import SpecError
-from flagcore.files import open_regular
 
 TIMEOUT_SECONDS = 10.0
 SCRIPT_FIX = "give the torchrun command itself as train.command"

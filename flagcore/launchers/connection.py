@@ -21,7 +21,6 @@ from typing import Any
 
 from flagcore.launchers import agent
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
-from flagcore.launchers.orders import LOGS
 
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
@@ -31,6 +30,7 @@ INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
 """Reasons for the end of a trial that a guard can report."""
 SMALLEST_FILE_BYTES = 4096
+LOGS = ("stdout.log", "stderr.log")
 SENT = ("guard.py", "guarded.py", "template.py", "network.py", "agent.py")
 
 BOOT = """

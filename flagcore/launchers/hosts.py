@@ -15,14 +15,22 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from flagcore.contracts import Launcher
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded, template
-from flagcore.launchers.agents import CLOSE_SECONDS, Agents
-from flagcore.launchers.connection import Connection
+from flagcore.launchers.agents import (
+    CLOSE_SECONDS,
+    FILES_PER_HOST,
+    Agents,
+    allow_files,
+    order_for_host,
+    trial_files,
+    with_variables,
+)
+from flagcore.launchers.connection import LOGS, Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
-from flagcore.launchers.orders import FILES_PER_HOST, LOGS, allow_files, order_for_host, trial_files, with_variables
 
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -31,7 +39,7 @@ PAUSE_SECONDS = 25e-6
 
 
 @dataclass(kw_only=True)
-class HostsLauncher:
+class HostsLauncher(Launcher):
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.

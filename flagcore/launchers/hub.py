@@ -105,7 +105,7 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
             writer.close()
             await writer.wait_closed()
 
-    await asyncio.start_unix_server(channel, path)
+    await asyncio.start_unix_server(channel, relay.short(path))
     requests = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     while line := await requests.readline():

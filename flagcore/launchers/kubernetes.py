@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import UsageError
-from flagcore.launchers import kubernetes_export
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 from flagcore.launchers.join import PORT, TOKEN
+from flagcore.launchers.kubernetes_job import export
 
 HOSTS = "FLAGCORE_HOSTS"
 """Environment variable with the names of the job's pods, the tuning pod first."""
@@ -64,7 +64,7 @@ class KubernetesLauncher(HostsLauncher):
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""
-        return kubernetes_export.export(job)
+        return export(job)
 
 
 LAUNCHER: Launcher = KubernetesLauncher(

@@ -59,7 +59,7 @@ class LocalRunning:
         return exit_record
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts trials on this machine, also several at once.
 
     A trial with `Launch.warm` is forked from a template if it is idle. The template is kept for trials with the same

@@ -11,10 +11,16 @@ REASON = b"\0"
 """Marks the reason why a hub closes a channel; other messages are lines of JSON."""
 
 
+def short(path: str) -> str:
+    """Return a path of the same socket for this process: a socket's may have 107 bytes, and TMPDIR may be longer."""
+    folder, name = os.path.split(path)
+    return f"/proc/self/fd/{os.open(folder, os.O_PATH)}/{name}"
+
+
 def main(path: str, host: str) -> int:
     """Copy data in both directions until one side closes. A reason goes to stderr."""
     with socket.socket(socket.AF_UNIX) as hub:
-        hub.connect(path)
+        hub.connect(short(path))
         hub.sendall(os.fsencode(host) + b"\n")
         poll = select.poll()
         poll.register(0, select.POLLIN)

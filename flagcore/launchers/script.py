@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.export import comments
+from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
+from flagcore.domain.engine import without_devices
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
 
@@ -19,11 +21,6 @@ NODE_VARIABLES = {
     KIND: "DEVICE_TYPE",
 }
 """The variables of a node by the placeholders of a launch that they replace."""
-DEVICES_OF_HOST = {
-    "{interface}": """(awk '$2 == "00000000" {print $1; exit}' /proc/net/route)""",
-    "{adapters}": "(grep -ls ACTIVE /sys/class/infiniband/*/ports/*/state | cut -d/ -f5 | sort -u | paste -sd, -)",
-}
-"""Shell commands for the placeholders of network devices, because each host of a script has its own."""
 
 
 def start_script(job: ExportJob) -> str:
@@ -38,6 +35,8 @@ def batch_script(job: ExportJob) -> str:
 
     Without Slurm, it starts one node, which NODE_RANK and MASTER_ADDR select.
     """
+    environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
+    job = replace(job, launch=replace(job.launch, environment=environment))
     devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
     options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), *comments(job)]

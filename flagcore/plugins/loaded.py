@@ -10,16 +10,13 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Support, normalize_name
+from flagcore.domain.chip import Chip, Device, Maturity, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.maturity import Maturity
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.errors import UsageError
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
@@ -36,12 +33,12 @@ from flagcore.plugins.installed import (
     origins,
     stdout_to_stderr,
 )
-from flagcore.plugins.loader import Plugin, make_plugin
-from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
+from flagcore.plugins.loader import Plugin, make_plugin, plugin_name, wrap_objects
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0
-"""A hook that takes longer is reported with its plugin."""
+"""A hook that takes longer is reported with its plugin, except for `SLOW_HOOKS`."""
+SLOW_HOOKS = ("flagcore_health", "flagcore_measured_chip")
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 
@@ -59,13 +56,14 @@ class _HookFailed(Exception):
 class LoadedPlugins:
     """The loaded plugins. Implements `flagcore.contracts.Plugins`.
 
-    Errors of plugins are added to `failures`; only `prepare_launch` raises them.
+    Errors of plugins are added to `failures`.
     """
 
     def __init__(self, plugins: Iterable[Plugin], failures: Iterable[PluginFailure] = ()) -> None:
         self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
         self._failures = dict.fromkeys(failures)
-        self._devices: tuple[Device, ...] | None = None
+        self._devices: dict[tuple[tuple[str, str], ...], tuple[Device, ...]] = {}
+        self._of_hosts: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._detection_failures: dict[str, str] = {}
         self._finders: dict[Device, str] = {}
@@ -95,15 +93,27 @@ class LoadedPlugins:
         chip, _ = self._known_chips().get(normalize_name(name), (None, ""))
         return chip
 
+    def measured_chip(self, chip: Chip) -> Chip:
+        """Return `chip` with figures that a plugin measured on this machine, if any."""
+        found = self._first([chip], "flagcore_measured_chip", validation.one(Chip), chip=chip)
+        return found if found is not None and found.name == chip.name else chip
+
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that lists `chip`, a name or an alias; None if there is none."""
         return self._known_chips().get(normalize_name(chip), (None, None))[1]
 
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices that all plugins find. The result is cached."""
-        if self._devices is None:
-            self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
-        return self._devices
+    def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]:
+        """Return the devices that all plugins find for processes with the variables of this shell and `variables`, the
+        ones of a spec. Results are cached.
+        """
+        if self._of_hosts is not None:
+            return self._of_hosts
+        key = tuple(sorted((variables or {}).items()))
+        if key not in self._devices:
+            environment = {**os.environ, **dict(key)}
+            found = (device for plugin in self.plugins for device in self._devices_of(plugin, environment))
+            self._devices[key] = tuple(found)
+        return self._devices[key]
 
     def finder(self, device: Device) -> str | None:
         """Return the name of the plugin that found `device`."""
@@ -111,17 +121,18 @@ class LoadedPlugins:
 
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
         """Use devices of other hosts instead of the detected ones, and `telemetry` to read them."""
-        self._devices, self._telemetry = devices, telemetry
+        self._of_hosts, self._telemetry = devices, telemetry
 
     def detection_failures(self) -> Mapping[str, str]:
         """Return for each plugin that found no device its warnings, or the reason of its failure."""
         self.devices()
         return self._detection_failures
 
-    def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
+    def _devices_of(self, plugin: Plugin, environment: Mapping[str, str]) -> tuple[Device, ...]:
         with capture_warnings() as messages:
             try:
-                found = self._call(plugin, "flagcore_devices", validation.several(Device)) or ()
+                check = validation.several(Device)
+                found = self._call(plugin, "flagcore_devices", check, environment=environment) or ()
             except _HookFailed as failed:
                 found, messages = (), [failed.failure.reason]
         if messages and not found:
@@ -212,24 +223,15 @@ class LoadedPlugins:
         one, about = validation.one(TaskAdvice), {"task": task, "engine_version": engine_version}
         return tuple(self._all(chips, "flagcore_check_task", one, **about))
 
-    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        chips = [group.chip for group in task.cluster.groups]
-        results = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
-        return tuple(rule for rules in results for rule in rules)
-
-    def prepare_launch(self, launch: Launch, task: Task) -> Launch:
-        """Return `launch` with the changes of all plugins. The plugin of the chip is called first.
-
-        Raises UsageError if a plugin fails, because the trial would run without its changes.
-        """
-        check = validation.one(Launch)
-        for plugin in reversed(self._order([group.chip for group in task.cluster.groups])):
-            try:
-                changed = self._call(plugin, "flagcore_prepare_launch", check, launch=launch, task=task)
-            except _HookFailed as failed:
-                raise UsageError(str(failed.failure)) from failed
-            launch = changed or launch
-        return launch
+    def pruning_rules(
+        self, task: Task, engine_version: str | None = None
+    ) -> tuple[tuple[ValueRule, ...], tuple[PruningRule, ...]]:
+        """Return the values that do not work, and the rules for candidates, of all plugins."""
+        chips, about = [group.chip for group in task.cluster.groups], {"task": task, "engine_version": engine_version}
+        results = list(self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, **about))
+        rules = [rule for found in results for rule in found]
+        values = dict.fromkeys(rule for rule in rules if isinstance(rule, ValueRule))
+        return tuple(values), tuple(rule for rule in rules if not isinstance(rule, ValueRule))
 
     def failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None = None
@@ -290,7 +292,7 @@ class LoadedPlugins:
         try:
             with stdout_to_stderr():
                 result = plugin.call(hook, arguments)
-                if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook != "flagcore_health":
+                if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook not in SLOW_HOOKS:
                     LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
                 stage = "answer"
                 return None if result is None else wrap_objects(plugin.name, hook, check(result))

@@ -16,11 +16,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.curves import CollectiveTable
-from flagcore.physics.collectives.model import KINDS
+from flagcore.physics.collectives.curves import KINDS, CollectiveTable
 from flagcore.plugins.installed import BadPlugin
 
 T = TypeVar("T")
@@ -129,9 +129,14 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     return costs
 
 
-def pruning_rules(answer: object) -> tuple[PruningRule, ...]:
-    """Return `answer` if it consists of pruning rules."""
-    return tuple(check_protocol(PruningRule, rule) for rule in data(Sequence[object], answer))
+def pruning_rules(answer: object) -> tuple[ValueRule | PruningRule, ...]:
+    """Return `answer` if it consists of rules about values and of pruning rules."""
+    return tuple(
+        data(type(rule), rule, type(rule).__name__)
+        if isinstance(rule, ValueRule)
+        else check_protocol(PruningRule, rule)
+        for rule in data(Sequence[object], answer)
+    )
 
 
 def telemetry(answer: object) -> Telemetry:
@@ -165,9 +170,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def check_protocol(protocol: Any, answer: object) -> Any:
-    """Return `answer` if it has the methods and attributes of `protocol`. Raises BadPlugin."""
+    """Return `answer` if it has the methods and attributes of `protocol`, a Protocol or a base class with defaults.
+
+    Raises BadPlugin.
+    """
     if isinstance(answer, type):
         raise BadPlugin(f"returned the class {answer.__name__}; return an object of it")
+    if not getattr(protocol, "_is_protocol", False) and not isinstance(answer, protocol):
+        base = f"flagcore.contracts.{protocol.__name__}"
+        raise BadPlugin(f"returned {_short_repr(answer)}, whose class does not inherit {base}")
     members = {name: member for base in protocol.__mro__[:-1] for name, member in vars(base).items()}
     methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not callable(getattr(answer, name, None))]

@@ -1,18 +1,19 @@
-"""The report of a candidate as text, and two candidates side by side."""
+"""The report of a candidate as text, two candidates side by side, and why one of them is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import hardware_text, lookup, shown, table
-from flagcore.report.names import NAMES
+from flagcore.report.formats import NAMES, Notebook, hardware_text, lookup, shown, table
 from flagcore.report.text import (
     details,
     heading,
@@ -29,25 +30,66 @@ SAME = 1e-9
 """Maximum relative difference of equal figures."""
 
 
-def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CandidateReport(Notebook):
+    """Report on one candidate as plain data: GiB and seconds, knobs by name.
+
+    `name` is the input. `requested` are its knobs if another, equivalent `candidate` is reported.
+    `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
+    (`rule`, `message`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
+    candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
+    the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
+    else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
+    `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    `causes` is a paragraph on where it spends more or less time than the best (the best: than the baseline). If `name`
+    has too few knobs for a candidate of the space, the fastest with them is reported, and `matches` has the next ones.
+    `knobs` are those of the task, which only the text uses.
+    """
+
+    name: str
+    where: str
+    chip: str
+    devices: int
+    objective: str
+    candidate: Mapping[str, KnobValue]
+    state: str
+    because: tuple[str, ...]
+    rules: tuple[Mapping[str, Any], ...] = ()
+    requested: Mapping[str, KnobValue] | None = None
+    predicted: Mapping[str, Any] | None = None
+    believed: Mapping[str, Any] | None = None
+    expected_s: float | None = None
+    trials: tuple[Mapping[str, Any], ...] = ()
+    nearest: Mapping[str, Any] | None = None
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    causes: str = ""
+    matches: tuple[Mapping[str, Any], ...] = ()
+    knobs: Knobs = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return candidate_report_text(self)
+
+    def __repr__(self) -> str:
+        return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
+
+
+def candidate_report_text(report: CandidateReport) -> str:
+    """Return the report of a candidate as text."""
+    knobs = report.knobs
     place = _(
         "{name} on {hardware}",
-        name=_title(account["name"]),
-        hardware=hardware_text(account["devices"], account["chip"]),
+        name=_title(report.name),
+        hardware=hardware_text(report.devices, report.chip),
     )
-    title = f"{place}: {values_text(account['candidate'], knobs)}"
-    paragraph = [account["causes"]] if account["causes"] else []
-    lines = [title, *paragraph, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
-    if account["requested"]:
-        pairs = {
-            knob: (requested_value, account["candidate"][knob])
-            for knob, requested_value in account["requested"].items()
-        }
+    title = f"{place}: {values_text(report.candidate, knobs)}"
+    paragraph = [report.causes] if report.causes else []
+    lines = [title, *paragraph, f"  {state_name(report.state)}", *(f"  - {line}" for line in report.because)]
+    if report.requested:
+        pairs = {knob: (requested_value, report.candidate[knob]) for knob, requested_value in report.requested.items()}
         changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
-    parts = (_predicted(account), _believed(account), _nearest(account, knobs), _changes(account, knobs))
-    return "\n".join([*lines, *chain(*parts), *_matches(account, knobs)])
+    parts = (_predicted(report), _believed(report), _nearest(report, knobs), _changes(report, knobs))
+    return "\n".join([*lines, *chain(*parts), *_matches(report, knobs)])
 
 
 def _title(name: str) -> str:
@@ -83,8 +125,8 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
     return ", ".join(lines)
 
 
-def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
-    predicted, objective = account["predicted"], account["objective"]
+def _predicted(report: CandidateReport) -> Iterator[str]:
+    predicted, objective = report.predicted, report.objective
     if predicted is None:
         yield _("No prediction, because the engine would reject it.")
         return
@@ -111,23 +153,23 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
 
 
-def _believed(account: Mapping[str, Any]) -> Iterator[str]:
-    believed, step = account["believed"], lookup(account, "predicted.step_time_s.value")
+def _believed(report: CandidateReport) -> Iterator[str]:
+    believed, step = report.believed, lookup(report.predicted or {}, "step_time_s.value")
     if believed is None:
         return
     seconds = believed["step_time_s"]["value"]
     text = _(
         "Predicted after trials: ~{value}, probability to fit {chance:.0%}",
-        value=seconds_text(account["objective"], seconds),
+        value=seconds_text(report.objective, seconds),
         chance=believed["chance_to_fit"],
     )
     yield text + ("" if not step else f" ({_('time')} {seconds / step - 1.0:+.1%})")
 
 
-def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
-    nearest = account["nearest"]
+def _nearest(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
+    nearest = report.nearest
     if nearest is not None:
-        step_text = seconds_text(account["objective"], nearest["measured"]["step_time_s"]["median"])
+        step_text = seconds_text(report.objective, nearest["measured"]["step_time_s"]["median"])
         changes = differs_text(nearest["differs"], knobs)
         yield _(
             "Nearest measured: trial {number} ({changes}): {value}",
@@ -137,48 +179,97 @@ def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         )
 
 
-def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
-    own, changes = account["expected_s"], dict(account["changes"])
+def _changes(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
+    own, changes = report.expected_s, dict(report.changes)
     names = dict(NAMES["changes"])
     if "fastest" in changes and changes["fastest"] == changes.get("faster"):
         names["faster"] = names["fastest"]
         del changes["fastest"]
-    if not changes and account["state"] not in ("open", "ran"):
+    if not changes and report.state not in ("open", "ran"):
         yield _("No change is possible: no allowed candidate is left.")
-    elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
+    elif own is not None and not report.changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if changes:
         yield _("Possible changes:")
     for what, change in changes.items():
         step, mark = change["expected_s"], "" if change["measured"] else "~"
-        time = _("time unknown") if step is None else f"{mark}{seconds_text(account['objective'], step)}"
+        time = _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
         gain = f" ({_('time')} {step / own - 1.0:+.1%})" if step and own else ""
         trial_text = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
         used = lookup(change, "predicted.memory.device_used_gib")
         yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{trial_text}"
 
 
-def _matches(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
-    if account["matches"]:
+def _matches(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
+    if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
-    for each in account["matches"]:
+    for each in report.matches:
         step, mark = each["expected_s"], "" if each["measured"] else "~"
-        time = _("time unknown") if step is None else f"{mark}{seconds_text(account['objective'], step)}"
+        time = _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
         yield f"  {values_text(each['candidate'], knobs)}: {time}"
 
 
-def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
-    """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
-    lines = [f"{name}: {_side_text(both[name.lower()], knobs)}" for name in ("A", "B")]
-    lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"], knobs) or "-"))
-    if both["tasks"]:
-        lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
+SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
+    "significant",
+    "not significant",
+    "corrected",
+    "predicted",
+    "unknown",
+)
+"""Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
+overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
+missing.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison(Notebook):
+    """Comparison of two candidates `a` and `b` as plain data: seconds and GiB, each pair in this order.
+
+    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by trials;
+    None if the candidate ran), and `measured`, None without a measurement. `measured` has `step_time_s` (the median of
+    `runs` runs), `spread_s` of the steps of a run, `between_s` (times of the fastest and the slowest run; None for a
+    single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
+    other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
+    empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
+    device. `certainty` is SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN. `because` is the explanation.
+    `knobs` are those of both tasks, which only the text uses.
+    """
+
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    objective: str
+    differs: Mapping[str, tuple[KnobValue, KnobValue]]
+    tasks: tuple[str, ...]
+    time: Mapping[str, tuple[float, float]]
+    memory: Mapping[str, tuple[float, float]]
+    figures: Mapping[str, tuple[float, float]]
+    gap: float | None
+    certainty: str
+    because: tuple[str, ...]
+    knobs: Knobs = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return compared_text(self)
+
+    def __repr__(self) -> str:
+        gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.certainty}"
+        return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
+
+
+def compared_text(both: Comparison) -> str:
+    """Return a comparison as text."""
+    knobs = both.knobs
+    lines = [f"A: {_side_text(both.a, knobs)}", f"B: {_side_text(both.b, knobs)}"]
+    lines.append(_("Changed knobs: {changes}", changes=differs_text(both.differs, knobs) or "-"))
+    if both.tasks:
+        lines.append(_("Changed tasks: {changes}", changes="; ".join(both.tasks)))
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
-    if both["gap"] is not None:
-        verdict = NAMES["verdicts"][both["certainty"]]
-        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
-    return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
+    if both.gap is not None:
+        verdict = NAMES["verdicts"][both.certainty]
+        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both.gap, verdict=_(verdict)))
+    return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both.because)])
 
 
 def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
@@ -187,8 +278,8 @@ def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
     return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_text})"
 
 
-def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
-    sides, objective = (both["a"], both["b"]), both["objective"]
+def _rows(both: Comparison) -> Iterator[list[str]]:
+    sides, objective = (both.a, both.b), both.objective
     name = heading(objective) if objective in SERVING else _("step s")
 
     def row(text: str, key: str, seconds: bool = False) -> Iterator[list[str]]:
@@ -206,12 +297,12 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
         yield from row(_("in use GiB"), "measured.device_used_gib")
     yield from row(f"~{name}", "predicted.step_time_s.value", seconds=True)
     yield from row(f"~{name} {_('(after trials)')}", "believed.step_time_s.value", seconds=True)
-    for part, pair in both["time"].items():
+    for part, pair in both.time.items():
         yield _row(f"~  {_(part_name(part))} s", pair)
-    for figure, pair in both["figures"].items():
+    for figure, pair in both.figures.items():
         yield _row(f"~{latency_name(figure)} s", pair)
     yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
-    for part, pair in both["memory"].items():
+    for part, pair in both.memory.items():
         yield _row(f"~  {_(part)} GiB", pair)
 
 
@@ -228,3 +319,82 @@ def _row(name: str, pair: Sequence[float | None]) -> list[str]:
     if abs(b - a) <= SAME * abs(a):
         return [*cells, "0", "0.0%"]
     return [*cells, f"{b - a:+.3g}", f"{b / a - 1.0:+.1%}" if a * b > 0.0 else "-"]
+
+
+MAX_PARTS = 3
+"""Maximum number of listed parts."""
+SAME_TIME = 5e-4
+"""Relative difference below which two times are shown as equal."""
+
+
+def figure_pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the figures of two sides by name; a figure that one side does not have is 0."""
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
+    return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
+
+
+def largest_differences(time: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the seconds by which parts of a time differ, second minus first, the largest first.
+
+    Only parts with the sign of the total difference are returned.
+    """
+    differences = {name: second - first for name, (first, second) in time.items()}
+    total = sum(differences.values())
+    parts = (name for name, seconds in differences.items() if seconds * total > 0.0)
+    return {name: differences[name] for name in sorted(parts, key=lambda name: -abs(differences[name]))}
+
+
+def parts_text(differences: Mapping[str, float]) -> str:
+    """Return the largest differences of parts as text."""
+    return ", ".join(f"{_(part_name(name))} {differences[name]:+.3g} s" for name in list(differences)[:MAX_PARTS])
+
+
+def causes_text(
+    objective: str,
+    other: str,
+    seconds: tuple[float, float],
+    predicted: tuple[float | None, float | None],
+    time: Mapping[str, tuple[float, float]],
+    source: str,
+    *,
+    has_rounds: bool = False,
+) -> str:
+    """Return a paragraph on where a candidate spends more or less time than another one.
+
+    `other` is the name of the other. `seconds` are the step times of the other and of the candidate, `predicted` the
+    same as predicted, `time` the parts of the predicted time of both. `source` is how `seconds` are known. With
+    `has_rounds`, the speedup is that of rounds, which reports show, so the text has no other.
+    """
+    before, after = seconds
+    if abs(after - before) <= SAME_TIME * before:
+        return _("It is as fast as {other} ({source}).", other=other, source=source)
+    if objective in SERVING:
+        first, second = (objective_value(objective, each) for each in seconds)
+        with_change = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
+        text = _(
+            N_("It has {value} {unit} against the {before} of {other} ({source}).") if has_rounds else with_change,
+            value=shown(second),
+            unit=heading(objective),
+            change=second / first - 1.0,
+            before=shown(first),
+            other=other,
+            source=source,
+        )
+        parts_of = N_("By prediction, the largest differences in the time of a request: {parts}.")
+    else:
+        with_change = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
+        text = _(
+            N_("A step takes {value} s against the {before} s of {other} ({source}).") if has_rounds else with_change,
+            value=shown(after),
+            change=after / before - 1.0,
+            before=shown(before),
+            other=other,
+            source=source,
+        )
+        parts_of = N_("By prediction, the largest differences: {parts}.")
+    if None in predicted or not (differences := largest_differences(time)):
+        return text
+    expected = float(predicted[1] or 0.0) - float(predicted[0] or 0.0)
+    if expected * (after - before) <= 0.0:
+        return text + " " + _("The prediction expected the opposite, so its parts do not explain it.")
+    return text + " " + _(parts_of, parts=parts_text(differences))

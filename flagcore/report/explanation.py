@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from flagcore.domain import prediction
+from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.serving import STATISTICS
+from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
-from flagcore.report.formats import shown, table
-from flagcore.report.names import NAMES
-from flagcore.report.text import layers_text
-from flagcore.stages import predict
+from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
+from flagcore.report.text import funnel, layers_text, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
@@ -24,9 +27,55 @@ MIN_SHOWN = 0.0005
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation(Notebook):
+    """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
+
+    If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
+    add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
+    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials. `causes` compares
+    the time of the best with that of the baseline; `no_best` is why a run has no best.
+    """
+
+    counts: Counts
+    messages: Mapping[str, str]
+    ended_because: str | None = None
+    nothing_fits: str | None = None
+    knobs: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    lost_repeats: Mapping[int, str] = field(default_factory=dict)
+    fidelity: str = RUN
+    causes: str = ""
+    no_best: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
+
+    def __str__(self) -> str:
+        first = [f"{self.causes}\n"] if self.causes else []
+        return "\n".join([*first, funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
+
+
+def eliminated(explanation: Explanation) -> dict[str, int]:
+    """Return the number of combinations that each rule removed."""
+    return {**explanation.counts.illegal, **explanation.counts.pruned}
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """Return the counts, the messages of rules, knobs and notes of plugins, and why a run stopped, as text."""
+    rules = [{"rule": name, "message": explanation.messages.get(name, "")} for name in eliminated(explanation)]
+    parts = [str(explanation), render(rules, "table", table_columns("rules")) if rules else ""]
+    parts += [knobs_text(explanation.knobs), notes_text(explanation.notes)]
+    if explanation.no_best:
+        parts.append(f"{explanation.no_best}.")
+    elif explanation.ended_because:
+        parts.append(_("Stopped: {reason}.", reason=explanation.ended_because))
+    return "\n\n".join(filter(None, parts))
+
+
 def part_name(part: str) -> str:
     """Return the displayed name of a part of a step, or of a request."""
-    return NAMES["parts"].get(part) or predict.part_name(part)
+    return NAMES["parts"].get(part) or prediction.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
@@ -39,6 +88,19 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
     split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
     parts = [model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)]
     return "\n\n".join(parts)
+
+
+def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
+    """Return a prediction in detail below its hardware and candidate, if it has one, and above the notes of plugins."""
+    heading = []
+    if "candidate" in record:
+        settings_and_assumed = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in settings_and_assumed.items() if value not in (False, 0)]
+        values = ", ".join(filter(None, [values_text(record["candidate"], knobs), *settings]))
+        hardware = hardware_text(record["devices"], record["chip"])
+        heading.append(_("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values) + "\n")
+    notes = notes_text(record.get("notes", ()))
+    return "\n".join([*heading, "\n\n".join(filter(None, [prediction_text(record, labels), notes]))])
 
 
 def served_text(record: Mapping[str, Any]) -> str:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from html import escape
+from importlib.resources import files
 from itertools import zip_longest
 from typing import Any
+
+import yaml
 
 from flagcore.i18n import _
 from flagcore.i18n.width import columns as columns_of
@@ -172,17 +175,9 @@ def hardware_text(devices: int, chips: str) -> str:
 
 def energy_text(kwh: float) -> str:
     """Return an energy in kWh as text in the unit that fits: `12 Wh`, `1.5 MWh`."""
-    return _in_thousands(kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh"))
-
-
-def mass_text(kg: float) -> str:
-    """Return a mass in kilograms as text in the unit that fits: `12 g`, `1.5 t`."""
-    return _in_thousands(kg * 1000.0, ("g", "kg", "t"))
-
-
-def _in_thousands(value: float, units: Sequence[str]) -> str:
-    power = min(int(math.log10(value) // 3), len(units) - 1) if value >= 1.0 else 0
-    return f"{shown(value / 1000.0**power)} {units[power]}"
+    hours, units = kwh * 1000.0, ("Wh", "kWh", "MWh", "GWh")
+    power = min(int(math.log10(hours) // 3), len(units) - 1) if hours >= 1.0 else 0
+    return f"{shown(hours / 1000.0**power)} {units[power]}"
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
@@ -218,3 +213,17 @@ class Notebook:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"
+
+
+NAMES: dict[str, dict[str, str]]
+COLUMNS: dict[str, dict[str, str]]
+"""By table: the headings of columns, and dotted keys of a record."""
+
+_DATA: Any = yaml.safe_load(files(__package__).joinpath("names.yaml").read_text(encoding="utf-8"))
+COLUMNS = _DATA.pop("columns")
+NAMES = _DATA
+
+
+def table_columns(*tables: str) -> dict[str, str]:
+    """Return the columns of tables side by side: headings, and dotted keys of a record."""
+    return {heading: key for table in tables for heading, key in COLUMNS[table].items()}

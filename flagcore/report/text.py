@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import chain, groupby
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.devices import disturbances
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.i18n import N_, _, from_record, ngettext
+from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import lookup, shown
-from flagcore.report.names import NAMES
+from flagcore.report.formats import NAMES, lookup, shown, size_text
 
 Removed: TypeAlias = "tuple[str, str, int]"
 """A stage of the search space: its rule or an empty text, its name, and the number of candidates that it removed."""
@@ -50,38 +51,6 @@ def funnel(counts: Counts, fidelity: str = RUN) -> str:
 
 def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: -pair[1])
-
-
-def lost_repeats(result: Mapping[str, Any]) -> dict[int, str]:
-    """Return the states of a result's repeats without a measurement, by number."""
-    repeats = result.get("repeats") or ()
-    return {each["number"]: each["state"] for each in repeats if each["state"] != TrialState.MEASURED.value}
-
-
-def drift_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that the machine became faster or slower during the run (`noise` of a result), or an empty
-    text.
-    """
-    if not noise.get("drifted") or noise.get("drift") is None:
-        return ""
-    return _(
-        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; results of "
-        "trials that are far apart in time may differ by as much",
-        drift=noise["drift"],
-    )
-
-
-def cold_start_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that a cold trial ran faster or slower than warm trials (`noise` of a result), or an empty
-    text.
-    """
-    if not noise.get("cold_start_differs"):
-        return ""
-    return _(
-        "the speed of a candidate changed by {change:+.1%} when it started cold, more than noise: set "
-        "auto_tuner.control.warm_start: false, and tune again with --new",
-        change=noise["cold_start"],
-    )
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
@@ -161,27 +130,6 @@ def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
     return f"{text}, gain {speedup.median:+.1%}" if speedup.significant else f"{text}, no significant gain"
 
 
-def speedup_text(result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the median speedup of a result.json, or that it is not significant, and its range; empty if unknown."""
-    speedup, objective = speedup_of(result), result["objective"]["name"]
-    if speedup is None:
-        return "", ""
-    mark = "" if result["fidelity"] == RUN else "~"
-    low, high = (mark + gain_text(objective, each).split()[0] for each in (speedup.low, speedup.high))
-    note = _("({count} rounds: {low} to {high})", count=speedup.rounds, low=low, high=high)
-    if speedup.rounds == 1:
-        note = "" if speedup.significant else f"({low})"
-    return (mark + gain_text(objective, speedup.median) if speedup.significant else _("no significant gain")), note
-
-
-def speedup_of(result: Mapping[str, Any]) -> Speedup | None:
-    """Return the speedup of a result.json; of an earlier version, from its gains."""
-    if "speedup" in result:
-        return Speedup(**result["speedup"]) if result["speedup"] else None
-    indistinct, baseline = lookup(result, "noise.not_told_apart") or (), lookup(result, "baseline.number")
-    return Speedup.of(result.get("gains") or (), is_significant=baseline not in indistinct)
-
-
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
     """Return knobs and their values in one line, see `candidate_text`."""
     parts: list[str] = []
@@ -202,11 +150,6 @@ def value_text(value: object) -> str:
     if value is None:
         return _("unset")
     return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
-
-
-def stop_reason(result: Mapping[str, Any]) -> str:
-    """Return why the run of a result.json stopped, in the selected language; empty while it is in progress."""
-    return from_record(result.get("stopped_because") or "", result.get("stopped_message"))
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
@@ -325,18 +268,36 @@ def latency_name(figure: str) -> str:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return the notes on the best measurement, and warnings about percentiles of too few requests."""
+    """Return the notes on the best measurement, on trials with few steps or on a busy machine, and warnings about
+    percentiles of too few requests."""
     best = plan.best or plan.fastest
     measurement = best.measurement if best else None
-    answered_counts = [
-        point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point
-    ]
-    noted = list(measurement.notes if measurement else ())
+    noted = [*(measurement.notes if measurement else ()), *_slow_trials(plan)]
+    points = measurement.points if measurement else ()
+    answered_counts = [point["answered"] for point in points if "answered" in point]
     weak = [name for name, minimum in MIN_REQUESTS.items() if answered_counts and min(answered_counts) < minimum]
     if not weak:
         return noted
     percentiles, needed = " and ".join(weak), max(MIN_REQUESTS[name] for name in weak)
     return [*noted, f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
+
+
+def _slow_trials(plan: Plan) -> list[str]:
+    """Return a note on trials that had no time for all their steps, and one on what slowed the machine down."""
+    trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]
+    cut = [each for each in trials if each.finished_steps_s or (each.measurement and each.measurement.few_steps)]
+    found = []
+    if cut:
+        pairs = [(each.step_seen_s, each.predicted_step_s) for each in cut]
+        ratios = [seen / predicted for seen, predicted in pairs if seen and predicted]
+        found.append(f"{len(cut)} of {len(trials)} trials had no time for all their steps")
+        if ratios:
+            found[0] += f"; a step took {median(ratios):.2g} times as long as predicted (median)"
+    readings = [each.measurement.telemetry if each.measurement else each.telemetry for each in trials]
+    means = {name: fmean(each[name] for each in readings if name in each) for name in {*chain(*readings)}}
+    if slow := list(disturbances(means)):
+        found.append(f"during trials, {'; '.join(slow)}: results may differ on an idle machine")
+    return found
 
 
 def load_text(point: Mapping[str, Any]) -> str:
@@ -382,3 +343,24 @@ def gain_text(objective: str, gain: float) -> str:
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
+
+
+def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of runs with texts for a table: states in the selected language, figures with units."""
+    return [{**each, **_run_texts(each)} for each in records]
+
+
+def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
+    speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
+    low, high, unit = record.get("low"), record.get("high"), record.get("unit")
+    gain, seconds = record.get("gain"), record.get("seconds")
+    speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
+    return {
+        "state": _(record["state"]),
+        "value": None if value is None else f"{mark}{shown(value)} {unit}",
+        "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
+        "speedup": None if speedup is None else speedup_shown,
+        "memory_gib": size_text(record.get("memory_gib")),
+        "seconds": None if seconds is None else duration_text(seconds),
+        "gain": None if gain is None else f"{mark}{gain:+.1%}",
+    }

@@ -1,20 +1,73 @@
-"""Converts the section `cluster` of a spec: equal nodes, or groups of nodes with different chips."""
+"""Converts the section `cluster` of a spec with its host file: equal nodes, or groups of nodes with different chips."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from flagcore.domain.spec import AUTO, ClusterSpec
 from flagcore.errors import join_errors
 from flagcore.i18n import N_, _
-from flagcore.spec.host_file import HostLine, read_hosts
+from flagcore.spec.data_file import read_text
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.schema import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, ClusterSection, GroupSection, NodesSection
 from flagcore.spec.validate import parse_bytes
+
+_HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
+UNEQUAL = "differs in slots from another host of the same type"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLine:
+    """A host of a host file. `slots` is its number of devices, None if the file does not say it; `kind` its `type`."""
+
+    host: str
+    slots: int | None = None
+    kind: str = ""
+
+
+def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
+    """Return the hosts of a host file.
+
+    All lines or no line must have `slots`, and likewise `type`; hosts of one type have equal slots. `file` is the spec
+    that names it. Raises SpecError with the line's number.
+    """
+    lines: list[HostLine] = []
+    for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
+        host, *pairs = line.partition("#")[0].split() or [""]
+        if not host:
+            continue
+        options = dict(pair.partition("=")[::2] for pair in pairs)
+        if problem := _problem(host, pairs, options, lines):
+            fix = "write lines such as `node-1 slots=8`, or `node-1 slots=8 type=CHIP`"
+            raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
+        slots = int(options["slots"]) if "slots" in options else None
+        lines.append(HostLine(host=host, slots=slots, kind=options.get("type", "")))
+    if not lines:
+        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
+    return tuple(lines)
+
+
+def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
+    if not _HOST.fullmatch(host):
+        return "does not start with the name of a host"
+    if any(host == line.host for line in before):
+        return "repeats a host"
+    if len(options) < len(pairs) or not set(options) <= {"slots", "type"} or not options.get("type", "x"):
+        return "has other text than slots=NUMBER and type=LABEL after the host"
+    slots = options.get("slots", "1")
+    if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
+        return f"must give slots from 1 to {MAX_DEVICES}"
+    for key, has in (("slots", [line.slots is not None for line in before]), ("type", [bool(x.kind) for x in before])):
+        if has and (key in options) != has[0]:
+            return f"must have {key} if other hosts have it, else not"
+    same_kind = [line for line in before if line.kind == options.get("type", "")]
+    if same_kind and "slots" in options and same_kind[0].slots != int(slots):
+        return UNEQUAL
+    return ""
 
 
 def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path, fewer: bool) -> ClusterSpec:
@@ -25,7 +78,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path,
     host_envs = _of_hosts(cluster, lines, file)
     if cluster.groups is not None or len({line.kind for line in lines}) > 1:
         of_groups = _groups(cluster, lines, file)
-        return replace(of_groups, grams_co2_per_kwh=cluster.grams_co2_per_kwh, host_envs=host_envs)
+        return replace(of_groups, host_envs=host_envs)
     if not lines:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
     hosts, slots = tuple(line.host for line in lines), lines[0].slots
@@ -63,7 +116,7 @@ def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
 
 def _groups(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> ClusterSpec:
     """Return a cluster of several groups: those of the section, or one for each type in the host file `lines`."""
-    others = cluster.model_fields_set - {"groups", "hostfile", "host_envs", "grams_co2_per_kwh"}
+    others = cluster.model_fields_set - {"groups", "hostfile", "host_envs"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
         problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"
@@ -126,7 +179,6 @@ def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
         nic_bytes_per_second=group.nic_bytes_per_second,
         nic_latency_seconds=group.nic_latency_seconds,
         price_per_device_hour=group.price_per_device_hour,
-        grams_co2_per_kwh=getattr(group, "grams_co2_per_kwh", None),
         envs=environment_of(group.envs, (*at, "envs"), file) if isinstance(group, GroupSection) else {},
         name=(group.name or "") if isinstance(group, GroupSection) else "",
         speed=group.speed if isinstance(group, GroupSection) else 1.0,

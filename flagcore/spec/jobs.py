@@ -40,6 +40,7 @@ class _Cluster(Section):
 
 
 class _Train(TrainJob):
+    precision: Precision
     settings: Any = None
     notes: Any = None
     source: Any = None

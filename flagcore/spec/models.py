@@ -122,8 +122,7 @@ def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, st
 
 def _model_at(source: str, base: Path, file: str) -> Model:
     from flagcore.spec.data_file import read_mapping
-    from flagcore.spec.huggingface import model_of_config
-    from flagcore.spec.vision import vision_of
+    from flagcore.spec.huggingface import model_of_config, vision_of
 
     plain({"model": source}, file=file)
     fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")

@@ -46,7 +46,6 @@ Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Latency = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0.01, le=100)]
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
-Grams = Annotated[float, Field(ge=0, le=10_000)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
 _CONTROL = ControlSpec()
@@ -150,8 +149,6 @@ class ClusterSection(NodesSection):
     """Number of spare hosts, which replace hosts that fail."""
     min_nodes: Devices | None = None
     """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
-    grams_co2_per_kwh: Grams | None = None
-    """Carbon dioxide in grams per kWh of the electricity, for the emissions of tokens and of `planned_steps`."""
     host_envs: dict[str, dict[str, Value | int]] = Field(default={})
     """Environment variables of trials on single hosts of `hostfile`, by host. They override those of the spec and of
     the host's group."""
@@ -169,8 +166,8 @@ class TrainJob(Section):
     """Tokens per sample."""
     global_batch_size: Size
     """Samples per step, over all devices."""
-    precision: Precision
-    """Number format of the matrix products."""
+    precision: Literal["auto"] | Precision
+    """Number format of the matrix products; auto: the fastest in which all chips train, of bf16, fp16 and fp32."""
     attention: Literal["flash", "unfused"] = "flash"
     """Attention kernel: fused (flash), or storing the scores in memory (unfused)."""
     implementation: Literal["local", "transformer_engine"] | None = None

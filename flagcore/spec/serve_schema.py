@@ -89,12 +89,12 @@ class ProfileSection(Section):
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
-    """File with texts or lengths, and optional arrival times and images: JSONL with prompts, ShareGPT-like JSONL,
-    sessions of AIPerf, Mooncake JSONL, or CSV of BurstGPT or Azure."""
+    """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
+    ShareGPT, or lengths as in Mooncake."""
     turns: Turns = _LOAD.turns
     """Most requests of a conversation: each is sent after the answer to the one before, and continues its prompt."""
     think_time_s: WaitSeconds = _LOAD.think_time_s
-    """Seconds from an answer to the next turn, unless the trace has delays."""
+    """Seconds from an answer to the next turn."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
     acceptance: Fraction | None = None

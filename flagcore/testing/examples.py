@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.plugins import WORKLOADS, kind_of, names
 
@@ -30,10 +30,12 @@ def group_of(chip: Chip) -> NodeGroup:
     return NodeGroup(chip=chip, nodes=1, devices_per_node=8)
 
 
-def task_on(chip: Chip) -> Task:
-    """Return a training task of a small model on one node of `chip`."""
-    train = TrainSpec(engine="megatron", seq_length=128, global_batch_size=16, precision="bf16")
-    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=train)
+def task_on(chip: Chip, engine: str = "megatron") -> Task:
+    """Return a task of `engine` with a small model on one node of `chip`."""
+    work: TrainSpec | ServeSpec = ServeSpec(engine=engine, loads=())
+    if kind_of(engine) == "train":
+        work = TrainSpec(engine=engine, seq_length=128, global_batch_size=16, precision="bf16")
+    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=work)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
 
 
@@ -42,13 +44,11 @@ def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
-    yield "flagcore_pruning_rules", {"task": task}
-    yield "flagcore_check_task", {"task": task, "engine_version": None}
-    launch = Launch(argv=("echo", "the command"), folder="trial", environment={"KEEP": "me"})
-    yield "flagcore_prepare_launch", {"launch": launch, "task": task}
     for engine in names(WORKLOADS):
         engine_arguments = {"chip": chip, "engine": engine, "engine_version": None}
-        kind = kind_of(engine)
+        kind, of_engine = kind_of(engine), {"task": task_on(chip, engine), "engine_version": None}
+        yield "flagcore_check_task", of_engine
+        yield "flagcore_pruning_rules", of_engine
         yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
         yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
         yield "flagcore_collective_costs", {"group": group, "engine": engine}

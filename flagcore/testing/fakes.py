@@ -17,7 +17,7 @@ from flagcore.domain.chip import Device
 from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.plugins.validation import several
 from flagcore.testing.kit import Subject
-from flagcore.testing.transcripts import Transcript
+from flagcore.testing.package import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the real environment that the fake machine keeps."""
@@ -104,9 +104,11 @@ def devices(
             raise
 
 
-def ask(plugin: Subject) -> tuple[Device, ...]:
-    """Return the devices that the plugin finds on this machine. Raises its exceptions, and BadPlugin."""
-    answer = plugin.loaded.plugins[0].call("flagcore_devices", {})
+def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:
+    """Return the devices that the plugin finds on this machine for processes with more `variables`. Raises its
+    exceptions, and BadPlugin.
+    """
+    answer = plugin.loaded.plugins[0].call("flagcore_devices", {"environment": {**os.environ, **variables}})
     return () if answer is None else several(Device)(answer)
 
 

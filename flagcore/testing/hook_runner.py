@@ -3,22 +3,28 @@
 `python -m flagcore.testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
 `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
 `printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
-the `drivers` and the plugin's `files` that it loaded.
+the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state of a process that a plugin must not change.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import gc
 import importlib
 import json
+import locale
 import logging
 import os
 import pickle
+import random
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,13 +32,76 @@ from typing import IO, Any
 
 import numpy as np
 
+from flagcore.domain.engine import ValueRule
 from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
 from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.testing.examples import example_calls
-from flagcore.testing.state import changed, process_state
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
+
+
+def process_state() -> dict[str, object]:
+    """Return the state by its name in messages. The values are only for comparisons."""
+    return {what: read() for what, read in PARTS.items()}
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the names of changed parts of the state, with the names of changed environment variables."""
+    changed_names = [what for what in before if before[what] != after[what]]
+    return [
+        f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names
+    ]
+
+
+def _names(before: object, after: object) -> str:
+    first, second = (each if isinstance(each, dict) else {} for each in (before, after))
+    return ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
+
+
+def _logging() -> object:
+    root, known = logging.root, logging.root.manager.loggerDict
+    flagcore_logger = known.get("flagcore")
+    handlers = flagcore_logger.handlers if isinstance(flagcore_logger, logging.Logger) else []
+    return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _signals() -> object:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _numpy_random() -> object:
+    name, keys, *other_state = np.random.get_state(legacy=True)
+    return name, bytes(np.asarray(keys)), tuple(other_state)
+
+
+PARTS: Mapping[str, Callable[[], object]] = {
+    "environment": lambda: dict(os.environ),
+    "working directory": os.getcwd,
+    "import path": lambda: list(sys.path),
+    "logging of the program": _logging,
+    "filters of warnings": lambda: [str(each) for each in warnings.filters],
+    "error handling of numpy": np.geterr,
+    "printing of numpy": lambda: str(np.get_printoptions()),
+    "locale": lambda: locale.setlocale(locale.LC_ALL),
+    "signal handlers": _signals,
+    "hooks of exceptions": lambda: (sys.excepthook, threading.excepthook),
+    "random numbers of random": random.getstate,
+    "random numbers of numpy": _numpy_random,
+    "time limit of sockets": socket.getdefaulttimeout,
+    "mode of new files": _umask,
+    "limit of recursion": sys.getrecursionlimit,
+    "CPU affinity of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    "garbage collector": gc.isenabled,
+    "builtins": lambda: sorted(set(vars(builtins)) - {"_"}),
+}
+
 
 DRIVERS = (
     *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
@@ -87,8 +156,11 @@ def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
 
 
 def _use_rules(answer: Any, arguments: Mapping[str, Any]) -> None:
-    columns = dict.fromkeys((axis.knob for axis in workload("megatron").axes(arguments["task"])), np.ones(2, dtype=int))
-    for rule in answer:
+    task, rules = arguments["task"], [rule for rule in answer if not isinstance(rule, ValueRule)]
+    if not rules:
+        return
+    columns = dict.fromkeys((axis.knob for axis in workload(task.spec.work.engine).axes(task)), np.ones(2, dtype=int))
+    for rule in rules:
         with suppress(Exception):
             rule.prunes(columns, None)
 
@@ -128,7 +200,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
 def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook with the arguments of the core, once per chip and engine."""
     yield "flagcore_chips", {}
-    yield "flagcore_devices", {}
+    yield "flagcore_devices", {"environment": {**os.environ}}
     yield "flagcore_maturity", {}
     yield "flagcore_vendor", {"environment": {}}
     for chip in loaded.chips():

@@ -1,4 +1,4 @@
-"""The plugin under test, checks, and their execution. Needs no pytest."""
+"""The plugin under test, and checks with their results."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from typing import Any, TypeVar
 import yaml
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Maturity
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.installed import installed, one_line
 from flagcore.testing.examples import task_on
-from flagcore.testing.package import Package, read_installed, source_of
+from flagcore.testing.package import Package, Transcript, read_installed, read_transcripts, source_of
 from flagcore.testing.places import line_of_error, place_of
-from flagcore.testing.transcripts import Transcript, read_transcripts
+from flagcore.vendorkit.engines import Variable, read_variables
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Quirks, read_quirks
-from flagcore.vendorkit.variables import Variable, read_variables
 
 T = TypeVar("T")
 
@@ -73,6 +71,8 @@ class Subject:
     """The names of the installed engines."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Cached results that several checks use."""
+    is_slow: bool = False
+    """Whether a hook exceeded its time limit."""
 
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
@@ -267,8 +267,9 @@ class Subject:
             yield from (NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices) for nodes, devices in shapes)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield a small training task for each chip."""
-        return (task_on(chip) for chip in self.own_chips())
+        """Yield a small task for each chip and engine, first those of training."""
+        pairs = sorted(self.pairs(), key=lambda pair: pair[1] != "megatron")
+        return (task_on(chip, engine) for chip, engine in pairs)
 
     def implements(self, hook: str) -> None:
         """Raise Skip if the plugin does not implement `hook`."""
@@ -328,8 +329,24 @@ def check(
     return decorate
 
 
+LOADS, SLOW = "plugin_loads", "hooks_return_quickly"
+"""Checks without which the others need not run, or would take minutes."""
+
+
 def run(check: Check, subject: Subject) -> Result:
-    """Return the result of `check` for `subject`. An exception of the plugin is a failure of the check."""
+    """Return the result of `check` for `subject`. After a failure of LOADS or SLOW, others are skipped."""
+    name = check.__name__
+    if name != LOADS and not subject.loaded.plugins:
+        return Result(check=name, state="skipped", message="the plugin does not load")
+    if name not in (LOADS, SLOW) and subject.is_slow:
+        return Result(check=name, state="skipped", message="a hook takes too long")
+    result = _result(check, subject)
+    subject.is_slow |= name == SLOW and result.state == "failed"
+    return result
+
+
+def _result(check: Check, subject: Subject) -> Result:
+    """Return the result of `check`. An exception of the plugin is a failure of the check."""
     name = check.__name__
     problems: list[Problem] = []
     try:
@@ -353,12 +370,3 @@ def run(check: Check, subject: Subject) -> Result:
     listed = messages[:MAX_LISTED]
     message, places = "; ".join([*listed, *remainder]), subject.places(listed)
     return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
-
-
-def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:
-    """Yield the result of each check. For a plugin that does not load, only the module is checked."""
-    for check in checks:
-        if not subject.loaded.plugins and not check.__module__.endswith(".module"):
-            yield Result(check=check.__name__, state="skipped", message="the plugin does not load")
-        else:
-            yield run(check, subject)

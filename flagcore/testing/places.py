@@ -15,7 +15,7 @@ DATA_OF_HOOKS = {
     "flagcore_chips": ("chips/*.yaml",),
     "flagcore_environment": ("environment.yaml",),
     "flagcore_engine_support": ("quirks.yaml", "engines.yaml"),
-    "flagcore_failure_patterns": ("quirks.yaml",),
+    **dict.fromkeys(("flagcore_check_task", "flagcore_failure_patterns", "flagcore_pruning_rules"), ("quirks.yaml",)),
     "flagcore_knobs": ("knobs.yaml",),
     "flagcore_kernel_costs": ("costs/*/*",),
     "flagcore_collective_costs": ("costs/*/collectives.yaml",),

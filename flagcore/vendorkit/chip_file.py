@@ -1,19 +1,41 @@
-"""Reads the chips of a plugin: one YAML file per chip, in which each figure has its source.
+"""Reads the chips of a plugin, with their measured kernels and collectives.
 
-A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of
-source needs one key: measured `how`, datasheet `document`, published `where`, estimated `method`. Other keys (page,
-software, date, repeats, confidence) are added to its text.
+`chips/*.yaml` has one file per chip, in which each figure has its source. A figure is `{value: NUMBER, source: {kind:
+KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of source needs one key: measured `how`,
+datasheet `document`, published `where`, estimated `method`. Other keys (page, software, date, repeats, confidence) are
+added to its text.
+
+The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, has:
+
+- `collectives.yaml`: `source` as in a chip file, and `curves`, a list of `kind`, `ranks`, `payload_bytes` and
+  `seconds`. They apply to the innermost level of the topology, or to the level that `level` names. A chip with the same
+  links as another chip has `same_as` (that chip) and `source`.
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
+  is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone).
+- `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernels.sheet`), with their time in `us`.
+- `provenance.yaml`: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the `source` if others
+  published the times.
+- `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
+from typing import Any, Literal
 
-from flagcore.domain.chip import Chip
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import build, read_yaml
+from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.curves import Curve as CollectiveCurve
+from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
+from flagcore.physics.kernels.table import RUN_SLOWDOWN, KernelTable
+from flagcore.vendorkit.fields import build, finish, read_yaml
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
@@ -36,3 +58,184 @@ def read_chip(text: str, file: str) -> Chip:
             fix = f"the names are {', '.join(PRECISIONS)}"
             raise SpecError(file=file, key=f"dense_flops_per_second.{name}", problem="unknown precision", fix=fix)
     return chip
+
+
+FILE = "collectives.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFile:
+    """The content of a file."""
+
+    source: Source
+    same_as: str | None = None
+    level: str = ""
+    curves: tuple[CollectiveCurve, ...] = ()
+
+
+def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
+    """Return the curves that `package` ships for `chip`, or None. Raises SpecError for a bad file."""
+    return _table(package, chip.name.casefold(), seen=())
+
+
+def read_collectives(text: str, file: str) -> CollectiveTable | str:
+    """Return the table that `text` describes, or the name of the chip whose table it uses.
+
+    Raises SpecError naming `file`, key, value, rule and fix.
+    """
+    found: CollectiveFile = build(CollectiveFile, read_yaml(text, file), file)
+    if found.same_as is not None:
+        if found.curves:
+            raise SpecError(file=file, key="curves", problem="a file with same_as cannot have curves")
+        return found.same_as.casefold()
+    source = f"{found.source.kind}: {found.source.detail}"
+    try:
+        return CollectiveTable(level=found.level, curves=found.curves, source=source)
+    except ValueError as error:
+        raise SpecError(file=file, key="curves", problem=str(error)) from None
+
+
+def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:
+    path, location = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
+    if not path.is_file():
+        if seen:
+            raise SpecError(file=location, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
+        return None
+    found = read_collectives(path.read_text("utf-8"), location)
+    if isinstance(found, CollectiveTable):
+        return found
+    if found in seen or found == name:
+        raise SpecError(file=location, key="same_as", value=found, problem="is a cycle")
+    return _table(package, found, (*seen, name))
+
+
+BUSY_SIDE = 1024.0
+"""Minimum side of a product that is bound by arithmetic. Others do not gain from a higher clock."""
+
+
+OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
+"""Slowdown of kernels in a run relative to their curves."""
+
+NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """A lower clock in long measurements: times much longer than `after_us` are too long by the share `by`."""
+
+    after_us: NotNegative
+    by: NotNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Corrections of measured times by kind of kernel, times in microseconds.
+
+    `event_us` is part of every time. For times up to `host_us` the host was slower than the device, so the time is an
+    upper bound. `slowed` kernels were measured at a lower clock, because a long run of a single kernel heats the chip
+    more than training does. `in_training` is the time of a kernel in a training step relative to its time alone, for
+    products that are bound by arithmetic.
+    """
+
+    event_us: NotNegative = 0.0
+    host_us: Mapping[str, NotNegative] = field(default_factory=dict)
+    slowed: Mapping[str, Slowed] = field(default_factory=dict)
+    in_training: Mapping[str, NotNegative] = field(default_factory=dict)
+
+    def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
+        """Return a measured kernel with the device's own time."""
+        bound = seconds <= self.host_us.get(name, 0.0) * 1e-6
+        if name != "launch":
+            seconds = max(seconds - self.event_us * 1e-6, 0.1 * seconds)
+        if name in self.slowed:
+            slowed = self.slowed[name]
+            seconds /= 1.0 + slowed.by / (1.0 + (slowed.after_us * 1e-6 / seconds) ** 4)
+        if name in self.in_training:
+            seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
+        return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance(Reading):
+    """The content of `provenance.yaml`."""
+
+    how: str
+    software: Mapping[str, Any]
+    date: Any
+    schema: int = 1
+    notes: str = ""
+    source: Source | None = None
+    """Where others published the times; None: the plugin's authors measured them."""
+
+
+def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
+    """Return the kernel times that `package` ships for `chip`: a table, a roofline with the chip's curve, or None.
+
+    Raises SpecError for a bad file.
+    """
+    folder = f"costs/{chip.name.casefold()}"
+    curve = _curve(package, f"{folder}/curve.yaml")
+    kernels, location = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
+    if not kernels.is_file():
+        return Roofline(chip=chip, curve=curve) if curve else None
+    provenance = files(package).joinpath(f"{folder}/provenance.yaml")
+    if not provenance.is_file():
+        raise SpecError(file=f"{location}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
+    reading = read_provenance(provenance.read_text("utf-8"), f"{location}/provenance.yaml")
+    sheet = read_kernels(kernels.read_text("utf-8"), f"{location}/kernels.jsonl", reading)
+    return KernelTable.from_sheet(Roofline(chip=chip, curve=curve or Curve()), sheet)
+
+
+def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
+    """Return a roofline with the curve that `package` ships for `chip` in serving engines, or else `kernel_costs`.
+
+    Raises SpecError for a bad file.
+    """
+    curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
+    return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
+
+
+def _curve(package: str, path: str) -> Curve | None:
+    file = files(package).joinpath(path)
+    return read_curve(file.read_text("utf-8"), f"{package}/{path}") if file.is_file() else None
+
+
+def read_curve(text: str, file: str) -> Curve:
+    """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
+    content = read_yaml(text, file)
+    build(Source, content.pop("source", None), file, "source")
+    fitted_to: str = build(Literal["runs", "kernels"], content.pop("of", "runs"), file, "of")
+    curve: Curve = build(Curve, content.pop("curve", None), file, "curve.", {name: name for name in NAMES})
+    finish(content, file)
+    return replace(curve, run_slowdown=OF[fitted_to])
+
+
+def read_provenance(text: str, file: str) -> Provenance:
+    """Return how to read the times that a `provenance.yaml` describes. Raises SpecError."""
+    found: Provenance = build(Provenance, read_yaml(text, file), file)
+    return found
+
+
+def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
+    """Return the kernels of a `kernels.jsonl`. Raises SpecError that names the line."""
+    kernels = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                kernels.append(read_kernel(json.loads(line), reading))
+            except (ValueError, TypeError, KeyError) as error:
+                problem = f"is not a measured kernel: {error!r}"
+                raise SpecError(file=file, key=f"line {number}", value=line[:80], problem=problem) from error
+    return KernelSheet(tuple(kernels))
+
+
+def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
+    """Return the kernel of one record. Raises ValueError, TypeError or KeyError."""
+    name = record["kernel"]
+    if name not in SIZES:
+        raise ValueError(f"unknown kernel {name!r}; use one of {', '.join(SIZES)}")
+    sizes = tuple(float(record[size]) for size in SIZES[name])
+    seconds = float(record["us"]) * 1e-6
+    if not all(0 < number < float("inf") for number in (seconds, *sizes)):
+        raise ValueError("sizes and us must be finite and above 0")
+    return reading.kernel(name, str(record.get("precision", "")), sizes, seconds)

@@ -20,7 +20,7 @@ from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import links_of, with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes, strip_controls
-from flagcore.vendorkit.smi import query_tool, tool_output, visible
+from flagcore.vendorkit.smi import query_tool, setting, tool_output, visible
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
@@ -78,8 +78,10 @@ def _use(row: Row, processes: tuple[str, ...]) -> DeviceUse:
 class DeviceDetector:
     """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
 
-    `tool` is the name of the management tool in messages, `visible` the environment variables that restrict the devices
-    of a process, `device_file` a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the
+    `tool` is the name of the management tool in messages. `visible` are the environment variables that restrict the
+    devices of a process, the vendor's first; they mean the same, and the first one that is set counts. With
+    `empty_is_unset`, an empty one does not count. `outer` is the variable of a lower layer: devices count from 0 within
+    its devices. `device_file` is a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the
     devices. `trusts` returns whether the devices in torch's report are this vendor's: the torch builds of several
     vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing has none. `topology` is
     the command that prints the links between devices and network adapters.
@@ -91,6 +93,8 @@ class DeviceDetector:
     reading: ListDevices | None = None
     """Like `listing`, with the telemetry of each device; None: `listing` has it."""
     visible: tuple[str, ...]
+    outer: str = ""
+    empty_is_unset: bool = False
     vendor_variables: tuple[str, ...] = ()
     """Variables that select a vendor; the first one that is set is used."""
     own_variables: tuple[str, ...] = ()
@@ -106,24 +110,27 @@ class DeviceDetector:
     uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
     """Returns the users of each device by index; takes a time limit in seconds. None: the tool does not report them."""
 
-    def devices(self, root: Path = Path("/")) -> tuple[Device, ...]:
-        """Return the devices that processes started from here can use; none if the environment selects another vendor.
+    def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
+        """Return the devices that processes started from here can use; none if this shell selects another vendor.
 
-        Device files and the PCI bus are searched below `root`.
+        `environment` are the variables of the processes (None: this shell's). Device files and the PCI bus are searched
+        below `root`.
         """
+        environment = os.environ if environment is None else environment
         if machine.other_vendor_selected(self.vendor, self.vendor_variables):
             return ()
         listing = self.listing(10.0)
         for line in listing.left_out:
             LOG.warning("%s", line)
         if listing.rows:
-            return visible(self._with_uuids(tuple(row.device for row in listing.rows)), *self.visible)
+            return self._selected(tuple(row.device for row in listing.rows), environment)
         if machine.has_device_files(self.device_file, root):
-            report = machine.query_torch(self.torch_device, self.torch_attributes)
+            own = {name: environment[name] for name in (self.outer, *self.visible) if name in environment}
+            report = machine.query_torch(self.torch_device, self.torch_attributes, environment={**os.environ, **own})
             if report is None:
                 message = "there is a device file, but %s is missing and torch lists no %s devices"
                 LOG.warning(message, self.tool, self.torch_device)
-            return self.torch_devices(report)
+            return self._with_names(self.torch_devices(report), environment)
         if machine.pci_ids(self.pci_vendor, root, self.pci_classes):
             LOG.warning(
                 "%s devices are on the PCI bus, but there is neither %s nor /%s: the driver is not installed here",
@@ -186,12 +193,27 @@ class DeviceDetector:
             return None
         return with_own_adapters(group, self.matrix(), root)
 
-    def _with_uuids(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        setting = next((os.environ[name] for name in self.visible if name in os.environ), "")
-        if self.uuids is None or not re.search(r"[A-Za-z]", setting):
-            return devices
-        uuids = self.uuids()
-        return tuple(replace(device, uuid=uuids.get(device.index, "")) for device in devices)
+    def _selected(self, devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+        """Return the devices that the variables of `environment` select."""
+        outer, inner = setting((self.outer,), environment), setting(self._effective(environment), environment)
+        if self.uuids is not None and any(re.search("[A-Za-z]", word) for word in (*(outer or ()), *(inner or ()))):
+            uuids = self.uuids()
+            devices = tuple(replace(device, uuid=uuids.get(device.index, "")) for device in devices)
+        if outer is not None:
+            within = environment[self.outer]
+            restricted = visible(devices, self.outer, environment=environment)
+            devices = tuple(replace(each, name=str(place), within=within) for place, each in enumerate(restricted))
+        return visible(devices, *self._effective(environment), environment=environment)
+
+    def _with_names(self, devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
+        """Return torch's devices, which `environment` restricts already, with their names in it."""
+        within = environment.get(self.outer, "")
+        words = [*(setting(self._effective(environment), environment) or ()), *[""] * len(devices)]
+        return tuple(replace(each, name=word, within=within) for each, word in zip(devices, words, strict=False))
+
+    def _effective(self, environment: Mapping[str, str]) -> tuple[str, ...]:
+        """Return those of `visible` that count if they are set."""
+        return tuple(name for name in self.visible if environment.get(name) or not self.empty_is_unset)
 
 
 FRESH_SECONDS = 0.9

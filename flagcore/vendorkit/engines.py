@@ -1,22 +1,47 @@
-"""Reads `engines.yaml`: how training engines (`train`) and serving engines (`serve`) run on a vendor's chips.
+"""Reads what a plugin's files say about engines: `engines.yaml`, `environment.yaml` and `knobs.yaml`.
 
-Each section has `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and
-optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
-`visible_devices` (an environment variable), `shared_devices`, `implementation` (used in production),
+`engines.yaml` says how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. Each section
+has `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and optionally
+`works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first), `visible_devices`
+(environment variables; by default those of the detector), `shared_devices`, `implementation` (used in production),
 `cross_vendor_libraries` (collective libraries that connect the chips with those of other vendors), `install` (the
 origin of the vendor's builds) and `kubernetes` (the resource that a pod requests, with its source).
 `flagcore.domain.engine.EngineSupport` explains them. Facts about single engines are in `quirks.yaml`.
+
+`environment.yaml` has the environment variables of a vendor's software. `variables` is a list of `name`, `meaning`,
+`source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore does not set.
+`engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition` describes when it
+applies. Two conditions are checked: `several_nodes: true`, and `unless`, a training setting that must not be on. In a
+value, each host replaces `{interface}` by its network interface to the first host and `{adapters}` by its InfiniBand
+adapters that are up; a host without such a device does not set the variable.
+
+`knobs.yaml` has the knobs that a vendor's software adds to an engine, each with its values, effect and source. `knobs`
+is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`, `source`
+and `choices`. Optional keys: `label` (short name for tables), `chips` (default: all), `versions` (default: all),
+`default` (the neutral value: null, or false for a flag), `claim` (the gain that the source claims), `effect` (the
+source of the factors: estimated with its `method` if no figure was published), `of_experts`, and `needs`, a list of
+`knob` with `at_least`, `at_most` or `one_of`. A choice has a `value` and optionally `settings` (of the core, for the
+prediction), `time` and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step),
+`flags` and `environment`. Without the last two, no source documents how to enable it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Annotated
 
-from flagcore.domain.chip import Support
+from annotated_types import MinLen
+from pydantic import Field
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Chip, Source, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.vendorkit.fields import build, finish, read_file
-from flagcore.vendorkit.scope import KINDS
+from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import KINDS, Content, Scope, applicable, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
@@ -35,3 +60,102 @@ def read_engines(package: str) -> Mapping[str, EngineSupport]:
             found[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
     finish(content, file, f"the sections are {' and '.join(KINDS)}")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable(Scope):
+    """One environment variable. `value` None: documented, but not set for trials."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+    meaning: Annotated[str, MinLen(1)]
+    source: Source
+    value: str | None = None
+    used: str = ""
+    condition: str = ""
+    several_nodes: bool = False
+    unless: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.used == ""):
+            raise ValueError("needs `value` or `used`, and not both")
+
+    def applies_to(self, task: Task | None) -> bool:
+        """Return whether its conditions hold for a task; None means one node and no settings."""
+        nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
+        settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
+        return (nodes > 1 or not self.several_nodes) and not (self.unless and settings.get(self.unless))
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The content of the file."""
+
+    variables: tuple[Variable, ...] = ()
+
+
+@cache
+def read_variables(package: str) -> tuple[Variable, ...]:
+    """Return the variables of a plugin; none without a file. Raises SpecError for a bad file."""
+    return read_as(Variables, package, "environment.yaml").variables
+
+
+def environment(
+    package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
+) -> dict[str, str]:
+    """Return the variables that trials of `task` get; None: trials on one node."""
+    variables = applicable(read_variables(package), chip, engine, engine_version, kind)
+    return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
+
+
+KNOBS = "knobs.yaml"
+KEYS = {
+    "name": "name",
+    "label": "label",
+    "default": "neutral",
+    "says": "help",
+    "claim": "claim",
+    "effect": "effect_source",
+    "needs": "requires",
+    "of_experts": "experts_only",
+    "source": "source",
+    "choices": "effects",
+}
+"""The fields of a knob by the keys of the file."""
+SCOPE = ("engine", "engines", "kinds", "chips", "versions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A knob with the engine, chips and releases that have it."""
+
+    scope: Scope
+    knob: Knob
+
+
+def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
+    """Return the knobs of `engine` on `chip`. Raises SpecError for a bad file."""
+    return tuple(each.knob for each in all_knobs(package) if each.scope.includes(chip, engine, engine_version))
+
+
+@cache
+def all_knobs(package: str) -> tuple[Listed, ...]:
+    """Return the knobs of a plugin's file; empty without a file. Raises SpecError for an invalid file."""
+    content, file = read_file(package, KNOBS) or {}, f"{package}/{KNOBS}"
+    found = []
+    for path, entry in entries(content, "knobs", file):
+        scope: Scope = build(Scope, {key: entry.pop(key) for key in SCOPE if key in entry}, file, path)
+        if not scope.engines:
+            raise SpecError(file=file, key=f"{path}engine", problem="is missing")
+        effects = dict(_effect(choice, file, path + at) for at, choice in entries(entry, "choices", file))
+        knob: Knob = build(Knob, entry, file, path, KEYS)
+        found.append(Listed(scope=scope, knob=replace(knob, effects=effects)))
+    finish(content, file)
+    return tuple(found)
+
+
+def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:
+    value: KnobValue = build(bool | int | str, choice.pop("value", None), file, f"{path}value")
+    time = choice.get("time")
+    if isinstance(time, dict) and "part" in time:
+        choice["part"] = time.pop("part")
+    return value, build(Effect, choice, file, path)

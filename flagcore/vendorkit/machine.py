@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,16 +91,21 @@ def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
 
 
 def query_torch(
-    kind: str, attributes: Sequence[str] = (), timeout_seconds: float = TORCH_SECONDS
+    kind: str,
+    attributes: Sequence[str] = (),
+    timeout_seconds: float = TORCH_SECONDS,
+    environment: Mapping[str, str] | None = None,
 ) -> TorchReport | None:
     """Return the report of the installed torch about its devices of `kind`, and about `attributes`.
 
-    `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process, where it may
-    crash or hang. None without torch, without this backend, or after a failure.
+    `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process with
+    `environment` (None: this shell's), where it may crash or hang. None without torch, without this backend, or after a
+    failure.
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    printed = tool_output(sys.executable, "-c", _QUERY_TORCH, kind, *attributes, timeout_seconds=timeout_seconds)
+    query = (sys.executable, "-c", _QUERY_TORCH, kind, *attributes)
+    printed = tool_output(*query, timeout_seconds=timeout_seconds, environment=environment)
     return read_torch(printed or "")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from flagcore.domain.maturity import Maturity
+from flagcore.domain.chip import Maturity
 from flagcore.vendorkit.fields import build, entries, read_file
 
 FILE = "maturity.yaml"

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 
-from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.domain.chip import Chip, Device, Maturity, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.devices import DeviceUse
-from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.maturity import Maturity
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
+from flagcore.physics.collectives.costs import topology_of
 from flagcore.physics.collectives.curves import CollectiveTable
-from flagcore.physics.collectives.topology import topology_of
-from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.collective_file import collective_table
-from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
+from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Shared
-from flagcore.vendorkit.engines import SUPPORT, read_engines
-from flagcore.vendorkit.knobs import FILE as KNOBS
-from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.engines import KNOBS, SUPPORT, environment, knobs, read_engines
+from flagcore.vendorkit.fields import S, applicable
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
 from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.scope import applicable
-from flagcore.vendorkit.variables import environment
 
 DESCRIPTIONS_SECONDS = 60.0
 """Seconds for which UUIDs, addresses and links of devices are cached."""
@@ -74,8 +68,8 @@ class VendorPlugin:
         return load_chips(self.package)
 
     @hookimpl
-    def flagcore_devices(self) -> Sequence[Device]:
-        return self.detector.devices() if self.detector else ()
+    def flagcore_devices(self, environment: Mapping[str, str]) -> Sequence[Device]:
+        return self.detector.devices(environment=environment) if self.detector else ()
 
     @hookimpl
     def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
@@ -123,26 +117,39 @@ class VendorPlugin:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(
             support,
-            refused=applicable(quirks.refused, *about),
-            forced=applicable(quirks.forced, *about),
+            visible_devices=support.visible_devices or (self.detector.visible if self.detector else ()),
+            outer_variable=support.outer_variable or (self.detector.outer if self.detector else ""),
             notes=tuple(_with_source(each) for each in applicable(quirks.notes, *about)),
         )
 
     @hookimpl
     def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
-        chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
-        quirks, kind = read_quirks(self.package), "serve" if isinstance(task.spec.work, ServeSpec) else "train"
-        about = [(chip, task.spec.work.engine, engine_version, kind) for chip in chips]
-        preferred = dict.fromkeys(each for found in about for each in applicable(quirks.preferred, *found))
-        slow = dict.fromkeys(each for found in about for each in applicable(quirks.warmup, *found))
+        quirks = read_quirks(self.package)
+        preferred = self._quirks_of(quirks.preferred, task, engine_version)
+        slow = self._quirks_of(quirks.warmup, task, engine_version)
         if not preferred and not slow:
             return None
-        unit = "requests of a load" if kind == "serve" else "steps of a trial"
+        unit = "requests of a load" if isinstance(task.spec.work, ServeSpec) else "steps of a trial"
         return TaskAdvice(
-            preferred=tuple(preferred),
+            preferred=preferred,
             warmup=max((each.count for each in slow), default=0),
             notes=tuple(f"the first {each.count} {unit} do not count: {each.reason}" for each in slow),
         )
+
+    @hookimpl
+    def flagcore_pruning_rules(
+        self, task: Task, engine_version: str | None
+    ) -> Sequence[ValueRule | PruningRule] | None:
+        quirks = read_quirks(self.package)
+        about = (task, engine_version)
+        return (*self._quirks_of(quirks.refused, *about), *self._quirks_of(quirks.forced, *about))
+
+    def _quirks_of(self, quirks: Iterable[S], task: Task, engine_version: str | None) -> tuple[S, ...]:
+        """Return the entries of `quirks.yaml` for the vendor's chips in a task."""
+        kind = "serve" if isinstance(task.spec.work, ServeSpec) else "train"
+        chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
+        found = (applicable(quirks, chip, task.spec.work.engine, engine_version, kind) for chip in chips)
+        return tuple(dict.fromkeys(each for entries in found for each in entries))
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:

@@ -28,8 +28,7 @@ from flagcore.domain import engine
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source
 from flagcore.domain.launch import FailurePattern
-from flagcore.vendorkit.fields import read_as
-from flagcore.vendorkit.scope import Scope
+from flagcore.vendorkit.fields import Scope, read_as
 
 
 @dataclass(frozen=True, kw_only=True)

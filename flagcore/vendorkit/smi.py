@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from flagcore.domain.chip import Device
@@ -34,18 +33,21 @@ class Output:
     status: int | None
 
 
-def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Output | None:
-    """Run a command without a shell; None if it is missing or cannot be started.
+def run_tool(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str, str] | None = None) -> Output | None:
+    """Run a command without a shell; None if it is missing or cannot be started. `environment` replaces this shell's.
 
     A command that exceeds the time limit is killed with its children. The function does not wait for their end, because
     a process that is stuck in a driver cannot be killed.
     """
-    if shutil.which(argv[0]) is None:
-        return None
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+                env=environment,
             )
         except OSError:
             return None
@@ -62,9 +64,9 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Output | None:
         return Output(text=_text(output), errors=_text(errors), status=status)
 
 
-def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
+def tool_output(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str, str] | None = None) -> str | None:
     """Return the output of a command, or None if it is missing, fails or exceeds the time limit."""
-    output = run_tool(*argv, timeout_seconds=timeout_seconds)
+    output = run_tool(*argv, timeout_seconds=timeout_seconds, environment=environment)
     return output.text if output is not None and output.status == 0 else None
 
 
@@ -89,26 +91,35 @@ def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: floa
     return Listing(listing.rows, tuple(f"{tool}: {line}" for line in listing.left_out))
 
 
-def visible(devices: tuple[Device, ...], *variables: str) -> tuple[Device, ...]:
-    """Return the devices that processes started from here can use.
+def visible(
+    devices: tuple[Device, ...], *variables: str, environment: Mapping[str, str] | None = None
+) -> tuple[Device, ...]:
+    """Return the devices that processes with `environment` (None: this shell's) can use, with their names there.
 
-    `variables` are environment variables such as `X_VISIBLE_DEVICES`: indices or prefixes of UUIDs, separated by
-    commas. The first variable that is set is used. As in the drivers, an unknown name hides all following devices.
+    `variables` are environment variables such as `X_VISIBLE_DEVICES`: names of devices (by default their indices) or
+    prefixes of UUIDs, separated by commas. The first variable that is set is used. As in the drivers, an unknown name
+    hides all following devices.
     """
-    setting = next((os.environ[name] for name in variables if name in os.environ), None)
-    if setting is None:
+    words = setting(variables, os.environ if environment is None else environment)
+    if words is None:
         return devices
-    chosen: list[Device] = []
-    for word in (part.strip() for part in setting.split(",")):
-        match = [device for device in devices if _matches(device, word)]
-        if not match:
+    chosen: dict[int, Device] = {}
+    for word in words:
+        match = next((device for device in devices if _matches(device, word)), None)
+        if match is None:
             break
-        chosen.append(match[0])
-    return tuple(chosen)
+        chosen.setdefault(match.index, replace(match, name=word))
+    return tuple(chosen.values())
+
+
+def setting(variables: Iterable[str], environment: Mapping[str, str]) -> list[str] | None:
+    """Return the words of the first of `variables` that is set; None if none is."""
+    value = next((environment[name] for name in variables if name in environment), None)
+    return None if value is None else [word.strip() for word in value.split(",")]
 
 
 def _matches(device: Device, word: str) -> bool:
-    return str(device.index) == word or (len(word) > 4 and device.uuid.startswith(word))
+    return device.selector == word or (len(word) > 4 and device.uuid.startswith(word))
 
 
 def _text(file: IO[bytes]) -> str:

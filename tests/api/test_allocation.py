@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.common.inputs import parsed
+from flagcore.api.inputs import parsed
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
 

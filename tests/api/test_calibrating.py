@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from flagcore.api.common.machine_load import Load, busy
-from flagcore.api.hardware import calibration
-from flagcore.calibration import Calibration
+from flagcore.api.calibrated_plugins import Load, busy
+from flagcore.api.managing import calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.testing import fakes
+from flagcore.tuner.calibration import Calibration
+from tests.vendors.test_simulated_nodes import METAX
 
 BURN = "import time\nwhile time.process_time() < 0.4: pass"
 X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
@@ -57,6 +61,20 @@ def test_the_spread_is_reported_in_percent() -> None:
     )
     (record,) = calibration.summary(saved_calibration)
     assert record["spread_percent"] == pytest.approx(5.0)
+
+
+def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def measure(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+        seen.append(environment)
+        return {"torch": "2", "seconds": 5.0, "rows": []}
+
+    monkeypatch.setattr(calibration, "_run_measurement", measure)
+    with fakes.machine({"mx-smi": fakes.prints(METAX)}, CUDA_VISIBLE_DEVICES="3,0,1", FLAGCORE_HOME=str(tmp_path)):
+        calibration.calibrate(devices=2)
+    (environment,) = seen
+    assert environment["MACA_VISIBLE_DEVICES"] == environment["CUDA_VISIBLE_DEVICES"] == "3,0"
 
 
 def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:

@@ -1,4 +1,4 @@
-"""Costs, energy and carbon of three runs, added up by hand."""
+"""Costs and energy of three runs, added up by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.api.common.context import build_problem_of_spec
-from flagcore.domain.price import cost_figures
+from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.domain.plan import cost_figures
 from flagcore.errors import SpecError
 from tests.cli.conftest import MODEL, Project
 
@@ -52,8 +52,7 @@ def test_a_plan_on_groups_with_different_prices_and_chips(tmp_path: Path) -> Non
         {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 8, "price_per_device_hour": 3.0},
         {"chip": "A100-80GB", "nodes": 2, "devices_per_node": 8, "price_per_device_hour": 1.5},
     ]
-    cluster = {"groups": groups, "grams_co2_per_kwh": 500}
-    spec = plan(cluster, control={"planned_steps": 10_000}) | {"train": TRAIN | {"global_batch_size": 48}}
+    spec = plan({"groups": groups}, control={"planned_steps": 10_000}) | {"train": TRAIN | {"global_batch_size": 48}}
     best = planned_best(spec, tmp_path)
     seconds, cost = best["predicted"]["step_time_s"]["value"], best["cost"]
     tokens_per_s, per_hour, watts = 48 * 1024 / seconds, 8 * 3.0 + 16 * 1.5, 8 * 700 + 16 * 400
@@ -62,15 +61,13 @@ def test_a_plan_on_groups_with_different_prices_and_chips(tmp_path: Path) -> Non
     assert cost["cost_per_million_tokens"] == pytest.approx(per_hour / 3600 / tokens_per_s * 1e6)
     assert cost["energy_kwh_per_million_tokens"] == pytest.approx(watts / tokens_per_s * 1e6 / 3.6e6)
     assert cost["planned_energy_kwh"] == pytest.approx(watts / 1000 * 10_000 * seconds / 3600)
-    assert cost["planned_co2_kg"] == pytest.approx(cost["planned_energy_kwh"] * 0.5)
-    assert cost["co2_kg_per_million_tokens"] == pytest.approx(cost["energy_kwh_per_million_tokens"] * 0.5)
     assert cost["energy_source"] == "tdp"
 
 
 def test_a_planned_server_pays_the_devices_that_it_uses(tmp_path: Path) -> None:
     spec = {
         "model": MODEL,
-        "cluster": {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 2.0, "grams_co2_per_kwh": 100},
+        "cluster": {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 2.0},
         "serve": {"engine": "vllm", "profile": {"input_len": 128, "output_len": 64, "concurrency": 8}},
         "auto_tuner": {"objective": "cost", "space": {"tensor_model_parallel_size": [1, 2], "instance": 1}},
     }
@@ -83,14 +80,12 @@ def test_a_planned_server_pays_the_devices_that_it_uses(tmp_path: Path) -> None:
         rate = each["output_tokens_per_s"]
         assert each["cost_per_million_tokens"] == pytest.approx(devices * 2.0 / 3600 / rate * 1e6)
         assert each["energy_kwh_per_million_tokens"] == pytest.approx(devices * 700 / rate * 1e6 / 3.6e6)
-        assert each["co2_kg_per_million_tokens"] == pytest.approx(each["energy_kwh_per_million_tokens"] * 0.1)
     assert best["cost_per_million_tokens"] < other["cost_per_million_tokens"]
     saved = planned_best(spec, tmp_path)
     assert saved["candidate"] == best["candidate"]
     assert saved["cost"] == {
         name: pytest.approx(best[name]) if name != "energy_source" else "tdp" for name in saved["cost"]
     }
-    assert "co2_kg_per_million_tokens" in saved["cost"]
 
 
 def test_measured_power_replaces_the_tdp() -> None:
@@ -114,6 +109,7 @@ def test_measured_power_replaces_the_tdp() -> None:
     ],
 )
 def test_objective_cost_needs_all_prices(cluster: dict[str, Any]) -> None:
+    assert "cost_per_million_tokens" not in api.estimate(plan(cluster), top=1).candidates[0]
     with pytest.raises(SpecError) as missing:
         api.estimate(plan(cluster), objective="cost")
     assert missing.value.key == "auto_tuner.objective"

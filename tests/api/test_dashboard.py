@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from flagcore import api
-from flagcore.api.dashboard.server import dashboard
+from flagcore.api.managing.dashboard import dashboard
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import UsageError
-from flagcore.store.directory import RunDirectory
-from flagcore.store.trials import JOURNAL, OptunaStore
+from flagcore.tuner.store.directory import RunDirectory
+from flagcore.tuner.store.trials import JOURNAL, OptunaStore
 from tests.cli.conftest import Project
 
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -344,7 +344,7 @@ def test_missing_folder_and_used_port_are_usage_errors(client: Client, root: Pat
 
 
 def test_optuna_cannot_write_to_the_studies(root: Path) -> None:
-    from flagcore.store.studies import Studies
+    from flagcore.tuner.store.studies import Studies
 
     study = optuna.load_study(study_name="team/estimate", storage=Studies(root))
     with pytest.raises(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.common.inputs import parsed
+from flagcore.api.inputs import parsed
 from flagcore.api.tuning.tune import each_engine
 from flagcore.errors import Interrupted, NoDevice, SpecError
 

@@ -21,6 +21,7 @@ from flagcore import api
 from flagcore.errors import UsageError
 from flagcore.launchers import network
 from flagcore.launchers.kubernetes_job import KINDS
+from flagcore.testing import fakes
 from tests.api.test_manifest import checked, found
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT
@@ -154,6 +155,12 @@ def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> Non
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["containerPort"]
 
 
+def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
+    gpus = "\n".join(f"{n}, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-{n}, 0x233010DE, Disabled" for n in range(8))
+    with fakes.machine({"nvidia-smi": fakes.prints(gpus)}, CUDA_VISIBLE_DEVICES="7,1,2,4"):
+        assert "CUDA_VISIBLE_DEVICES" not in only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
+
+
 @pytest.mark.parametrize(("candidate", "services"), [("instances=1, tp=2", 1), ("instances=2, tp=1", 3)])
 def test_compose_files_fit_their_schema(candidate: str, services: int, tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
@@ -253,7 +260,9 @@ def test_an_exported_training_really_starts(tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(script.replace("--mock-data\n", f"--mock-data\n{ON_CPU}\n"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment["PYTHONPATH"] = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)))
+    environment["PYTHONPATH"] = ":".join(
+        map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES, os.environ["PYTHONPATH"]))
+    )
     process = subprocess.Popen(
         ["bash", tmp_path / "job.sh"],
         cwd=MEGATRON,

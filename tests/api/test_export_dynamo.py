@@ -53,7 +53,6 @@ which its CRD is generated (commits 0fddc01b and 006b6e10, 2026).
     [
         ("vllm", "instances=2, tp=2", {"worker": (2, ["--tensor-parallel-size", "2"])}),
         ("vllm", "instances=1, tp=8", {"worker": (1, ["--tensor-parallel-size", "8"])}),
-        ("vllm", "instance_sizes=2+1+1", {"worker": (1, ["--tensor-parallel-size", "2"]), "worker-2": (2, [])}),
         (
             "vllm",
             PAIRS,
@@ -69,7 +68,7 @@ def test_a_graph_of_dynamo_fits_its_fields(
     hosts = 2 if candidate.endswith("8") else 1
     spec = server(tmp_path, cluster={"chip": "H100-SXM", "nodes": hosts, "devices_per_node": 4})
     data = json.loads(spec.read_text())
-    space = {"prefill_decode": [None, "2xtp1+1xtp2"], "instance_sizes": "auto", "instances": "auto"}
+    space = {"prefill_decode": [None, "2xtp1+1xtp2"], "instances": "auto"}
     data["auto_tuner"] = {"space": {**space, "tensor_model_parallel_size": "auto"}}
     data["serve"] |= {
         "engine": engine,

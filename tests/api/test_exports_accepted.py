@@ -286,7 +286,7 @@ def test_megatrons_own_parser_accepts_the_arguments_of_every_training(exports: E
             sizes = dict(word[2:].split("=", 1) for word in words[:program] if "=" in word)
             worlds.append(int(sizes.get("nnodes", 1)) * int(sizes["nproc-per-node"]))
             jobs.append((worlds[-1], [word for word in words[program + 1 :] if word != "--tp-comm-overlap"]))
-    path = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES)))
+    path = ":".join(map(str, (SHIM, MEGATRON, PACKAGES / "flag_scale", PACKAGES, os.environ["PYTHONPATH"])))
     environment = {**os.environ, "PYTHONPATH": path, "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, "-c", PARSE_MEGATRON]
     done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)

@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 
 from flagcore import __version__, api
-from flagcore.api.hardware.host_ports import port_problems
-from flagcore.api.hardware.host_report import busy
-from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
-from flagcore.api.hardware.hosts import HostReport, host_problems, host_warnings, inspect_hosts, require_hosts
+from flagcore.api.managing.host_report import busy
+from flagcore.api.managing.hosts import (
+    HostReport,
+    HostSpeed,
+    host_problems,
+    host_warnings,
+    inspect_hosts,
+    measure_speed,
+    port_problems,
+    require_hosts,
+    slow_hosts,
+)
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import LaunchError, NoDevice, UsageError

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flagcore import api, plugins
-from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.errors import FlagError, SpecError, UsageError
-from flagcore.stages.launch import planned_launch
+from flagcore.tuner.stages.launch import planned_launch
 
 CONFIG = {
     "model_type": "qwen3",

@@ -13,9 +13,9 @@ import pytest
 
 import flagcore
 from flagcore.api import import_history
-from flagcore.calibration import Experience
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import RunError, UsageError
+from flagcore.tuner.calibration import Experience
 from tests.cli.conftest import Project
 
 KNOBS = {
@@ -182,7 +182,7 @@ def test_a_file_that_is_not_a_history_is_refused(
         "idx,performance\n": "no row of",
         "idx;performance\n1;2\n": "idx;performance",
         "idx,performance,idx\n1,2,3\n": "columns: idx; keep one",
-        "\x00,\x1b[2J\n1,2\n": r"'\x00'..., '\x1b[2J'...",
+        "\x00,\x1b[2J\n1,2\n": "\ufffd, '\\x1b[2J'...",
     }.items():
         (tmp_path / "wrong.csv").write_text(text)
         with pytest.raises(UsageError, match=re.escape(message)):

@@ -96,26 +96,6 @@ def test_layers_on_the_host_have_no_time_and_no_memory_of_the_device() -> None:
     assert answer("llamacpp", n_gpu_layers=0)["memory"]["static_gib"] == 0.0
 
 
-def test_predictions_of_unequal_instances_lie_between_those_of_equal_ones() -> None:
-    wide, narrow = rate("vllm", instances=2, tensor_model_parallel_size=4), rate("vllm", instances=4)
-    assert min(wide, narrow) < rate("vllm", instance_sizes="4+2+2") < 2 * max(wide, narrow)
-    assert rate("vllm", instance_sizes="4+2+2") == rate("vllm", instance_sizes="2+4+2", instances=2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ("4+4", "equal instances"),
-        ("8+1", "is not a valid value"),
-        ("5+1", "each of instance_sizes must divide"),
-    ],
-)
-def test_an_impossible_split_is_reported(sizes: str, says: str) -> None:
-    warnings = answer(instance_sizes=sizes)
-    assert warnings["status"] == "invalid"
-    assert says in warnings["reason"]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

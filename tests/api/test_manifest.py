@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from flagcore import api
+from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.errors import SpecError, UsageError
 from flagcore.launchers.kubernetes_job import KINDS
-from flagcore.launchers.script import DEVICES_OF_HOST, shell_quoted
+from flagcore.launchers.script import shell_quoted
 from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import flagcore
-from flagcore.api.reporting.run_list import remove_run
+from flagcore.api.managing.run_list import remove_run
 from flagcore.errors import RunError
-from flagcore.store.trials import OptunaStore
+from flagcore.tuner.store.trials import OptunaStore
 from tests.cli.conftest import Project
 
 

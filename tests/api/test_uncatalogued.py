@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.common import calibrated_plugins as unlisted_chips
-from flagcore.api.common.calibrated_plugins import accelerator_report, chip_of
-from flagcore.calibration import Calibration
+from flagcore.api import calibrated_plugins as unlisted_chips
+from flagcore.api.calibrated_plugins import accelerator_report, chip_of
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.calibration import Calibration
 from flagcore.vendorkit import smi
 from flagcore.vendorkit.machine import TorchReport
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.flagscale_rules import FlagScale, grid_order
-from flagcore.importers.flagscale.pruning_history import AXES, RULES, Entry, History
+from flagcore.engines.flagscale.grid import AXES, RULES, Entry, History
 
 PLAIN: dict[str, Any] = {
     "data_parallel_size": 2,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flagcore import api
-from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.inputs import loaded_plugins
 from flagcore.plugins import LoadedPlugins
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"

@@ -153,8 +153,7 @@ class Project:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start `flag` in a separate process, which Ctrl-C interrupts even if pytest runs in the background."""
-        root = str(Path(__file__).parents[2])
-        paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), root]))
+        paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), os.environ["PYTHONPATH"]]))
         return subprocess.Popen(
             [*FLAG, *arguments],
             stdout=subprocess.PIPE,

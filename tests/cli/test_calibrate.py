@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.api.hardware import calibration
-from flagcore.calibration import Calibration, Calibrations
+from flagcore.api.managing import calibration
+from flagcore.tuner.calibration import Calibration, Calibrations
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.compare import CORRECTED, PREDICTED, _compare_sides, _overlap, _Side
+from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.problem import rows_by_time
+from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text
-from flagcore.stages.learn import learn
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.rank import learn
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]

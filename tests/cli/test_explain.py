@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.elimination import state_of
+from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.problem import rows_by_time
+from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text
-from flagcore.stages.learn import learn
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.rank import learn
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -258,7 +258,7 @@ def test_a_failed_or_killed_run_is_explained_from_its_journal(
     spec = project.spec(does="crash", control={"max_trials": 2})
     assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 5
     assert "ValueError: it is broken" in explained(project.run_dir, "0")["because"][0]
-    assert flag("explain", str(project.run_dir), "best").err.endswith("has no best: nothing was measured\n")
+    assert flag("explain", str(project.run_dir), "best").code == 5
     Path(project.run_dir, "result.json").unlink()
     assert explained(project.run_dir, "1")["state"] == "ran"
     assert "the run has not ended" in explained(project.run_dir, "tp=2, mbs=1")["because"][0]

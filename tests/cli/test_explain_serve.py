@@ -13,12 +13,14 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.neighbors import allowed_rows
-from flagcore.errors import UsageError
-from flagcore.stages.learn import learn
+from flagcore.api.snapshot import load_snapshot
+from flagcore.errors import NothingFits
+from flagcore.report.result import trial as as_data
+from flagcore.tuner.stages.rank import learn
 from tests.cli.conftest import Ran
+from tests.report.page.reading import run_result
 from tests.serving import trial
 
 Flag = Callable[..., Ran]
@@ -78,9 +80,14 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     late_trials = [
         replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))
     ]
+    limits = {"limits": snapshot.task.spec.limits, "fastest": late_trials[0].number}
+    objective = {"name": snapshot.task.spec.objective}
+    trials = [as_data(each) for each in late_trials]
+    data = run_result(stopped_because="all is tried", objective=objective, trials=trials, **limits).to_json()
     run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
+    run.folder, run.data, run.knobs, run.stopped_because = Path("run"), data, {}, data["stopped_because"]
     learned_snapshot = replace(snapshot, search_state=learn(late_trials), run=run)
-    with pytest.raises(UsageError, match="p99 TTFT <= 5 s"):
+    with pytest.raises(NothingFits, match="p99 TTFT <= 5 s"):
         candidate_report(learned_snapshot, "best")
     assert not allowed_rows(learned_snapshot).size
     saved = [*late_trials[:-1], replace(trial(len(late_trials) - 1, 1.0), candidate=late_trials[-1].candidate)]

@@ -29,7 +29,7 @@ WORLD: dict[str, Any] = {
         "memory_per_device": "2GiB",
         "nic_bytes_per_second": 1e9,
     },
-    "train": {"command": None, "seq_length": 64, "global_batch_size": 16},
+    "train": {"command": None, "precision": "fp32", "seq_length": 64, "global_batch_size": 16},
 }
 
 

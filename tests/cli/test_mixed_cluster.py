@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import fixed_task
-from flagcore.report.mixing import verdict
+from flagcore.api.inputs import fixed_task
+from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.report.estimate import verdict
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]

@@ -24,13 +24,13 @@ import json
 
 import numpy as np
 
-from flagcore.contracts import Workload
-from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.settings import PORT, Settings
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.launch.server import PORT, Instance
+from flagcore.engines.serving.space import knobs
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.program import Program
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.launch.reports import ServerReports
 
 KNOBS = (
     knobs.INSTANCES_KNOB,
@@ -61,7 +61,7 @@ def settings(task, columns):
     return Settings.of(
         task,
         get,
-        devices=Hardware.of(task).share(get["instances"], columns),
+        devices=Hardware.of(task).share(get["instances"]),
         max_running=knobs.or_default(get["slots"], 4),
         max_batched_tokens=ones * 2048,
         cache_bytes=ones * 1e6,
@@ -74,15 +74,16 @@ def server(task, values, cores):
     return Instance(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
 
 
-WORKLOAD: Workload = Engine(
+REPORTS = ServerReports(effective=lambda fetch, log: {"slots": json.loads(fetch("/props"))["total_slots"]})
+WORKLOAD = Engine(
     name="acme",
-    where=f"{__name__}:WORKLOAD",
+    where=f"{__name__}:REPORTS",
+    reports=REPORTS,
     program=PROGRAM,
     modules={},
     rules=lambda task: (),
     settings=settings,
     server=server,
-    effective=lambda fetch, log: {"slots": json.loads(fetch("/props"))["total_slots"]},
     split_by="instances",
     untested="an example",
 )

@@ -22,7 +22,7 @@ needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs
 
 WORLD: dict[str, Any] = {
     "cluster": {"chip": "cpu", "nodes": 1, "devices_per_node": 32, "memory_per_device": "2GiB"},
-    "train": {"command": None, "seq_length": 128, "global_batch_size": 64},
+    "train": {"command": None, "precision": "fp32", "seq_length": 128, "global_batch_size": 64},
     "auto_tuner": {"control": {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}},
 }
 TWO_STAGES = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_parallel_size=8"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.store.directory import RunDirectory
+from flagcore.tuner.store.directory import RunDirectory
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]

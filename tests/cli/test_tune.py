@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import yaml
+from fixed_machine import PINS
 
 from flagcore import i18n
 from flagcore.cli.tune import _resuming_command, tune_command
 from flagcore.i18n import Message, choose
-from flagcore.report.text import stop_reason
+from flagcore.report.result import RunResult
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Project, Ran
 
@@ -169,8 +170,8 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
 def test_without_a_setting_a_hanging_trial_is_ended_by_its_prediction(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flagcore.contracts.optional.START_SECONDS", 0.5)
-    monkeypatch.setattr("flagcore.stages.limit.SLACK", 0.1)
+    monkeypatch.setattr("flagcore.contracts.workload.Workload.start_seconds", 0.5)
+    monkeypatch.setattr("flagcore.tuner.stages.limit.SLACK", 0.1)
     control = {"max_trials": 2, "repeats": 0, "max_time_per_task": None}
     tune(flag, project, does="hang", when="1x1", control=control)
     trial = project.result()["trials"][0]
@@ -194,7 +195,7 @@ def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_repor
     assert result["gain"] is None
     assert books_balance(result)
     assert len(result["trials"]) == 5
-    assert flag("run", str(project.run_dir)).code == 2
+    assert flag("run", str(project.run_dir)).code == 5
 
 
 @pytest.mark.parametrize("where", [None, "elsewhere"])
@@ -218,7 +219,7 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
     assert result["stopped_message"]["values"] == {"count": 3}
     choose("zh")
     try:
-        assert stop_reason(result) == i18n._(Message("max_trials = {count} reached", count=3))
+        assert RunResult.from_json(result).stop_reason == i18n._(Message("max_trials = {count} reached", count=3))
     finally:
         choose("en")
     assert len(result["repeats"]) in (0, 4)
@@ -321,10 +322,8 @@ TWO_AT_ONCE = {
     "control": {"parallel_trials": 2},
     "auto_tuner": {"space": {**SPACE, "micro_batch_size": [1, 2, 4, 8]}},
 }
-two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two trials at once need two cores")
 
 
-@two_cores
 def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
     assert completed.code == 0, completed.err
@@ -335,11 +334,10 @@ def test_trials_side_by_side_have_separate_cores(flag: Flag, project: Project) -
     assert {trial["group"] for trial in result["repeats"]} == {None}
     for trial in (*result["trials"], *result["repeats"]):
         log = (project.run_dir / trial["log"]).read_text()
-        assert log.startswith(f"cores [{CORES[trial['group'] or 0]}]\n")
+        assert log.startswith(f"cores [{CORES[trial['group'] or 0]}]\n") or not PINS
     assert books_balance(result)
 
 
-@two_cores
 def test_an_interrupt_ends_all_running_trials(project: Project) -> None:
     spec = project.spec(sleeps=1.0, **TWO_AT_ONCE)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
@@ -392,7 +390,7 @@ def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag,
 def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Project) -> None:
     (project.folder / "torch.py").write_text("raise ImportError")
     spec = project.spec(train={"command": None})
-    first = "import sys, flagcore.strategies.learned"  # scipy asks what is loaded whether it is torch
+    first = "import sys, flagcore.tuner.strategies.learned"  # scipy asks what is loaded whether it is torch
     code = f"{first}; sys.modules['torch'] = None; from flagcore.cli import main; main()"
     completed_process = subprocess.run(
         [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=120

@@ -113,7 +113,7 @@ def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, proj
     assert "do not fit into the context" in completed.err
 
 
-def test_several_instances_get_a_balancer(flag: Flag, project: Project) -> None:
+def test_several_instances_get_nginx(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
     assert completed.code == 0, completed.err
     folder = project.run_dir / "best"

@@ -15,7 +15,7 @@ from flagcore.domain.search_state import (
 )
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.stages.learn import learn
+from flagcore.tuner.stages.rank import learn
 
 CONTROL = Control(max_trials=4, max_time=100.0, max_time_per_task=30.0, repeats=1)
 
@@ -117,7 +117,6 @@ def test_time_is_kept_for_the_whole_runs_of_shortened_finalists() -> None:
 def scaled(trial: Trial, seconds: float) -> Trial:
     """The trial as if its step had been scaled from one of `seconds`."""
     measured = trial.measurement
-    assert measured is not None
     step = measured.step_time_s
     return replace(trial, measurement=replace(measured, scaled_from=seconds, low_s=0.99 * step, high_s=1.01 * step))
 

@@ -78,6 +78,6 @@ def test_a_neutral_value_needs_no_flag_unless_it_is_explicit() -> None:
 
 
 def test_the_values_of_a_space_are_listed_or_those_of_auto() -> None:
-    assert SIZE.parse_space(small.task(space={"size": (4, 4, 8)}), "auto") == (4, 8)
-    assert SIZE.parse_space(small.task(), "auto") == (1, 2)
-    assert SIZE.parse_space(small.task(), (1,)) == (1,)
+    assert small.task(space={"size": (4, 4, 8)}).listed_values(SIZE, "auto") == (4, 8)
+    assert small.task().listed_values(SIZE, "auto") == (1, 2)
+    assert small.task().listed_values(SIZE, (1,)) == (1,)

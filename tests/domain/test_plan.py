@@ -1,4 +1,4 @@
-"""The reported gain."""
+"""What a search found: counts, gains, interference and noise."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import Counts, Plan, gains, measured_to_predicted
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.stages.learn import learn
-
-
-def trial(number: int, who: str, speed: float, role: Role) -> Trial:
-    step = 1.0 / speed
-    measured = Measurement(step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=speed)
-    state = TrialState.MEASURED
-    return Trial(number=number, candidate=Candidate.of({"who": who}), role=role, state=state, measurement=measured)
-
+from flagcore.domain.plan import Counts, Plan, gains, interference, measured_to_predicted
+from flagcore.domain.trial import PROBE, Role, Trial, TrialState
+from flagcore.tuner.stages.rank import learn
+from tests.domain.test_noise import trial
 
 FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
 REPEATS = (trial(2, "baseline", 100.0, Role.REPEAT), trial(3, "best", 130.0, Role.REPEAT))
@@ -76,7 +68,6 @@ def test_the_gain_is_the_lowest_of_the_rounds() -> None:
 
 def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
     plan = replace(PLAN, trials=(reported(4.0, None), reported(0.5, 1.25), reported(2.0, 0.8), reported(None, 0.1)))
-    assert plan.prediction_error is not None
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
     uncorrected = replace(plan, trials=(reported(4.0, None),))
@@ -101,3 +92,53 @@ def test_there_is_no_gain_without_a_measured_baseline() -> None:
 
 def test_a_baseline_that_nothing_beats_gains_nothing() -> None:
     assert gains(learn((trial(0, "baseline", 200.0, Role.BASELINE), FIRST[1]))) == (0.0,)
+
+
+SINGLE = trial(0, "base", 100.0, Role.BASELINE)
+
+
+def parallel_trial(
+    number: int, speed: float, role: Role = Role.INTERFERENCE, who: str = "base", spread: float = 0.0
+) -> Trial:
+    return replace(trial(number, who, speed, role, spread), group=0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "spread", "quiet"),
+    [
+        (100.0, 0.0, True),
+        (99.0, 0.0, True),
+        (120.0, 0.0, True),
+        (96.0, 0.0, False),
+        (96.0, 0.1, True),
+        (80.0, 0.9, False),
+    ],
+)
+def test_a_slowdown_must_be_within_the_noise_and_small(speed: float, spread: float, quiet: bool) -> None:
+    found = interference([trial(0, "base", 100.0, Role.BASELINE, spread), parallel_trial(1, speed)])
+    assert found.slowdown == pytest.approx(100.0 / speed - 1.0)
+    assert found.is_negligible is quiet
+
+
+def test_a_run_that_fails_while_others_run_counts_as_interference() -> None:
+    failed = replace(parallel_trial(1, 100.0), state=TrialState.OUT_OF_MEMORY, measurement=None)
+    found = interference([SINGLE, failed])
+    assert not found.is_negligible
+
+
+def test_it_is_unknown_without_both_runs() -> None:
+    interrupted = replace(parallel_trial(1, 100.0), state=TrialState.INTERRUPTED, measurement=None)
+    probe = replace(SINGLE, fidelity=PROBE)
+    for known in ([SINGLE], [SINGLE, interrupted], [parallel_trial(1, 100.0)], [probe, parallel_trial(1, 100.0)]):
+        assert interference(known) is None
+
+
+def test_disturbed_trials_are_ignored() -> None:
+    disturbed = [SINGLE, parallel_trial(1, 50.0), parallel_trial(2, 150.0, Role.SEARCH, "a")]
+    known = learn(disturbed)
+    assert known.best == SINGLE
+    assert disturbed[2].candidate not in known.settled
+    again = learn([*disturbed, trial(3, "a", 130.0)])
+    assert again.best.number == 3
+    quiet = learn([SINGLE, parallel_trial(1, 99.0), parallel_trial(2, 150.0, Role.SEARCH, "a")])
+    assert quiet.best.number == 2

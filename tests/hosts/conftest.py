@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from flagcore.launchers import guard
-from tests.hosts.bed import ROOT, Bed, missing
+from tests.hosts.bed import Bed, missing
 
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 TRAIN = '''\
@@ -104,7 +104,7 @@ class Project:
 
     def start(self, *before: str) -> subprocess.Popen[str]:
         """Start `flag tune` on h0, after the words `before`; its output goes to a file."""
-        words = ("env", f"PYTHONPATH={ROOT}", *before, *FLAG, "tune", "spec.yaml", "--run-dir", str(self.run_dir))
+        words = (*before, *FLAG, "tune", "spec.yaml", "--run-dir", str(self.run_dir))
         with (self.folder / "output").open("a") as output:
             where = self.bed.command("h0", *words)
             where[where.index("--") - 1] = f"--wd={self.folder}"

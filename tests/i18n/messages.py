@@ -19,7 +19,7 @@ from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
 from flagcore.domain.trial import FIDELITIES, Role, TrialState
-from flagcore.report.names import COLUMNS, NAMES
+from flagcore.report.formats import COLUMNS, NAMES
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flagcore"

@@ -14,29 +14,29 @@ import pytest
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.launch import Launch
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import Spec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.hooks import hookimpl
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import parse_spec
-from flagcore.stages.discover import discover, require_devices
-from flagcore.stages.launch import host_lines, planned_launch
+from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.devices import require_devices
+from flagcore.tuner.stages.launch import host_lines, planned_launch
 from tests import small
 
 HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
 PROGRAM = """
 import json, os, sys
-names = ("X_VISIBLE", "Y_VISIBLE", "X_SOCKET_IFNAME", "Y_SOCKET_IFNAME", "OF_GROUP", "PRELOAD")
+names = ("X_VISIBLE", "Y_VISIBLE", "X_SOCKET_IFNAME", "Y_SOCKET_IFNAME", "OF_GROUP")
 print(json.dumps([sys.argv[1:4], {name: os.environ[name] for name in names if name in os.environ}]))
 """
 SHELL = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
 
 
 def plugin(name: str) -> SimpleNamespace:
-    """A plugin for one chip, with variables of its own and a wrapper for the program."""
+    """A plugin for one chip, with variables of its own."""
     chip = replace(small.CHIP, name=f"chip-{name}", aliases=())
 
     @hookimpl
@@ -46,24 +46,17 @@ def plugin(name: str) -> SimpleNamespace:
     @hookimpl
     def flagcore_engine_support(chip: Chip) -> EngineSupport | None:
         here = chip.name == f"chip-{name}"
-        return EngineSupport(support=Support.YES, visible_devices=f"{name.upper()}_VISIBLE") if here else None
+        return EngineSupport(support=Support.YES, visible_devices=(f"{name.upper()}_VISIBLE",)) if here else None
 
     @hookimpl
     def flagcore_environment(chip: Chip) -> dict[str, str] | None:
         variables = {f"{name.upper()}_VISIBLE": "0,1", f"{name.upper()}_SOCKET_IFNAME": "{interface}"}
         return variables if chip.name == f"chip-{name}" else None
 
-    @hookimpl
-    def flagcore_prepare_launch(launch: Launch, task: Task) -> Launch | None:
-        if name == "x" or task.cluster.groups[0].chip.name != "chip-y":
-            return None
-        return replace(launch, argv=("env", "PRELOAD=y.so", *launch.argv))
-
     return SimpleNamespace(
         flagcore_chips=flagcore_chips,
         flagcore_engine_support=flagcore_engine_support,
         flagcore_environment=flagcore_environment,
-        flagcore_prepare_launch=flagcore_prepare_launch,
     )
 
 
@@ -94,7 +87,7 @@ def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
 def platform(given: Spec) -> Platform:
     loaded = LoadedPlugins.of({"x": plugin("x"), "y": plugin("y")})
     assert loaded.failures == ()
-    return discover(given, loaded)
+    return complete(given, loaded)
 
 
 @pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
@@ -123,13 +116,13 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     interface = said["127.0.0.1"][1]["X_SOCKET_IFNAME"]
     assert interface != "{interface}"
     assert said["127.0.0.1"][1] == said["c"][1] == {"X_VISIBLE": "0,1", "X_SOCKET_IFNAME": interface}
-    of_b = {"Y_VISIBLE": "0,1", "Y_SOCKET_IFNAME": interface, "OF_GROUP": "ours", "PRELOAD": "y.so"}
+    of_b = {"Y_VISIBLE": "0,1", "Y_SOCKET_IFNAME": interface, "OF_GROUP": "ours"}
     assert said["b"][1] == of_b
     assert (folder / "hostfile").read_text() == "".join(
         f"{line}\n" for line in ("127.0.0.1 slots=2 type=chip-x", "c slots=2 type=chip-x", "b slots=1 type=chip-y")
     )
     record = json.loads((folder / "launch.json").read_text())["on_host"]
-    assert record["b"]["argv"][0] == "env"
+    assert record["b"]["environment"]["Y_VISIBLE"] == "0,1"
     assert "Y_VISIBLE" not in record["127.0.0.1"]["environment"]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.api.hardware.host_telemetry import host_telemetry
-from flagcore.api.hardware.hosts import require_hosts
+from flagcore.api.managing.host_report import host_telemetry
+from flagcore.api.managing.hosts import require_hosts
 from flagcore.contracts import device_use
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
@@ -41,14 +41,16 @@ print("started", flush=True)
 running.wait(60)
 """
 Join = Callable[[str], "subprocess.Popen[bytes]"]
+TMP = "tmp" + 100 * "p"
+"""With this TMPDIR, paths are longer than that of a socket may be."""
 
 
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
     """Start a pod that joins. At the end no process of the test is left, nor a folder of an agent."""
     mark, pods = secrets.token_hex(8), list["subprocess.Popen[bytes]"]()
-    (tmp_path / "tmp").mkdir()
-    values = {"TEST_MARK": mark, "TMPDIR": str(tmp_path / "tmp"), TOKEN: secrets.token_hex(16)}
+    (tmp_path / TMP).mkdir()
+    values = {"TEST_MARK": mark, "TMPDIR": str(tmp_path / TMP), TOKEN: secrets.token_hex(16)}
     for name, value in {**values, HOSTS: " ".join(PODS), PORT_VARIABLE: str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
@@ -66,7 +68,7 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
     while processes() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes() == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / TMP).iterdir()) == []
 
 
 def processes() -> list[int]:
@@ -128,7 +130,7 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
     second_trial = LAUNCHER.start(launch("true", tmp_path / "two")).wait(40)
     assert second_trial is not None
     assert second_trial.code == 0
-    for disk in set((tmp_path / "tmp").glob("flagcore-*")) - set((tmp_path / "tmp").glob("flagcore-hub-*")):
+    for disk in set((tmp_path / TMP).glob("flagcore-*")) - set((tmp_path / TMP).glob("flagcore-hub-*")):
         shutil.rmtree(disk)  # a pod's disk is gone with it
 
 

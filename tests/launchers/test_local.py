@@ -249,7 +249,7 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
     delay = random.Random(attempt).uniform(0, 1.5)
     tuner = subprocess.Popen(
         [sys.executable, "-c", TUNER, str(tmp_path), *PYTHON, IGNORES_SIGTERM],
-        env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, **marked.environment},
         stdout=subprocess.PIPE,
     )
     assert tuner.stdout is not None
@@ -264,7 +264,7 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
 def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: Marked) -> None:
     subprocess.run(
         [sys.executable, "-c", TUNER.replace("running.wait(60)", ""), str(tmp_path), *PYTHON, IGNORES_SIGTERM],
-        env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, **marked.environment},
         check=True,
     )
     assert marked.gone_within(3)
@@ -407,7 +407,6 @@ for limit in range(4, 14):
 """
     finished = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,

@@ -1,7 +1,7 @@
 """Orders of the schedules that their authors plan with the seconds of passes: ZB-1p, ZB-2p, ZB-V, V-Half and V-Min.
 
 They check the formulas. The plans are made by the rules of the papers: forwards and backwards in a fixed order, and the
-gradients of weights where a device waits or has no memory left. Symbols as in `flagcore.physics.schedules.orders`.
+gradients of weights where a device waits or has no memory left. Symbols as in `flagcore.physics.schedules.replay`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from typing import TypeAlias
 
 from flagcore.domain.prediction import Passes
 from flagcore.physics.schedules import replay
-from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pass, Pipe, run, seconds_of
-from flagcore.physics.schedules.orders import number_microbatches, one_forward_one_backward
+from flagcore.physics.schedules.replay import (
+    ExecutedPass,
+    Orders,
+    Pass,
+    Pipe,
+    number_microbatches,
+    one_forward_one_backward,
+    run,
+    seconds_of,
+)
 
 PLANNED = ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 

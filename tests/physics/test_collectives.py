@@ -9,10 +9,8 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.curves import CollectiveTable, Curve
-from flagcore.physics.collectives.model import KINDS
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives, topology_of
+from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=1e-6, efficiency=1.0)

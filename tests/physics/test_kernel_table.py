@@ -9,10 +9,9 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.correction import Axis, learn_grid, octaves
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
-from flagcore.physics.kernels.table import KernelTable
+from flagcore.physics.kernels.table import Axis, KernelTable, learn_grid, octaves
 
 SOURCE = Source(kind="datasheet", detail="made up")
 CHIP = Chip(
@@ -60,7 +59,7 @@ def measured(*, times: float = 1.0) -> KernelSheet:
     return KernelSheet((*kernels, Kernel(name="launch", sizes=(), seconds=7e-6)))
 
 
-TABLE = KernelTable.of(Roofline(chip=CHIP), measured())
+TABLE = KernelTable.from_sheet(Roofline(chip=CHIP), measured())
 
 
 def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
@@ -81,7 +80,7 @@ def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
 
 
 def test_library_inefficiencies_are_learned_locally() -> None:
-    table = KernelTable.of(Roofline(chip=CHIP), measured(times=1.5))
+    table = KernelTable.from_sheet(Roofline(chip=CHIP), measured(times=1.5))
     bad, near, far = (4096, 11008, 4096), (4096, 10752, 4096), (4096, 131072, 4096)
     assert gemm(table, bad) == pytest.approx(1.5 * gemm(TRUTH, bad), rel=0.1)
     assert 1.2 < gemm(table, near) / gemm(TRUTH, near) < 1.5
@@ -98,20 +97,20 @@ def test_a_bound_corrects_downwards_only() -> None:
     shape = (1024, 4096, 4096)
     for seconds, expected in ((5e-4, gemm(TABLE, shape)), (2e-5, 2e-5)):
         bound = Kernel(name="gemm", precision="bf16", sizes=tuple(map(float, shape)), seconds=seconds, bound=True)
-        table = KernelTable.of(Roofline(chip=CHIP), KernelSheet((*measured().kernels, bound)))
+        table = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet((*measured().kernels, bound)))
         assert gemm(table, shape) == pytest.approx(expected, rel=0.25)
 
 
 def test_unpublished_peaks_are_replaced_by_measured_ones() -> None:
     bare = Chip(name="bare", vendor="x")
-    table = KernelTable.of(Roofline(chip=bare), measured())
+    table = KernelTable.from_sheet(Roofline(chip=bare), measured())
     for shape in SHAPES:
         assert gemm(table, shape) == pytest.approx(gemm(TRUTH, shape), rel=0.1)
     assert "measured" in table.roofline.chip.dense_flops_per_second["bf16"].source.kind
 
 
 def test_an_empty_sheet_changes_nothing() -> None:
-    table, roofline = KernelTable.of(Roofline(chip=CHIP), KernelSheet(())), Roofline(chip=CHIP)
+    table, roofline = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet(())), Roofline(chip=CHIP)
     assert replace(table.roofline.curve, gemm_shares={}) == replace(roofline.curve, gemm_shares={})
     assert gemm(table, SHAPES[0]) == gemm(roofline, SHAPES[0])
 
@@ -137,5 +136,5 @@ def test_a_correction_is_constant_beyond_its_grid() -> None:
 
 def test_attention_in_a_precision_of_unknown_peak_leaves_the_other_precisions_as_they_are() -> None:
     kernels = [replace(each, precision="fp16") if each.name == "attention" else each for each in measured().kernels]
-    table = KernelTable.of(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
+    table = KernelTable.from_sheet(Roofline(chip=CHIP), KernelSheet(tuple(kernels)))
     assert table.curve.attention_share == Curve().attention_share

@@ -12,10 +12,10 @@ import pytest
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
 from flagcore.domain.cluster import Level, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, RefusedValues
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
-from flagcore.errors import NoDevice, UsageError
+from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
@@ -244,36 +244,14 @@ def test_without_any_answer_support_is_unknown() -> None:
     assert "X1" in text.reason
 
 
-def test_launch_is_prepared_by_the_chips_own_plugin_first() -> None:
-    def wrap(word: str) -> Callable[..., object]:
-        def prepare(launch: Launch) -> Launch:
-            return replace(launch, argv=(word, *launch.argv))
-
-        return prepare
-
-    for names in (("a", "b"), ("b", "a")):
-        own, add_on = plugin(prepare_launch=wrap("own"), **chips_of(CHIP)), plugin(prepare_launch=wrap("add-on"))
-        loaded = LoadedPlugins.of(dict(zip(names, (own, add_on), strict=True)))
-        assert loaded.prepare_launch(LAUNCH, task_on(CHIP)).argv == ("add-on", "own", "train")
-
-
-@pytest.mark.parametrize("answer", [ValueError("boom"), "nohup train"])
-def test_launch_that_cannot_be_prepared_is_refused_each_time(answer: object) -> None:
-    hook = raising(answer) if isinstance(answer, BaseException) else lambda: answer
-    loaded = LoadedPlugins.of({"x": plugin(prepare_launch=hook)})
-    for _ in range(2):
-        with pytest.raises(UsageError, match="plugin x: flagcore_prepare_launch"):
-            loaded.prepare_launch(LAUNCH, task_on(CHIP))
-    assert len(loaded.failures) == 1
-
-
 def test_pruning_rules_of_all_plugins_are_joined() -> None:
     rule = SimpleNamespace(name="r", message="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
     nameless = SimpleNamespace(message="why", prunes=lambda columns, predictions: None)
-    loaded = LoadedPlugins.of(
-        {"a": plugin(pruning_rules=lambda: [rule]), "b": plugin(pruning_rules=lambda: [nameless])}
-    )
-    assert [found.name for found in loaded.pruning_rules(task_on(CHIP))] == ["r"]
+    narrow = RefusedValues(name="v", knob="tensor_model_parallel_size", values=(8,), reason="it hangs")
+    one, both = plugin(pruning_rules=lambda: [narrow, rule]), plugin(pruning_rules=lambda: [narrow])
+    loaded = LoadedPlugins.of({"a": one, "b": both, "c": plugin(pruning_rules=lambda: [nameless])})
+    values, (found,) = loaded.pruning_rules(task_on(CHIP))
+    assert (values, found.name) == ((narrow,), "r")
     (failure,) = loaded.failures
     assert "SimpleNamespace.name = None" in failure.reason
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flagcore import hooks
-from flagcore.api.hardware.inspection import plugin_table
+from flagcore.api.managing.inspection import plugin_table
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
 from flagcore.plugins.loader import HOOKS
 from flagcore.testing.examples import FOREIGN_CHIP

@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from flagcore import plugins
-from flagcore.api.hardware import calibration
+from flagcore.api.managing import calibration
 from flagcore.contracts import Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import STRATEGIES, WORKLOADS, load_plugins, names, strategy, workload
-from flagcore.problem import engine_version
+from flagcore.tuner.stages.complete import engine_version
 from tests import small
 
 Install = Callable[..., None]
@@ -66,11 +66,11 @@ def test_a_broken_object_is_reported_as_no_device_with_its_reason_and_origin(
     assert words in str(caught.value)
 
 
-def test_an_engine_that_lacks_methods_of_a_required_part_is_refused_with_their_names(install: Install) -> None:
+def test_an_engine_that_does_not_inherit_the_base_class_is_refused(install: Install) -> None:
     install("flagcore-extra", {"half": "flagcore_extra:STRATEGY"}, {"flagcore_extra": STRATEGY}, group=WORKLOADS)
     with pytest.raises(NoDevice) as caught:
         workload("half")
-    assert all(method in str(caught.value) for method in ("axes", "predict", "launch"))
+    assert "flagcore.contracts.Workload" in str(caught.value)
 
 
 def test_two_distributions_with_one_name_are_both_refused(install: Install) -> None:

@@ -9,11 +9,11 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.page.markdown import result_text
 from flagcore.report.page.summary import MAX_RIVALS
-from flagcore.report.result import result
-from flagcore.stages.learn import learn
+from flagcore.report.result import RunResult
+from flagcore.tuner.stages.rank import learn
 
 NONE: dict[str, object] = {"illegal": {}, "pruned": {}}
 
@@ -29,7 +29,7 @@ def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial
 
 
 def plan_text(plan: Plan) -> str:
-    return result_text(result(plan, "run"), plan.knobs)
+    return result_text(RunResult.of(plan, "run"), plan.knobs)
 
 
 def plan(trials: list[Trial], rivals: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flagcore.domain.knob import Effect, Knob
-from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.serving.llamacpp.knobs import KNOBS
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import render, table
@@ -76,3 +76,9 @@ def test_each_format_has_the_same_figures() -> None:
     assert render(records, "csv", columns) == "id,s\nx,0.123456789"
     assert "s: 0.123456789" in render(records, "yaml", columns)
     assert "0.1235" in render(records, "table", columns)
+
+
+def test_candidates_that_differ_have_rows_that_differ() -> None:
+    records = [{"candidate": {"enforce_eager": value}} for value in (None, False)]
+    unset, off = render(records, "table", candidate_columns(records, {})).splitlines()[2:]
+    assert unset != off

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.model import LinearAttention, Model, Windows
-from flagcore.engines.serving.common.weights import parameters
+from flagcore.engines.serving.space.weights import parameters
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.small import VISION
@@ -278,7 +278,6 @@ def test_vision_towers_are_read(tmp_path: Path) -> None:
     assert model.vision == VISION
     assert (model.num_layers, model.add_qkv_bias) == (28, True)
     older = model_in(tmp_path, QWEN2_VL).vision
-    assert older is not None
     assert (older.hidden_size, older.ffn_hidden_size, older.output_size) == (1280, 5120, 3584)
     assert (older.full_layers, older.window_size, older.gated_linear_unit) == (32, 0, False)
     assert model_in(tmp_path, QWEN3).vision is None
@@ -289,7 +288,6 @@ def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
     assert getattr(model_in(tmp_path, QWEN25_VL).vision, "max_pixels", None) == 28 * 28 * 1280
     size = {"longest_edge": 16777216, "shortest_edge": 65536}
     model = model_in(tmp_path, QWEN3_VL, size=size)
-    assert model.vision is not None
     assert (model.vision.min_pixels, model.vision.max_pixels, model.vision.mergers) == (65536, 16777216, 4)
     assert model.vision.tokens(1280, 704) == 40 * 22
     assert model.qk_layernorm

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
-from flagcore.engines.megatron.knobs import KNOBS
+from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec, read_spec, spec_as_data
 from tests.small import ENGINES

@@ -256,7 +256,7 @@ def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
         ("vllm", "max_num_seqs", [0], "auto_tuner.space.max_num_seqs[0]"),
         ("vllm", "max_num_seqs", [0.5], "auto_tuner.space.max_num_seqs[0]"),
         ("vllm", "kv_cache_type", ["fp3"], "auto_tuner.space.kv_cache_type[0]"),
-        ("vllm", "instance_sizes", ["4+2", "2+2"], "auto_tuner.space.instance_sizes[1]"),
+        ("vllm", "prefill_decode", ["1xtp1+1xtp1", "2+2"], "auto_tuner.space.prefill_decode[1]"),
         ("lmdeploy", "backend", ["torch"], "auto_tuner.space.backend[0]"),
         ("lmdeploy", "n_gpu_layers", 1, "auto_tuner.space.n_gpu_layers"),
     ],

@@ -20,7 +20,8 @@ from tests.testing.faulty import (
 )
 
 ARGUMENTS = {
-    **dict.fromkeys(("chips", "devices", "maturity"), ""),
+    **dict.fromkeys(("chips", "maturity"), ""),
+    "devices": "environment",
     **dict.fromkeys(("topology", "collective_costs"), "group"),
     "memory_model": "group, engine",
     "kernel_costs": "chip, kind",
@@ -28,8 +29,7 @@ ARGUMENTS = {
     **dict.fromkeys(("knobs", "failure_patterns"), "chip, engine, engine_version"),
     "environment": "chip, engine, engine_version, task, kind",
     "telemetry": "device",
-    "pruning_rules": "task",
-    "prepare_launch": "launch, task",
+    "pruning_rules": "task, engine_version",
 }
 """The arguments of each hook of the healthy plugin."""
 
@@ -61,7 +61,7 @@ def module(check: str, statements: str, names: str, also: tuple[str, ...] = ()) 
 
 def foreign(name: str) -> Fault:
     """Let a hook answer for any vendor's chip as for its own."""
-    subject = ARGUMENTS[name].split(", ")[-1 if name == "prepare_launch" else 0]
+    subject = ARGUMENTS[name].split(", ")[0]
     own_chip = "self.flagcore_chips()[0]"
     group = f"[replace(task.cluster.groups[0], chip={own_chip})]"
     before_text = {
@@ -111,7 +111,7 @@ def advice(check: str, answer: str, names: str, *, owned: bool = True) -> Fault:
 class AdvisingPlugin(AcmePlugin):
     @hookimpl
     def flagcore_check_task(self, task):
-        from flagcore.domain.engine import ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice
+        from flagcore.domain.engine import PreferredSetting, TaskAdvice
         return {answer} if {'self.owns(task.cluster.groups[0].chip)' if owned else 'True'} else None
 
 
@@ -131,14 +131,14 @@ MODULE = (
     module("import_has_no_side_effects", "import time\ntime.sleep(2.5)", "takes"),
     module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
     module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
-    module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop"),
+    module("imports_only_public_modules", "import flagcore.tuner.loop", "flagcore.tuner.loop"),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
     hook("hooks_have_no_side_effects", "chips", "print('loading')\n        return own", "loading"),
     hook("hooks_have_no_side_effects", "chips", "__import__('warnings').simplefilter('ignore')\n        return own", "flagcore_chips"),
     hook("hooks_have_no_side_effects", "maturity", "import signal\n        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        return own", "flagcore_maturity"),
     hook("hooks_have_no_side_effects", "maturity", "import threading, time\n        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        return own", "flagcore_maturity"),
     hook("hooks_have_no_side_effects", "failure_patterns", "import os\n        os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n        return own", "ACME_X"),
-    hook("hooks_do_not_modify_arguments", "prepare_launch", "launch.environment['ACME'] = '1'\n        return own", "flagcore_prepare_launch"),
+    hook("hooks_do_not_modify_arguments", "devices", "environment['ACME'] = '1'\n        return own", "flagcore_devices"),
     hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
     module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('hook_runner.py'):\n    os._exit(3)", "import"),
     hook("hooks_return_quickly", "maturity", "__import__('time').sleep(3.5)\n        return own", "flagcore_maturity"),
@@ -176,7 +176,7 @@ CHIPS = (
 )
 FOREIGN = (
     *(foreign(name) for name in ("topology", "memory_model", "kernel_costs", "collective_costs", "engine_support", "knobs")),
-    *(foreign(name) for name in ("environment", "failure_patterns", "pruning_rules", "prepare_launch", "telemetry")),
+    *(foreign(name) for name in ("environment", "failure_patterns", "pruning_rules", "telemetry")),
     hook("unknown_engines_get_no_answer", "engine_support", "return own or super().flagcore_engine_support(chip, engine, engine_version, 'train')", "A1"),
 )
 COSTS = (
@@ -211,13 +211,11 @@ ENGINES = (
     advice("check_task_is_valid", "'no'", "flagcore_check_task"),
     advice("advice_on_tasks_is_complete", "TaskAdvice(impossible='too small')", "too small"),
     advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(forced=(ForcedSetting(name='a', setting='settings.no_flag', value=1, reason='r'),))", "settings.no_flag"),
     advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(PreferredSetting(setting='bf16', value=True, reason='r'),))", "bf16"),
-    advice("advice_on_tasks_is_complete", "TaskAdvice(refused=(RefusedValues(name='a', knob='no_knob', values=(1,), reason='r'),))", "no_knob"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("supported_engines_have_device_and_backend", "distributed_backend=None", "megatron"),
     support("untested_engines_have_a_reason", "reason=''", "megatron"),
-    support("visible_devices_is_a_variable_name", "visible_devices='ACME VISIBLE'", "ACME VISIBLE", also=("visible_devices_are_respected",)),
+    support("visible_devices_are_variable_names", "visible_devices=('ACME VISIBLE',)", "ACME VISIBLE", also=("visible_devices_are_respected",)),
     Fault("rules_of_engines_are_complete", QUIRKS, "acme_no_block", "no block", "no block"),
     Fault("rules_of_engines_name_known_values", QUIRKS, "knob: recompute_method", "knob: recompute_methods", "recompute_methods"),
     Fault("refused_values_leave_candidates", QUIRKS, "values: [block]", "values: [block, uniform]", "every value of recompute_method"),
@@ -265,10 +263,6 @@ RUNS = (
     Fault("pruning_rules_leave_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_model_parallel_size"] > 0', "acme_pod"),
     Fault("pruning_rules_leave_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_parallel"] > 4', "acme_pod"),
     Fault("pruning_rules_judge_single_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', "predictions.device_used_bytes > predictions.device_used_bytes.mean()", "acme_pod"),
-    hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, argv=('env', *launch.argv[1:]))", "argv", also=("prepared_launch_can_be_stopped",)),
-    hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, environment={'A': 'b'})", "launch.environment", also=("prepared_variables_are_documented",)),
-    hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, timeout_seconds=1e9)", "timeout_seconds"),
-    hook("prepared_launch_can_be_stopped", "prepare_launch", "return own and replace(own, argv=('sh', '-c', 'exit 0', *launch.argv))", "flagcore_prepare_launch"),
 )
 DETECTION = (
     hook("detection_is_quick", "devices", "return own or (Device(index=0, chip='ACME A1'),) * 2", "one index", also=("*",)),
@@ -287,7 +281,7 @@ DETECTION = (
     Fault("transcript_names_match_one_chip", CHIP, 'chip: "A1"\nvendor: acme\naliases: ["ACME A1"]', "chip: A2\nvendor: acme\naliases: []", "a name of 0 chips", also=("*",)),
 )
 SHIPPED = (
-    support("quirks_are_used", "refused=()", "acme_no_block"),
+    hook("quirks_are_used", "pruning_rules", "return own and [StayInPod()]", "acme_no_block"),
     hook("maturity_is_given", "maturity", "return None", "flagcore_maturity"),
     Fault("foreign_chips_get_no_answer", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
@@ -360,7 +354,6 @@ MEASURED = (
     variable("PYTORCH_CUDA_ALOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     variable("GLOO_SOCKET_IFNMAE", "GLOO_SOCKET_IFNAME"),
     variable("ACME_QUEUE", "ACME_QUEUES"),
-    hook("prepared_variables_are_documented", "prepare_launch", "return own and replace(own, environment={**own.environment, 'ACME_LOG': '1'})", "ACME_LOG"),
     printing("memory_model", "reserved_bytes"),
     printing("kernel_costs", "gemm_seconds"),
     printing("telemetry", "sample"),

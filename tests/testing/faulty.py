@@ -18,15 +18,15 @@ import numpy as np
 
 from flagcore import api
 from flagcore.testing.kit import Subject
-from flagcore.vendorkit import chip_file, engines, knobs, maturity, quirks, variables
+from flagcore.vendorkit import chip_file, engines, maturity, quirks
 
 CACHES: Any = (
     chip_file.load_chips,
     engines.read_engines,
-    knobs.all_knobs,
+    engines.all_knobs,
     maturity.read_maturity,
     quirks.read_quirks,
-    variables.read_variables,
+    engines.read_variables,
 )
 
 HOOKS = "flagcore_acme/hooks.py"
@@ -48,7 +48,7 @@ from dataclasses import replace
 
 from flagcore.domain.chip import Device
 from flagcore.hooks import hookimpl
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.collectives.costs import topology_of
 
 
 class StayInPod:
@@ -70,13 +70,9 @@ class AcmePlugin(VendorPlugin):
         return topology_of(group) if self.owns(group.chip) and group.chip.link else None
 
     @hookimpl
-    def flagcore_pruning_rules(self, task):
-        return [StayInPod()] if any(self.owns(group.chip) for group in task.cluster.groups) else None
-
-    @hookimpl
-    def flagcore_prepare_launch(self, launch, task):
-        mine = any(self.owns(group.chip) for group in task.cluster.groups)
-        return replace(launch, argv=("env", *launch.argv)) if mine else None
+    def flagcore_pruning_rules(self, task, engine_version):
+        rules = super().flagcore_pruning_rules(task, engine_version)
+        return (*rules, StayInPod()) if any(self.owns(group.chip) for group in task.cluster.groups) else rules
 
 
 plugin = AcmePlugin(**vars(plugin))

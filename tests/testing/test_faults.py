@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.testing.checks import CHECKS, failures, side_effects
-from flagcore.testing.kit import run_all
+from flagcore.testing.checks import CHECKS, module, trials
+from flagcore.testing.kit import run
 from tests.testing.faults import FAULTS, hook
 from tests.testing.faulty import Fault, broken, healthy, imported
 
@@ -37,9 +37,9 @@ WITHOUT_LINE = {
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_effects, "SECONDS", 3.0)
-    monkeypatch.setattr(side_effects, "IMPORT_SECONDS", 2.0)
-    monkeypatch.setattr(failures, "SECONDS", 1.0)
+    monkeypatch.setattr(module, "SECONDS", 3.0)
+    monkeypatch.setattr(module, "IMPORT_SECONDS", 2.0)
+    monkeypatch.setattr(trials, "PATTERN_SECONDS", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     with imported(acme) as plugin:
-        results = list(run_all(CHECKS, plugin))
+        results = [run(check, plugin) for check in CHECKS]
     assert [result for result in results if result.state == "failed"] == []
     assert {result.check for result in results if result.state == "skipped"} == {
         "log_examples_match",
@@ -72,7 +72,7 @@ def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monke
     monkeypatch.chdir(tmp_path)
     (check,) = (each for each in CHECKS if each.__name__ == fault.check)
     with imported(broken(tmp_path, acme, fault)) as plugin:
-        (result,) = run_all([check], plugin)
+        result = run(check, plugin)
     assert result.state == "failed"
     assert fault.names in result.message
     assert result.fix
@@ -86,7 +86,8 @@ def test_a_fault_fails_only_its_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with imported(broken(tmp_path, acme, fault)) as plugin:
-        failed_checks = {result.check for result in run_all(CHECKS, plugin) if result.state == "failed"}
+        results = [run(check, plugin) for check in CHECKS]
+    failed_checks = {result.check for result in results if result.state == "failed"}
     assert fault.check in failed_checks
     if "*" not in fault.also:
         assert failed_checks == {fault.check, *fault.also}
@@ -113,4 +114,4 @@ def test_the_network_may_be_faster_than_a_bridge_within_the_node(tmp_path: Path,
         topology = plugin.loaded.topology(group)
         assert topology is not None
         assert [level.name for level in topology.levels][:2] == ["island", "bridge"]
-        assert [result.state for result in run_all([check], plugin)] == ["passed"]
+        assert run(check, plugin).state == "passed"

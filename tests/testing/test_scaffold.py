@@ -30,10 +30,10 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
     table = (folder / "tests/smi/ac-gmi-1.txt").read_text()
     with imported(folder) as plugin:
         assert {chip.name for chip in plugin.chips} == {"A1", "777"}
-        for kind, visible in (("megatron", None), ("vllm", "AC_RT_VISIBLE")):
+        for kind in ("megatron", "vllm"):
             support = plugin.loaded.engine_support(plugin.chips[0], kind)
             assert (support.device_type, support.distributed_backend) == (device, "accl")
-            assert (support.visible_devices, support.preload) == (visible, ("torch_tpx",))
+            assert (support.visible_devices, support.preload) == (("AC_RT_VISIBLE",), ("torch_tpx",))
         detector = plugin.hooks.detector  # type: ignore[attr-defined]
         assert (detector.tool, detector.torch_device) == ("ac-gmi", device)
         assert not detector.trusts(TorchReport(**report))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.table import KernelTable
-from flagcore.vendorkit.cost_file import kernel_costs, read_curve, read_kernels, read_provenance
+from flagcore.vendorkit.chip_file import kernel_costs, read_curve, read_kernels, read_provenance
 
 PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))
 CHIP = Chip(

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.vendorkit.engines import read_engines
-from flagcore.vendorkit.knobs import all_knobs
+from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import read_quirks
-from flagcore.vendorkit.variables import read_variables
 
 READERS: dict[str, Any] = {
     "engines": read_engines,

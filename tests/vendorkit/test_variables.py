@@ -9,7 +9,7 @@ import pytest
 from flagcore.domain.chip import Source
 from flagcore.domain.knob import in_versions
 from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.variables import Variable, environment
+from flagcore.vendorkit.engines import Variable, environment
 from tests import small
 
 VARIABLE = Variable(

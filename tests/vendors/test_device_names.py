@@ -49,12 +49,12 @@ def loaded() -> LoadedPlugins:
         ("MLU590-M9", "MLU590-M9"),
         ("MLU590-M9DK", "MLU590-M9D"),
         ("Cambricon MLU580", "MLU580"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("Ascend910B3", "910B3"),
-        ("MTT S5000", "MTT-S5000"),
-        ("BW1000 64G", "BW1000"),
-        ("K100_AI", "K100-AI"),
-        ("P800 OAM", "P800"),
+        *(("AMD Instinct MI300X", "MI300X"), ("AMD Instinct MI300X OAM", "MI300X"), ("AMD Instinct MI308X", "MI308X")),
+        *(("MI355X", "MI355X"), ("AMD Instinct MI250X", "MI250X"), ("AMD Instinct MI250X/MI250", "MI250")),
+        *(("Ascend910B3", "910B3"), ("910B2C", "910B2"), ("910B4-1", "910B4-1"), ("Ascend910_9391", "910C")),
+        *(("Ascend910", "910C"), ("MTT S5000", "MTT-S5000"), ("Moore Threads MTT S4000", "MTT-S4000")),
+        *(("BW", "BW1000"), ("BW1000 64G", "BW1000"), ("BW200, UBB BW1000", "BW1000"), ("K100_AI", "K100-AI")),
+        *(("P800 OAM", "P800"), ("Kunlunxin P800", "P800"), ("P800", "P800")),
     ],
 )
 def test_a_name_identifies_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> None:

@@ -16,6 +16,7 @@ from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 from tests.vendors.test_without_tool import VENDORS
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ BUILDS = {vendor.name: vendor for vendor in VENDORS}
 def records(name: str, modules: Path | None) -> list[dict[str, Any]]:
     """Return what `flag doctor` reports with the modules in a folder in front of the installed ones."""
     stack = STACKS[name]
-    path = os.pathsep.join(filter(None, [str(modules) if modules else "", os.environ.get("PYTHONPATH", "")]))
+    # other folders on the path may hold a sitecustomize that changes torch, which fails for a stand-in
+    own = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(each).is_relative_to(ROOT)]
+    path = os.pathsep.join([*filter(None, [str(modules) if modules else ""]), *own])
     with fakes.machine({stack.tool: fakes.prints(stack.printed)}, PYTHONPATH=path):
         return api.doctor()
 

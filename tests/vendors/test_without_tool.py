@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -55,8 +56,10 @@ class Vendor:
         facts = {"version": self.version, "name": self.chip, "memory_bytes": self.memory_bytes}
         return TORCH.format(kind=self.kind, attributes=extra, **facts)
 
-    def devices(self, root: Path, torch: str, node: bool = True) -> tuple[Device, ...]:
-        """Return what is found below `root` with a torch of this source, and with a device file or without."""
+    def devices(self, root: Path, torch: str, node: bool = True, **variables: str) -> tuple[Device, ...]:
+        """Return what is found below `root` with a torch of this source, and with a device file or without, for
+        processes with more `variables`.
+        """
         modules = root / "modules"
         modules.mkdir()
         (modules / "torch.py").write_text(torch)
@@ -64,7 +67,7 @@ class Vendor:
             (root / self.device_file).parent.mkdir(parents=True)
             (root / self.device_file).touch()
         with fakes.machine(PYTHONPATH=str(modules)):
-            return self.detector.devices(root)
+            return self.detector.devices(root, {**os.environ, **variables})
 
 
 VENDORS = (
@@ -86,6 +89,14 @@ def test_torch_is_asked_if_a_device_file_is_there(vendor: Vendor, tmp_path: Path
     assert [(each.index, each.chip, each.memory_bytes) for each in found] == [
         (index, vendor.chip, vendor.memory_bytes) for index in range(2)
     ]
+
+
+def test_devices_of_torch_have_the_names_in_the_variable(vendor: Vendor, tmp_path: Path) -> None:
+    first, *_ = vendor.detector.visible
+    names = "MIG-b,MIG-a" if vendor.name == "nvidia" else "4,5"
+    said = f"import os\nassert os.environ[{first!r}] == {names!r}\n" + vendor.torch
+    found = vendor.devices(tmp_path, said, **{first: names})
+    assert [(each.index, each.selector) for each in found] == list(enumerate(names.split(",")))
 
 
 def test_torch_is_not_asked_without_a_device_file(vendor: Vendor, tmp_path: Path) -> None:

@@ -3,80 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
-from flagcore.api.common.context import Snapshot, load_snapshot
-from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.causes import believed_of_row, causes_of, expected_s
-from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
+from flagcore.api.candidate_parser import as_candidate, broken_rules_of, parse_candidate
+from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, state_of
 from flagcore.api.explaining.neighbors import (
     CHUNK,
+    believed_of_row,
+    causes_of,
     changes,
     columns_of,
     differing,
+    expected_s,
     nearest_measured,
     scale,
     scaled_times,
 )
-from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knob import Knobs
+from flagcore.api.inputs import SpecLike
+from flagcore.api.runs import no_best_error
+from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.space import Columns, IntArray
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.problem import rows_by_time
-from flagcore.report.candidate_report import candidate_report_text
-from flagcore.report.formats import Notebook
+from flagcore.report.candidate_report import CandidateReport
 from flagcore.report.result import trial as trial_record
-from flagcore.report.text import limits_text
-from flagcore.stages.build import canonical
-from flagcore.stages.predict import record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CandidateReport(Notebook):
-    """Report on one candidate as plain data: GiB and seconds, knobs by name.
-
-    `name` is the input. `requested` are its knobs if another, equivalent `candidate` is reported.
-    `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
-    (`rule`, `message`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
-    candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
-    the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
-    else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
-    `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
-    `causes` is a paragraph on where it spends more or less time than the best (the best: than the baseline). If `name`
-    has too few knobs for a candidate of the space, the fastest with them is reported, and `matches` has the next ones.
-    `knobs` are those of the task, which only the text uses.
-    """
-
-    name: str
-    where: str
-    chip: str
-    devices: int
-    objective: str
-    candidate: Mapping[str, KnobValue]
-    state: str
-    because: tuple[str, ...]
-    rules: tuple[Mapping[str, Any], ...] = ()
-    requested: Mapping[str, KnobValue] | None = None
-    predicted: Mapping[str, Any] | None = None
-    believed: Mapping[str, Any] | None = None
-    expected_s: float | None = None
-    trials: tuple[Mapping[str, Any], ...] = ()
-    nearest: Mapping[str, Any] | None = None
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    causes: str = ""
-    matches: tuple[Mapping[str, Any], ...] = ()
-    knobs: Knobs = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return candidate_report_text(self.as_data(), self.knobs)
-
-    def __repr__(self) -> str:
-        return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.build import canonical
+from flagcore.tuner.stages.predict import record
 
 
 def explain_candidate(
@@ -176,10 +132,11 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     if name == "baseline":
         return snapshot.problem.baseline
     if name == "best":
-        best = run.best if run else None
-        if best is None and (run is not None or not order.size):
-            raise UsageError(_("{where} has no best: {reason}", where=location, reason=_no_best_error(snapshot)))
-        return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
+        if run is not None and run.best is None:
+            raise no_best_error(run)
+        if run is None and not order.size:
+            raise UsageError(_("{where} has no best: {reason}", where=location, reason=_("no candidate is left")))
+        return run.best.candidate if run and run.best else snapshot.problem.space.candidate(int(order[0]))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None
@@ -197,15 +154,6 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
         )
         raise UsageError(problem)
     return snapshot.problem.space.candidate(int(order[number - 1]))
-
-
-def _no_best_error(snapshot: Snapshot) -> str:
-    if snapshot.run is None:
-        return _("no candidate is left")
-    limits = snapshot.task.spec.limits
-    if limits and snapshot.search_state.fastest:
-        return _("no trial is within the limits {limits}", limits=limits_text(limits))
-    return _("nothing was measured")
 
 
 def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -> float | None:

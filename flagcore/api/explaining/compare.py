@@ -5,76 +5,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flagcore.api.common.context import Snapshot, load_snapshot
-from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.candidate_report import CandidateReport, candidate_report
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.neighbors import differing
-from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knob import Knobs
+from flagcore.api.inputs import SpecLike
+from flagcore.api.snapshot import Snapshot, load_snapshot
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import SERVING
 from flagcore.domain.search_state import noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
-from flagcore.report.candidate_report import compared_text
-from flagcore.report.causes import largest_differences, parts_text
-from flagcore.report.explanation import memory_parts
-from flagcore.report.formats import Notebook, lookup
-from flagcore.store.directory import differences
-
-SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
-    "significant",
-    "not significant",
-    "corrected",
-    "predicted",
-    "unknown",
+from flagcore.report.candidate_report import (
+    CORRECTED,
+    NOT_SIGNIFICANT,
+    PREDICTED,
+    SIGNIFICANT,
+    UNKNOWN,
+    CandidateReport,
+    Comparison,
+    figure_pairs,
+    largest_differences,
+    parts_text,
 )
-"""Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
-overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
-missing.
-"""
+from flagcore.report.explanation import memory_parts
+from flagcore.report.formats import lookup
+from flagcore.tuner.store.directory import differences
+
 MAX_DIFFERENCES = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Comparison(Notebook):
-    """Comparison of two candidates `a` and `b` as plain data: seconds and GiB, each pair in this order.
-
-    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by trials;
-    None if the candidate ran), and `measured`, None without a measurement. `measured` has `step_time_s` (the median of
-    `runs` runs), `spread_s` of the steps of a run, `between_s` (times of the fastest and the slowest run; None for a
-    single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
-    other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
-    empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
-    device. `certainty` is SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN. `because` is the explanation.
-    `knobs` are those of both tasks, which only the text uses.
-    """
-
-    a: Mapping[str, Any]
-    b: Mapping[str, Any]
-    objective: str
-    differs: Mapping[str, tuple[KnobValue, KnobValue]]
-    tasks: tuple[str, ...]
-    time: Mapping[str, tuple[float, float]]
-    memory: Mapping[str, tuple[float, float]]
-    figures: Mapping[str, tuple[float, float]]
-    gap: float | None
-    certainty: str
-    because: tuple[str, ...]
-    knobs: Knobs = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return compared_text(self.as_data(), self.knobs)
-
-    def __repr__(self) -> str:
-        gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.certainty}"
-        return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +130,8 @@ def _compare_sides(a: _Side, b: _Side) -> Comparison:
     gap, certainty = _gap(a, b)
     both_predicted = a.report.predicted and b.report.predicted
     predictions = [(side.report.predicted if both_predicted else None) or {} for side in (a, b)]
-    time = _pairs(*(each.get("time", {}) for each in predictions))
-    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
+    time = figure_pairs(*(each.get("time", {}) for each in predictions))
+    memory = figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
     figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
     return Comparison(
         a=a.data(),
@@ -178,7 +141,7 @@ def _compare_sides(a: _Side, b: _Side) -> Comparison:
         tasks=_task_differences(a.snapshot, b.snapshot),
         time=time,
         memory=memory,
-        figures=_pairs(*figures),
+        figures=figure_pairs(*figures),
         gap=gap,
         certainty=certainty,
         because=tuple(_reasons(a, b, time, gap, certainty)),
@@ -228,12 +191,6 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
 
 def _side_data(record: Any) -> Any:
     return json.loads(json.dumps(asdict(record), default=str))
-
-
-def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the figures of two sides by name; a figure that one side does not have is 0."""
-    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
-    return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
 def _reasons(

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.candidate_parser import as_candidate, values_of
-from flagcore.api.common.context import Snapshot, load_snapshot
-from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.runs import RESULT, Run, unreadable_error
-from flagcore.api.explaining.causes import best_of, causes_of, expected_s
-from flagcore.api.explaining.neighbors import columns_of, differing
+from flagcore.api.candidate_parser import values_of
+from flagcore.api.explaining.neighbors import best_of, causes_of, columns_of, differing, expected_s
+from flagcore.api.inputs import SpecLike
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
+from flagcore.api.runs import RESULT, Run, no_best_error, unreadable_error
+from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.search_state import DOES_NOT_FIT, rivals
-from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
-from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, _
-from flagcore.problem import Problem, rows_by_time
 from flagcore.report.candidate_report import differs_text, seconds_text
-from flagcore.report.explanation import needs_text
-from flagcore.report.formats import Notebook
+from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown as figure_text
-from flagcore.report.text import candidate_text, funnel, repeats_text, role_text, scaled_text, state_name, stop_reason
-from flagcore.stages.prune import needed_share
+from flagcore.report.result import RunResult
+from flagcore.report.text import candidate_text, role_text, scaled_text, state_name
+from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
 RAN, OPEN = N_("ran"), N_("open")
@@ -41,16 +38,6 @@ LEGAL = {
     None: N_("it would be legal; whether it would fit is unknown"),
 }
 """Text for a candidate outside the space, by whether it is predicted to fit."""
-
-
-def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
-    """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
-    values = as_candidate(problem.space.axes, columns).as_dict()
-    return [
-        {"rule": rule.name, "message": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
-        for rule in problem.legality.rules
-        if bool(rule.broken(columns).any())
-    ]
 
 
 def all_trials(snapshot: Snapshot) -> Sequence[Trial]:
@@ -234,40 +221,12 @@ def _open_reasons(snapshot: Snapshot, row: int) -> list[str]:
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
+        return [_("untried: the search stopped: {reason}", reason=RunResult.from_json(run.data).stop_reason), *lines]
     return [_("untried: the run has not ended"), *lines]
 
 
 def _memory_text(predicted: Mapping[str, Any] | None) -> list[str]:
     return [] if predicted is None else [needs_text(predicted["memory"])]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Explanation(Notebook):
-    """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
-
-    If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
-    add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
-    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials. `causes` compares
-    the time of the best with that of the baseline.
-    """
-
-    counts: Counts
-    messages: Mapping[str, str]
-    ended_because: str | None = None
-    nothing_fits: str | None = None
-    knobs: tuple[Mapping[str, Any], ...] = ()
-    notes: tuple[str, ...] = ()
-    lost_repeats: Mapping[int, str] = field(default_factory=dict)
-    fidelity: str = RUN
-    causes: str = ""
-
-    def __repr__(self) -> str:
-        return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
-
-    def __str__(self) -> str:
-        first = [f"{self.causes}\n"] if self.causes else []
-        return "\n".join([*first, funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
@@ -282,7 +241,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost_repeats = failed_repeats(snapshot.run.repeats)
         counts, because = (
             _saved_counts(snapshot.run) or count(problem.space, snapshot.pruned, snapshot.search_state),
-            snapshot.run.stopped_because and stop_reason(snapshot.run.data),
+            snapshot.run.stopped_because and RunResult.from_json(snapshot.run.data).stop_reason,
         )
     nothing_fits = None
     try:
@@ -299,6 +258,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost_repeats=lost_repeats,
         fidelity=RUN if snapshot.run is None else snapshot.run.fidelity,
         causes=_causes_of_best(snapshot),
+        no_best=str(no_best_error(snapshot.run)) if snapshot.run and not snapshot.run.best else None,
     )
 
 

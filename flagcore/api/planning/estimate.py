@@ -3,85 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import build_problem_of_spec, prediction_records, read_spec
-from flagcore.api.common.inputs import SpecLike, loaded_plugins, spec_data, with_objective
-from flagcore.api.planning.cheapest_change import cheapest_change
-from flagcore.api.planning.efficiency import bottleneck_text, mfu_warning
+from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_objective
+from flagcore.api.planning.advice import bottleneck_text, cheapest_change, mfu_warning
 from flagcore.api.planning.mixing import mixing_of
-from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
+from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
+from flagcore.contracts import Platform, Workload
 from flagcore.domain.effects import engine_task
-from flagcore.domain.front import pareto
-from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.engine import ForcedSetting
+from flagcore.domain.knob import Knob
+from flagcore.domain.objective import pareto
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.prediction import Labels
-from flagcore.domain.search_state import SearchState, SearchTime
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import NothingFits
-from flagcore.feasibility import nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.i18n import _
-from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
-from flagcore.report.formats import Notebook, lookup, render
-from flagcore.report.names import COLUMNS
-from flagcore.report.text import candidate_columns as shown_knobs
-from flagcore.report.text import candidate_line, serving_load_text
-from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table, record
-from flagcore.trial_plan import estimate_search_time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Estimate(Notebook):
-    """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
-
-    `number` of a candidate is its position among all candidates, from 1. `model` has the weights of the model by part.
-    `untimed` is the number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of
-    the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
-    and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
-    limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
-    one, or if only the baseline fits. `mixing` compares a mixed cluster with each of its kinds of chips alone.
-    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
-    engine. `bottleneck` limits the fastest candidate, and `warning` is given if its MFU is far below that of large
-    jobs, with the cheapest change.
-    """
-
-    chip: str
-    devices: int
-    counts: Counts
-    baseline: Mapping[str, Any]
-    candidates: tuple[Mapping[str, Any], ...]
-    model: tuple[Mapping[str, Any], ...]
-    defaults: Mapping[str, Any] | None = None
-    unmet: str = ""
-    untimed: int = 0
-    no_time: str = ""
-    runs: str = ""
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    search: SearchTime | None = None
-    mixing: Mapping[str, Any] | None = None
-    knobs: Knobs = field(default_factory=dict)
-    labels: Labels = field(default_factory=Labels)
-    bottleneck: str = ""
-    warning: str = ""
-
-    def __repr__(self) -> str:
-        best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
-        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
-
-    def __str__(self) -> str:
-        table_columns = {
-            name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
-        }
-        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **table_columns}
-        return render(self.candidates, "table", columns)
+from flagcore.report.estimate import Estimate
+from flagcore.report.formats import lookup
+from flagcore.report.text import serving_load_text
+from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
+from flagcore.tuner.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.stages.predict import model_table, record
+from flagcore.tuner.trial_runner import estimate_search_time
 
 
 def estimate(
@@ -116,7 +66,7 @@ def estimate(
     if len(task.cluster.groups) > 1:
         with loaded_plugins(without) as loaded:
             mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded, workload)
-    model = tuple(model_table(model_parts(workload, task)))
+    model = tuple(model_table(workload.parts(task)))
     fastest: Any = record(task, problem.predictions.row(int(order[0])))
     return Estimate(
         chip=task.cluster.chips,
@@ -137,7 +87,7 @@ def estimate(
         search=estimate_search_time(problem, workload),
         mixing=mixing,
         knobs=problem.knobs,
-        labels=labels_of(workload),
+        labels=workload.labels,
     )
 
 
@@ -222,7 +172,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     if limits := platform.task.spec.limits:
         records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
-    if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
+    if _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
         records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
@@ -237,8 +187,6 @@ def _missed_limits(record: Mapping[str, Any], limits: Mapping[str, float]) -> di
 def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
     task, platform = engine_task(problem.platform.task), problem.platform
-    if not isinstance(workload, EngineDefaults):
-        return None
     values = {**problem.baseline.as_dict(), **workload.defaults(task)}
     if values == problem.baseline.as_dict():
         return None
@@ -248,8 +196,9 @@ def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | N
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
     """Return the plugins' settings for all candidates, and their notes on engine and chip."""
-    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
-    return (*forced, *platform.support.notes)
+    rules = (each for each in platform.value_rules if isinstance(each, ForcedSetting))
+    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in rules)
+    return (*filter(None, [platform.precision_reason]), *forced, *platform.support.notes)
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.common.context import prediction_records
-from flagcore.api.common.inputs import loaded_plugins
-from flagcore.contracts import Costs, KeyWarnings, Workload, model_parts, require_job_records, require_prober
+from flagcore.api.inputs import loaded_plugins
+from flagcore.api.snapshot import prediction_records
+from flagcore.contracts import Costs, Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import ValueRule
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
@@ -25,10 +25,9 @@ from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
-from flagcore.stages.build import canonical
-from flagcore.stages.discover import costs
-from flagcore.stages.legality import legality
-from flagcore.stages.predict import model_table, rank_record
+from flagcore.tuner.stages.build import canonical, legality
+from flagcore.tuner.stages.discover import costs
+from flagcore.tuner.stages.predict import model_table, rank_record
 
 AT_ONCE = 1024
 
@@ -77,7 +76,7 @@ class _Platform(NamedTuple):
 
     group: NodeGroup
     costs: Costs
-    support: EngineSupport
+    value_rules: tuple[ValueRule, ...] = ()
 
 
 class _Row(NamedTuple):
@@ -98,6 +97,7 @@ class _Jobs:
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
         self._platform = lru_cache(maxsize=None)(self._load_platform)
+        self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return the status and the figures of each line."""
@@ -144,11 +144,12 @@ class _Jobs:
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
         plan_task = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
-        task, values, noted = require_job_records(workload).published(plan_task, job.candidate, job.notes)
-        warnings: tuple[str, ...] = ()
-        if isinstance(workload, KeyWarnings):
-            settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
-            warnings = tuple(workload.job_warnings(task, values, settings, noted))
+        if cluster not in self._value_rules:
+            self._value_rules[cluster] = self._loaded.pruning_rules(plan_task)[0]
+        platform = platform._replace(value_rules=self._value_rules[cluster])
+        task, values, noted = workload.published(plan_task, job.candidate, job.notes)
+        settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
+        warnings = tuple(workload.job_warnings(task, values, settings, noted))
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
         groups.setdefault(key, (platform, workload, []))[2].append(row)
@@ -161,14 +162,14 @@ class _Jobs:
         known_chip = with_network(known_chip, network)
         group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
         group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
-        return _Platform(group, group_costs, self._loaded.engine_support(known_chip, engine))
+        return _Platform(group, group_costs)
 
 
 def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
-    for rule in legality(task, workload, platform.support).rules:
+    for rule in legality(task, workload, platform.value_rules).rules:
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)
@@ -205,9 +206,7 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **warnings, **known}
         if row.rank is not None:
-            rank = require_prober(workload).rank(
-                task, _parse_job(columns, np.array([number])), row.rank, platform.costs
-            )
+            rank = workload.rank(task, _parse_job(columns, np.array([number])), row.rank, platform.costs)
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
@@ -220,7 +219,7 @@ def _job_description(workload: Workload, row: _Row) -> Answer:
         "devices": cluster.devices,
         "candidate": {knob: value for knob, value in row.values.items() if value is not None},
         "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
-        "model": model_table(model_parts(workload, row.task)),
+        "model": model_table(workload.parts(row.task)),
     }
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import DerivedValues, PipelineTimeline, Plugins, Workload
+from flagcore.contracts import Plugins, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import Passes, idle_of
-from flagcore.domain.space import BoolArray, IntArray
+from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
-from flagcore.problem import Problem, build_problem, rows_by_time
-from flagcore.stages.predict import limit
+from flagcore.tuner.problem import Problem, build_problem, rows_by_time
+from flagcore.tuner.stages.predict import limit
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
@@ -32,9 +32,7 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
     if len(problem.platform.task.cluster.groups) == 1:
         return None
     order = rows_by_time(problem)
-    ways: Mapping[str, BoolArray] = {}
-    if isinstance(workload, DerivedValues):
-        ways = workload.splits(problem.platform.task, problem.space.columns(order))
+    ways = workload.splits(problem.platform.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
     found = [
         (plan | {"split": name}, rows[:1]) for name, rows in rows_of_ways.items() if (plan := _plan(problem, rows))
@@ -72,8 +70,6 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins, workload: Workload
 def _balanced(problem: Problem, workload: Workload, row: IntArray) -> dict[str, Any] | None:
     """Return the layers and the step time of a candidate with the derived split; None if it has that split."""
     task, columns, costs = problem.platform.task, problem.space.columns(row), problem.platform.costs
-    if not isinstance(workload, DerivedValues) or not isinstance(workload, PipelineTimeline):
-        return None
     found = workload.with_derived_split(engine_task(task, effects_of_row(task, columns)), columns)
     pipelines = workload.pipelines(*found, costs) if found else ()
     if found is None or len(pipelines) != 1:
@@ -84,9 +80,8 @@ def _balanced(problem: Problem, workload: Workload, row: IntArray) -> dict[str, 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins, workload: Workload) -> dict[str, Any] | None:
     space = {name: values for name, values in spec.space.items() if values != AUTO}
-    if isinstance(workload, DerivedValues):
-        space = {**workload.values_alone(mixed.platform.task, group), **space}
-        space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
+    space = {**workload.values_alone(mixed.platform.task, group), **space}
+    space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
     own = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
         problem = build_problem(own, plugins, workload, plan=True)
@@ -114,6 +109,4 @@ def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
 def _pipelines(problem: Problem, workload: Workload, row: IntArray) -> Sequence[Passes]:
     """Return the passes of each pipeline of a candidate; empty if they are unknown."""
     task, columns = problem.platform.task, problem.space.columns(row)
-    if not isinstance(workload, PipelineTimeline):
-        return ()
     return workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)

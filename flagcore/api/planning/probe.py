@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
-from flagcore.api.common.context import read_spec
-from flagcore.api.common.inputs import loaded_plugins, warn_about_problem
-from flagcore.contracts import Prober, Workload, require_prober
+from flagcore.api.candidate_parser import as_candidate, parse_candidate
+from flagcore.api.inputs import loaded_plugins, warn_about_problem
+from flagcore.api.snapshot import read_spec
+from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
-from flagcore.feasibility import require_candidate
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, build_problem, require_launchable, rows_by_time
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
-from flagcore.stages.combine import combine
-from flagcore.stages.discover import parallel_probe_ranks, require_devices
-from flagcore.stages.predict import in_gib, rank_record, record
-from flagcore.stages.probe import probe as probe_candidate
-from flagcore.trial_plan import plan_time_limit, predicted_trial
+from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.problem import Problem, build_problem, require_launchable, rows_by_time
+from flagcore.tuner.stages.devices import parallel_probe_ranks, require_devices
+from flagcore.tuner.stages.predict import in_gib, rank_record, record
+from flagcore.tuner.stages.probe import combine
+from flagcore.tuner.stages.probe import probe as probe_candidate
+from flagcore.tuner.trial_runner import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +70,17 @@ def probe(
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
     workload = plugins.workload_of(spec.work)
-    prober = require_prober(workload)
-    prober.ready_to_probe(spec)
+    workload.ready_to_probe(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
-        here, world = loaded.devices(), problem.platform.task.cluster.devices
+        here, world = loaded.devices(spec.envs), problem.platform.task.cluster.devices
         require_devices(problem.platform, here, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
-        devices, probed = parallel_probe_ranks(problem.platform, here), []
+        devices, probed = parallel_probe_ranks(problem.platform), []
         for number, each in enumerate(_choose_candidates(problem, workload, candidate, top)):
             job_folder = str((place / f"candidate-{number}").resolve())
             probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
@@ -89,7 +88,7 @@ def probe(
         last_rank = probed[-1].ranks[-1]
         failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
         raise EveryTrialFailed(_("no rank has a result; the last one: {reason}", reason=failure))
-    return [_probed_record(problem, prober, each) for each in probed]
+    return [_probed_record(problem, workload, each) for each in probed]
 
 
 def _problem(
@@ -143,7 +142,7 @@ def _choose_candidates(problem: Problem, workload: Workload, candidate: str | No
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
 
-def _probed_record(problem: Problem, prober: Prober, probed: Probe) -> Probed:
+def _probed_record(problem: Problem, workload: Workload, probed: Probe) -> Probed:
     task, memory = problem.platform.task, problem.platform.costs.memory
     row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"
@@ -151,7 +150,7 @@ def _probed_record(problem: Problem, prober: Prober, probed: Probe) -> Probed:
     return Probed(
         candidate=probed.candidate.as_dict(),
         predicted=record(task, prediction),
-        combined=record(task, combine(prediction, probed, memory, prober.work_parts)),
+        combined=record(task, combine(prediction, probed, memory, workload.work_parts)),
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from flagcore.api.common.inputs import warn
-from flagcore.api.tuning.serve_best import serve
+from flagcore.api.tuning.run_best import RENDEZVOUS
 from flagcore.contracts import ExportJob, Workload
+from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Launch
 from flagcore.domain.objective import is_rate
-from flagcore.domain.plan import Plan
-from flagcore.domain.price import COST, cost_figures
+from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
     is_secret,
     redact_data,
@@ -30,20 +29,18 @@ from flagcore.domain.secrets import (
 )
 from flagcore.domain.spec import KIND, TrainSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
-from flagcore.errors import NoDevice, RunError, UsageError
-from flagcore.files import read_regular
+from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
-from flagcore.launchers import network
 from flagcore.launchers.kubernetes_job import job_name
-from flagcore.launchers.script import DEVICES_OF_HOST, batch_script, multi_line, shell_quoted
-from flagcore.loop import TuneResult
-from flagcore.problem import Problem, no_launch_reason
+from flagcore.launchers.script import batch_script, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
-from flagcore.report.result import result
+from flagcore.report.result import RunResult
 from flagcore.report.text import best_text, candidate_text
-from flagcore.stages.launch import planned_launch
-from flagcore.store.directory import IDENTITY, writable, write
+from flagcore.tuner.loop import TuneResult
+from flagcore.tuner.problem import Problem, no_launch_reason
+from flagcore.tuner.stages.launch import planned_launch
+from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -62,7 +59,7 @@ class Outcome(Notebook):
     reported: bool = False
 
     def __str__(self) -> str:
-        return result_text(self.data, self.plan.knobs)
+        return result_text(RunResult.from_json(self.data), self.plan.knobs)
 
     def __repr__(self) -> str:
         return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.speedup, self.plan.knobs)}>"
@@ -86,14 +83,18 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     """Write the result and, if there is one, the best configuration as a spec, a launch and a script."""
     plan, problem = ending.plan, ending.problem
     cannot = ""
-    data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
+    data = redact_data(RunResult.of(plan, str(run_dir)).to_json(), secrets_in_environment(os.environ))
+    precision_reason, work = problem.platform.precision_reason, problem.platform.task.spec.work
+    if precision_reason:
+        data = {**data, "precision": {"value": work.precision, "reason": precision_reason}}
+        spec = {**spec, "train": {**spec["train"], "precision": work.precision}}
     data = _with_stop_message(data, run_dir)
     for each in filter(None, (data["baseline"], data["best"])):
         each["cost"] = _cost(problem, each, plan.medians.get(each["number"]) if is_rate(plan.objective) else None)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", result_text(data, plan.knobs) + "\n")
+        write(run_dir / "report.txt", result_text(RunResult.from_json(data), plan.knobs) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
@@ -137,7 +138,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
         (folder / "launch.json").unlink(missing_ok=True)
         text = no_start_script(plan, cannot)
     else:
-        launch = problem.platform.prepared(planned)
+        launch = problem.platform.selecting().prepared(planned)
         cannot, hidden = launch.missing, HiddenSecrets.of(launch)
         write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
         if hidden.kept:
@@ -149,61 +150,6 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     write(run_dir / "best.sh", text)
     (run_dir / "best.sh").chmod(0o755)
     return cannot
-
-
-def run_best(
-    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
-) -> NoReturn:
-    """Start the best configuration of a run.
-
-    Training replaces this process. A command that the user has to complete is printed instead. Servers are child
-    processes, which stop when this process ends; `on_ready` is called with their URL once they respond. `stdout` is a
-    file descriptor for output. Raises RunError if the run has no best configuration, UsageError if it cannot be
-    started.
-    """
-    launch = saved_launch(run_dir)
-    argv, folder = list(launch["argv"]), str(launch["directory"])
-    environment = network.fill(launch["environment"], network.placeholders())
-    ready, missing = tuple(launch["ready"]), str(launch["missing"])
-    lacking = [name for name in launch["needs"] if not os.environ.get(name)]
-    if missing:
-        program = "cat" if launch.get("sample") else "sh"  # best.sh may start it on generated data
-        argv, folder, environment = [program, str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
-    if lacking:
-        raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
-    sys.stdout.flush()
-    if ready:
-        server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
-        sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
-    if stdout is not None:
-        os.dup2(stdout, 1)
-    try:
-        os.chdir(folder)
-        program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
-        text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
-        warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
-        os.execvpe(program, argv, {**defaults, **os.environ, **environment})
-    except (OSError, ValueError, TypeError, IndexError) as error:
-        names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
-        raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
-
-
-def saved_launch(run_dir: Path | str) -> dict[str, Any]:
-    """Return the content of `launch.json` of the best configuration of a run. Raises RunError without one."""
-    file = Path(run_dir) / "best" / "launch.json"
-    try:
-        launch = json.loads(file.read_text(encoding="utf-8"))
-        launch_fields = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
-        texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
-        return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        known = (IDENTITY, "result.json", "best/launch.json")
-        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in known):
-            problem = _("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=run_dir)
-            raise RunError(problem) from None
-        reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
-        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
-        raise RunError(problem) from None
 
 
 def require_startable(problem: Problem, workload: Workload, best: Candidate, *, elsewhere: bool = False) -> None:
@@ -236,8 +182,6 @@ def _as_json(launch: Launch, hidden: HiddenSecrets) -> str:
     )
 
 
-RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
 FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"

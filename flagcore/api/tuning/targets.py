@@ -1,34 +1,39 @@
-"""Export a candidate of a run or of a plan as files that start it."""
+"""Export a candidate of a run or of a plan as files that start it, and a spec as a Kubernetes job that tunes it."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.candidate_parser import as_candidate
-from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.explaining.candidate_report import named_columns
-from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.api.explaining.neighbors import columns_of
+from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
-from flagcore.contracts import EngineDefaults, Exporter, ExportJob, Replicas
+from flagcore.contracts import Exporter, ExportJob, Platform
+from flagcore.contracts.exchange import claim_and_mount, device_limits
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.errors import FlagError, UsageError
+from flagcore.errors import FlagError, SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.launchers.kubernetes_job import checked_name, job_name
+from flagcore.launchers.join import TOKEN
+from flagcore.launchers.kubernetes import HOSTS
+from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
+from flagcore.launchers.kubernetes_job import KINDS, Pods, checked_name, job_name
 from flagcore.launchers.script import start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
-from flagcore.stages.build import canonical
-from flagcore.stages.launch import planned_launch
-from flagcore.store.directory import writable, write
+from flagcore.tuner.stages.build import canonical
+from flagcore.tuner.stages.launch import planned_launch
+from flagcore.tuner.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +151,12 @@ def _job(
     options: Mapping[str, str],
 ) -> ExportJob:
     """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
+    engine: object = snapshot.workload
+    if exporter is not None and exporter is not engine:
+        problem = replace(snapshot.problem, platform=snapshot.problem.platform.elsewhere())
+        snapshot = replace(snapshot, problem=problem)
     one, replicas, platform = candidate, 1, snapshot.problem.platform
-    if exporter is not None and exporter.per_server and isinstance(snapshot.workload, Replicas):
+    if exporter is not None and exporter.per_server:
         if servers := snapshot.workload.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
             return ExportJob(
@@ -161,7 +170,6 @@ def _job(
                 servers=replace(servers, groups=groups),
             )
         one, replicas = snapshot.workload.replica(candidate)
-    engine: object = snapshot.workload
     return ExportJob(
         name=name,
         comments=_comments(snapshot, candidate),
@@ -185,8 +193,6 @@ def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
 def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
     """Return the devices of a node that a candidate uses."""
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    if not isinstance(snapshot.workload, EngineDefaults):
-        return per_node
     return min(per_node, int(snapshot.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0]))
 
 
@@ -200,3 +206,49 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
         if knob is not None and value not in (None, knob.neutral):
             lines.append(f"  {name} = {value}: {knob.help}")
     return tuple(lines)
+
+
+def manifest(
+    where: Path | str,
+    *,
+    kind: str,
+    image: str,
+    name: str | None = None,
+    volume: str | None = None,
+    without: Collection[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the manifest of a job that tunes a spec, and notes for the user.
+
+    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and its mount point. All files must have
+    the same paths in the image or on the volume. Raises the errors of `flagcore.errors`.
+    """
+    place = Path(where)
+    if place.is_dir():
+        raise UsageError(_("{run} is a run; `flag export {run} --to kubernetes` writes a job with its best", run=place))
+    name = job_name(place.stem) if name is None else checked_name(name)
+    claim, mount = claim_and_mount(volume or "")
+    platform = load_snapshot(place, None, without).problem.platform
+    group = platform.task.cluster.groups[0]
+    limits, count = device_limits(platform, group.devices_per_node), group.nodes
+    hosts = KINDS[kind].hosts(name, count)
+    common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
+    common = replace(common, claim=claim, mount=mount)
+    pods = _tuning_pods(common, place, hosts, platform)
+    secrets = {secret for secret, _key in pods.secrets.values()}
+    return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
+
+
+def _tuning_pods(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
+    """Return the pods of a tuning job: the first pod tunes, and the others join it."""
+    launcher = platform.task.spec.launcher
+    if len(hosts) > 1 and launcher != KUBERNETES.name:
+        problem = _("does not start trials in pods")
+        raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))
+    return replace(
+        common,
+        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
+        others=f"exec python3 -m flagcore.launchers.join {hosts[0]}",
+        environment={HOSTS: " ".join(hosts)},
+        secrets={TOKEN: (f"{common.name}-token", "token")} if len(hosts) > 1 else {},
+        first_ends=True,
+    )

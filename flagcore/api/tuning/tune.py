@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import (
+from flagcore.api.inputs import (
     RUNS,
     SpecLike,
     fixed_task,
@@ -26,22 +26,18 @@ from flagcore.api.common.inputs import (
     with_objective,
     write_spec,
 )
-from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.hardware.host_telemetry import host_telemetry
-from flagcore.api.hardware.hosts import require_any_host, require_hosts
-from flagcore.api.reporting.report import save_report, save_report_of_engines
+from flagcore.api.managing.host_report import host_telemetry
+from flagcore.api.managing.hosts import require_any_host, require_hosts
+from flagcore.api.managing.report import save_report, save_report_of_engines
+from flagcore.api.transfer import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
-from flagcore.calibration import Experience
 from flagcore.contracts import (
-    CommandChanges,
     Event,
-    InstalledDefaults,
     OnEvent,
     Telemetry,
     TrialStore,
     Workload,
-    require_prober,
 )
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
@@ -52,15 +48,16 @@ from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
 from flagcore.i18n import _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.loop import Dependencies, TuneResult
-from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.text import cold_start_text, drift_text
+from flagcore.report.result import Noise, RunResult
 from flagcore.spec.serving import engines_of, select_engine
-from flagcore.store.directory import RunDirectory, writable, write
+from flagcore.tuner.calibration import Experience
+from flagcore.tuner.loop import Dependencies, TuneResult
+from flagcore.tuner.loop import tune as run_loop
+from flagcore.tuner.problem import Problem
+from flagcore.tuner.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
 """Strategy for the probes before the first run."""
@@ -212,15 +209,15 @@ class _EngineRun:
         )
 
     def _open_store(self, problem: Problem) -> TrialStore:
-        from flagcore.store.trials import OptunaStore  # optuna takes a while to load
+        from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem, self.workload)
-        if isinstance(self.workload, CommandChanges) and self.spec.control.fidelity == RUN:
+        warn(filter(None, [problem.platform.precision_reason]))
+        if self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
-        if isinstance(self.workload, InstalledDefaults):
-            warn(self.workload.installation_notes(problem.platform))
+        warn(self.workload.installation_notes(problem.platform))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
         self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
@@ -242,7 +239,7 @@ class _EngineRun:
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
-        warn(filter(None, [text(outcome.data["noise"]) for text in (drift_text, cold_start_text)]))
+        warn(filter(None, Noise.from_json(outcome.data["noise"]).warnings))
         warn(outcome.data.get("notes", ()))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
@@ -256,7 +253,7 @@ def _require_ready(workload: Workload, spec: Spec) -> None:
     if spec.control.fidelity == RUN:
         workload.ready(spec.on_nodes(max(spec.trial_nodes)))
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
-        require_prober(workload).ready_to_probe(spec)
+        workload.ready_to_probe(spec)
 
 
 def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Path) -> None:
@@ -269,23 +266,19 @@ def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Pa
         )
 
 
-def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
+def _raise_failure(ending: TuneResult, outcome: Outcome) -> None:
     plan, run_dir = outcome.plan, outcome.run_dir
-    if isinstance(result.error, Interrupted):
+    if isinstance(ending.error, Interrupted):
         raise Interrupted(_("interrupted; finished trials are in {folder}", folder=run_dir))
-    if result.error:
-        raise result.error
-    if plan.best is None and plan.fastest is not None:
-        raise NothingFits(no_best(RunData(result=outcome.data, folder=run_dir, knobs=plan.knobs)))
+    if ending.error:
+        raise ending.error
     if plan.best is None:
-        last_trial = plan.trials[-1] if plan.trials else None
-        logs = f" (logs in {(run_dir / last_trial.log).parent})" if last_trial else ""
-        reason = (
-            f"; {_('trial')} {last_trial.number}: {last_trial.state.value}: {last_trial.reason}{logs}"
-            if last_trial
-            else ""
+        error = EveryTrialFailed if plan.fastest is None else NothingFits
+        raise error(
+            no_best(
+                RunData(result=RunResult.from_json(outcome.data), folder=run_dir, called=str(run_dir), knobs=plan.knobs)
+            )
         )
-        raise EveryTrialFailed(_("none of {count} trials has a measurement", count=len(plan.trials)) + reason)
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
@@ -309,6 +302,8 @@ def each_engine(
     skipped: dict[str, list[str]] = {}
     """Failed engines by error, before a warning."""
 
+    # A wrong chip or model fails every engine with the same error. So failures wait for a warning until the next engine
+    # starts a trial: engines with the same error share a line, and the error that ends the command is printed once.
     def warn_of_skipped() -> None:
         warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
         skipped.clear()

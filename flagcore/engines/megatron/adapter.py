@@ -7,7 +7,6 @@ adds a buffer, which may exceed its saving when layers are recomputed in full.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -18,31 +17,19 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
-from flagcore.engines.megatron import knobs as knob_rows
-from flagcore.engines.megatron import (
-    launching,
-    mesh_planner,
-    meshes,
-    options,
-    pipelines,
-    probing,
-    production,
-    published,
-    reading,
-    release_check,
-    setting_rules,
-    shortening,
-    trial_program,
-    unused_keys,
-)
 from flagcore.engines.megatron import predict as prediction
-from flagcore.engines.megatron import rules as legality
-from flagcore.engines.megatron.command.checks import command_changes
-from flagcore.engines.megatron.failures import FAILURES
+from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.importing.command import spec_of_command
-from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
-from flagcore.engines.megatron.mesh_rules import merges_with_meshes, with_meshes
-from flagcore.engines.megatron.rules import (
+from flagcore.engines.megatron.launch import reading, start, trial_program
+from flagcore.engines.megatron.layers.split import SPLIT, with_derived_split
+from flagcore.engines.megatron.mixed import meshes
+from flagcore.engines.megatron.mixed import planner as mesh_planner
+from flagcore.engines.megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore.engines.megatron.space import knobs as knob_rows
+from flagcore.engines.megatron.space import options, production, setting_rules
+from flagcore.engines.megatron.space import rules as legality
+from flagcore.engines.megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
+from flagcore.engines.megatron.space.rules import (
     DIST_OPT,
     DP,
     EP,
@@ -54,8 +41,7 @@ from flagcore.engines.megatron.rules import (
     SP,
     TP,
 )
-from flagcore.engines.megatron.settings import recompute_modules
-from flagcore.engines.megatron.split import SPLIT, with_derived_split
+from flagcore.engines.megatron.space.settings import recompute_modules
 
 
 class UselessSelectiveRecompute:
@@ -69,7 +55,7 @@ class UselessSelectiveRecompute:
         return selective
 
 
-class Megatron:
+class Megatron(contracts.Workload):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
@@ -78,8 +64,8 @@ class Megatron:
     modules: Mapping[str, str] = trial_program.MODULES
 
     columns = staticmethod(knob_rows.columns)
-    published = staticmethod(published.published)
-    read_probe = staticmethod(probing.read_probe)
+    published = staticmethod(production.published)
+    read_probe = staticmethod(start.read_probe)
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
@@ -93,24 +79,24 @@ class Megatron:
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
-    pipelines = staticmethod(pipelines.pipelines)
+    pipelines = staticmethod(prediction.pipelines)
     stage_layers = staticmethod(prediction.stage_layers)
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
-    check_release = staticmethod(release_check.check_release)
-    spec_warnings = staticmethod(unused_keys.spec_warnings)
-    job_warnings = staticmethod(unused_keys.job_warnings)
+    check_release = staticmethod(checks.check_release)
+    spec_warnings = staticmethod(checks.spec_warnings)
+    job_warnings = staticmethod(checks.job_warnings)
 
     replicas = DP
-    shorter_batch = staticmethod(shortening.shorter_batch)
+    shorter_batch = staticmethod(start.shorter_batch)
 
-    ready = staticmethod(launching.ready)
-    launch = staticmethod(launching.launch)
+    ready = staticmethod(start.ready)
+    launch = staticmethod(start.launch)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
     step_limit = staticmethod(reading.step_limit)
-    command_changes = staticmethod(command_changes)
+    command_changes = staticmethod(checks.command_changes)
     read_command = staticmethod(spec_of_command)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
@@ -121,11 +107,11 @@ class Megatron:
     with_derived_split = staticmethod(with_derived_split)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
-    ready_to_probe = staticmethod(launching.ready_to_probe)
+    ready_to_probe = staticmethod(start.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
-    stage_ranks = staticmethod(probing.stage_ranks)
-    probe_ranks = staticmethod(probing.probe_ranks)
-    probe_launch = staticmethod(launching.probe_launch)
+    stage_ranks = staticmethod(start.stage_ranks)
+    probe_ranks = staticmethod(start.probe_ranks)
+    probe_launch = staticmethod(start.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
         only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
@@ -170,7 +156,7 @@ class Megatron:
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return FAILURES
+        return reading.FAILURES
 
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
@@ -206,24 +192,4 @@ def _recompute_level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(
-    contracts.Workload,
-    contracts.Prober,
-    contracts.Breakdown,
-    contracts.StepLimit,
-    contracts.InstalledDefaults,
-    contracts.JobRecords,
-    contracts.KeyWarnings,
-    contracts.CommandChanges,
-    contracts.CommandReader,
-    contracts.PipelineTimeline,
-    contracts.DerivedValues,
-    contracts.ProductionDefaults,
-    contracts.ReleaseCheck,
-    contracts.StepShortener,
-    Protocol,
-):
-    """What Megatron implements, for mypy."""
-
-
-WORKLOAD: _Capabilities = Megatron()
+WORKLOAD = Megatron()

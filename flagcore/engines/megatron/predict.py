@@ -10,21 +10,15 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.prediction import Labels, ModelPart, Predictions, RankPrediction
+from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.balance import ends, layouts, split_layers
-from flagcore.engines.megatron.flags import implementation_of_command
-from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
-from flagcore.engines.megatron.knobs import columns as row_of
-from flagcore.engines.megatron.memory.training import (
-    component_table,
-    memory_in_use,
-    rank_memory,
-    used_bytes,
-)
-from flagcore.engines.megatron.mesh_trials import plain_values
-from flagcore.engines.megatron.meshes import (
+from flagcore.engines.megatron.command.flags import implementation_of_command
+from flagcore.engines.megatron.layers.fastest import ends, layouts, split_layers
+from flagcore.engines.megatron.layers.memory_fit import fit_splits
+from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
+from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES, parse_layout
+from flagcore.engines.megatron.mixed.meshes import (
     ALL_REPLICAS,
     MESHES,
     MICROBATCHES,
@@ -32,18 +26,23 @@ from flagcore.engines.megatron.meshes import (
     Meshes,
     by_groups,
     by_replicas,
+    groups_of_row,
+    on_rank,
     stage_devices,
+    together,
+    with_stage,
 )
-from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
-from flagcore.engines.megatron.parallel import parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Mesh, Placement, Training
-from flagcore.engines.megatron.parallel.parameters import model_flops
-from flagcore.engines.megatron.parallel.pipeline import placed, stage
-from flagcore.engines.megatron.relief import fit_splits
-from flagcore.engines.megatron.replicas import on_rank, together, with_stage
-from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
-from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
-from flagcore.engines.megatron.time.step import Blocks, costs_in_run, rank_time, step_time
+from flagcore.engines.megatron.mixed.trials import plain_values
+from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
+from flagcore.engines.megatron.space.knobs import columns as row_of
+from flagcore.engines.megatron.space.options import options, precision, settings_in_force, takes_layouts
+from flagcore.engines.training import parameters
+from flagcore.engines.training.layout import Layout, Mesh, Placement, Training
+from flagcore.engines.training.memory.training import component_table, memory_in_use, rank_memory, used_bytes
+from flagcore.engines.training.parameters import model_flops
+from flagcore.engines.training.stages import placed, stage
+from flagcore.engines.training.time import step
+from flagcore.engines.training.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
 MAX_BATCH_ROWS = 1 << 15
@@ -78,7 +77,7 @@ def _predicted(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return the predictions of rows on the same node groups."""
     train, layout = base_inputs(task, columns)
     is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
-    blocks = Blocks.of(train, layout, run_costs)
+    blocks = Blocks.from_layout(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     predictions = _predictions(train, layout, costs, blocks)
     train, layout, changed = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
@@ -99,7 +98,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
     is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
     if not is_derived.any():
         return train, layout
-    blocks = Blocks.of(train, layout, run_costs)
+    blocks = Blocks.from_layout(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     memory = memory_in_use(train, layout, costs)
     return fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)[:2]
@@ -118,8 +117,8 @@ def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
 
 
 def _on_meshes(task: Task, columns: Columns) -> Layout:
-    """Return how rows with as many meshes split the work."""
-    table, code = Meshes.of(task), columns[MESHES]
+    """Return the layouts of rows that all have the same number of meshes."""
+    table, code = Meshes.from_task(task), columns[MESHES]
     count = int(table.number(code).max())
     first, *others = (layout_of(task, table.columns(columns, mesh)) for mesh in range(count))
     starts = np.cumsum(table.codes[PP][code], axis=1).astype(np.float64).T
@@ -177,7 +176,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
     found: dict[str, dict[str, FloatArray]] = {}
     for rows, some, group_costs in with_stage(task, columns, stages, costs):
         train, layout = inputs(task, some, group_costs)
-        index, placement = stages[rows].astype(np.float64), Placement.of(layout, group_costs)
+        index, placement = stages[rows].astype(np.float64), Placement.from_layout(layout, group_costs)
         index = index % layout.pipeline
         tables = [
             component_table(train, each, index, on.memory.workspace_bytes())
@@ -206,7 +205,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     row, costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     _, row, group_costs = next(by_groups(task, row, costs))
     train, layout = inputs(task, row, group_costs)
-    ends, placement = np.cumsum(stage_devices(task, row)), Placement.of(layout, group_costs)
+    ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
     index = np.minimum(np.searchsorted(ends, [rank], side="right"), ends.size - 1).astype(np.float64)
     group = int(placement.group(index)[0])
     layout, costs = placement.layouts[group], group_costs.groups[group]
@@ -250,7 +249,7 @@ def training(task: Task) -> Training:
 
 
 def layout_of(task: Task, columns: Columns) -> Layout:
-    """Return how each row splits the work. Missing knobs of job records have Megatron's defaults."""
+    """Return the parallel layout of each row. Knobs that a job record does not set have Megatron's defaults."""
 
     def count(knob: str) -> FloatArray:
         return columns[knob].astype(np.float64)
@@ -263,7 +262,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     granularity = columns["recompute_granularity"] * columns["use_recompute"]
     is_full, is_block = granularity == FULL, columns["recompute_method"] == BLOCK
     layers = np.maximum(count("recompute_num_layers"), 1.0)
-    split = Split.of(task)
+    split = Split.from_task(task)
     first, last = split.ends(columns)
     replicas, counts = columns.get(ALL_REPLICAS), columns.get(MICROBATCHES)
     is_apart = replicas is not None and counts is not None
@@ -394,5 +393,23 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     train, layout = inputs(task, row, costs)
     ((first, last),) = ends(layout, train.options.splits)
     virtual = int(layout.virtual[0])
-    number = {VIRTUAL: virtual, LAYERS_PER_VIRTUAL: None} if virtual > 1 else {}
+    number = {VIRTUAL_STAGES: virtual, LAYERS_PER_VIRTUAL: None} if virtual > 1 else {}
     return values | ({FIRST: first, LAST: last if layout.pipeline[0] > 2 else None, **number} if first else {})
+
+
+def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
+    """Return the passes of the pipelines of the first row that differ: one for each kind of chips with replicas of its
+    own. It is empty if they are unknown.
+    """
+    row = {knob: values[:1] for knob, values in columns.items()}
+    order = groups_of_row(task, row)
+    parts = [(some, group_costs) for _, some, group_costs in by_groups(task, row, costs)]
+    for _, meshes in by_replicas(task, row, costs):
+        parts = meshes
+    found = []
+    for number, (some, group_costs) in enumerate(parts):
+        if (made := step.passes(*inputs(task, some, group_costs), group_costs)) is None:
+            return []
+        groups = order[number : number + 1] if len(parts) > 1 else order
+        found.append(replace(made, groups=tuple(groups[group] for group in made.groups)))
+    return found

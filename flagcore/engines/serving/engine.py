@@ -13,146 +13,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import (
-    CommandReader,
     Costs,
-    EngineDefaults,
-    Exporter,
     ExportJob,
     ImportNote,
-    InstalledVersion,
-    JobRecords,
-    KeyWarnings,
-    NamedDistribution,
     Platform,
     PruningRule,
-    Replicas,
     ServerGroups,
-    UntestedEngine,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
-from flagcore.engines.serving import importing, launching, layout, reading
-from flagcore.engines.serving.acceptance import with_measured_acceptance
-from flagcore.engines.serving.common import heterogeneous, metrics, prefill_decode
-from flagcore.engines.serving.common import knobs as common_knobs
-from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import (
+from flagcore.engines.serving.launch import checks, importing, start
+from flagcore.engines.serving.launch.dynamo import TARGET
+from flagcore.engines.serving.launch.profile import EngineProfile
+from flagcore.engines.serving.model.predict import predict
+from flagcore.engines.serving.model.work import Overheads, overheads_of
+from flagcore.engines.serving.space import knobs as common_knobs
+from flagcore.engines.serving.space import placement, rules
+from flagcore.engines.serving.space.hardware import (
     DP,
     INSTANCES,
     PP,
     PREFILL_DECODE,
-    SIZES,
     TP,
     Hardware,
     count,
 )
-from flagcore.engines.serving.common.program import release
-from flagcore.engines.serving.common.weights import min_devices, weight_bytes
-from flagcore.engines.serving.dynamo import TARGET, Worker
-from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import Overheads, overheads_of
-from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
-from flagcore.engines.serving.spec_warnings import spec_warnings
+from flagcore.engines.serving.space.installed import release
+from flagcore.engines.serving.space.settings import PublishedRuns
+from flagcore.engines.serving.space.weights import min_devices, weight_bytes
+from flagcore.engines.serving.trial import reading
 from flagcore.engines.serving.trial.failures import PATTERNS
-from flagcore.engines.serving.trial.job import Instance, Router
+from flagcore.engines.serving.trial.reading import with_measured_acceptance
 from flagcore.errors import SpecError, UsageError
 
 
-class ServingWorkload(
-    Workload,
-    CommandReader,
-    EngineDefaults,
-    Exporter,
-    JobRecords,
-    InstalledVersion,
-    KeyWarnings,
-    NamedDistribution,
-    Replicas,
-    UntestedEngine,
-    Protocol,
-):
-    """The protocols that every serving engine implements."""
-
-
 @dataclass(kw_only=True, eq=False)
-class Engine:
-    """One serving engine: its program, rules, settings and overheads. The other modules here are shared by all engines.
+class Engine(EngineProfile, Workload):
+    """A serving engine with what the core asks of it. All engines share it, and have a profile each."""
 
-    The engine version of the spec selects among releases.
-    """
-
-    name: str
-    where: str
-    """The import path of the engine for the trial program, as module:attribute."""
-    program: Program
-    modules: Mapping[str, str]
-    """Modules that the server imports, and their pip requirements."""
-    rules: Callable[[Task], tuple[Rule, ...]]
-    """Returns the rules of the engine for legal candidates."""
-    settings: Callable[[Task, Columns], Settings]
-    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns how to start one instance with its knob values, on the given CPU cores if devices are cores."""
-    on_host: Callable[[int, int], tuple[str, ...]] | None = None
-    """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
-    host."""
-    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
-    """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
-    router: Callable[[Task, Mapping[str, KnobValue]], Router] | None = None
-    """Returns the program in front of such servers, and in front of several servers that cache prefixes."""
-    dynamo: Worker | None = None
-    """How Dynamo runs the engine. None: it does not."""
-    merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
-    """Returns the merges of candidates that the engine treats as equal."""
-    effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
-    """Returns the knob values in use, as far as a running server and its log report them."""
-    memory: Callable[[str], Mapping[str, float]] = lambda log: {}
-    """Returns weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and kv_cache_tokens
-    (of the whole instance), as far as the log reports them."""
-    api: str = COMPLETIONS
-    """Path of the API for prompts of token ids: COMPLETIONS or GENERATE."""
-    health: str = "/health"
-    """Path that returns 200 when the server is ready."""
-    split_by: str = TP
-    """The knob whose default is the number of devices that the weights need."""
-    host_times: tuple[float, float] | None = None
-    """Seconds of an iteration and of each of its sequences if devices are CPU cores."""
-    receive_flag: str = ""
-    """The flag for the number of iterations between two polls for new requests."""
-    graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
-    """Returns the largest batch that the engine captures as a graph."""
-    published_runs: PublishedRuns = field(default_factory=PublishedRuns)
-    distribution: str = ""
-    """The pip distribution of the engine if its name is not the engine's."""
-    untested: str = ""
-    """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
     targets: Collection[str] = ("compose", TARGET)
     per_server: bool = False
-    start_seconds: float = 1200.0
-    """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
-    knobs: tuple[Knob, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.knobs = self.program.knobs
-
-    def axes(self, task: Task) -> tuple[Axis, ...]:
-        """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
-        program = self.program
-        return common_knobs.axes(task, self.knobs, program.parse(task.spec).fixed, program.version(task.spec))
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -165,11 +78,8 @@ class Engine:
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
         """Return the devices of all instances of each row together."""
-        kinds = heterogeneous.instance_kinds(task, columns)
+        kinds = placement.instance_kinds(task, columns)
         return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
-
-    def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
-        return metrics.counters(fetch, self.program.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the overheads for a task.
@@ -187,7 +97,7 @@ class Engine:
         return replace(overheads, receive=receive) if isinstance(receive, int) and receive > 0 else overheads
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        kinds = heterogeneous.instance_kinds(task, columns)
+        kinds = placement.instance_kinds(task, columns)
         return predict(
             task,
             self.settings(task, kinds.columns),
@@ -199,8 +109,8 @@ class Engine:
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the logarithms of the instances and of the largest instance's TP, sequences and tokens."""
-        kinds = heterogeneous.instance_kinds(task, columns)
+        """Return the logarithms of the instances and of the first kind's TP, sequences and tokens."""
+        kinds = placement.instance_kinds(task, columns)
         settings, rows = self.settings(task, kinds.columns), kinds.first_rows
         figures = {
             "instances": settings.instances,
@@ -256,35 +166,42 @@ class Engine:
         return importing.spec_of_command(self, command, directory, model)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        return layout.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
+        return rules.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        return layout.rule_of_thumb(columns, predictions, self.split_by)
+        return rules.rule_of_thumb(columns, predictions, self.split_by)
 
     def installed_version(self, spec: Spec) -> str:
         return self.program.version(spec)
 
     def ready(self, spec: Spec) -> None:
-        launching.ready(spec, self)
+        checks.check(spec, self.program)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        return launching.launch(platform, self, candidate, folder, for_real=for_real)
+        predicted = {} if for_real else self._predicted(platform, candidate)
+        return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
+
+    def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
+        """Return the known predicted figures of a candidate, which may also have knobs of plugins."""
+        task, own = platform.task, {axis.knob for axis in self.axes(platform.task)}
+        values = {knob: value for knob, value in candidate.items if knob in own}
+        figures = self.predict(task, self.columns(task, values), platform.costs).row(0).figures
+        return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        return launching.exported(self, job, target)
+        return start.exported(self, job, target)
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        return launching.server_groups(platform, self, candidate, name)
+        return start.server_groups(platform, self, candidate, name)
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
-        for knob in (SIZES, PREFILL_DECODE):
-            if values.get(knob) is not None:
-                raise UsageError(f"{knob} = {values[knob]}: this target starts equal servers only")
+        if (pair := values.get(PREFILL_DECODE)) is not None:
+            raise UsageError(f"{PREFILL_DECODE} = {pair}: this target starts equal servers only")
         return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
 
     def spec_warnings(self, spec: Spec) -> tuple[str, ...]:
-        return tuple(spec_warnings(spec, self.program))
+        return tuple(checks.spec_warnings(spec, self.program))
 
     def job_warnings(
         self, task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
@@ -298,7 +215,7 @@ class Engine:
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         own_knobs = {axis.knob for axis in self.axes(task)}  # a candidate may also have knobs of plugins
         values = {knob: value for knob, value in candidate.items if knob in own_knobs}
-        kinds = heterogeneous.instance_kinds(task, self.columns(task, values))
+        kinds = placement.instance_kinds(task, self.columns(task, values))
         instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, instance_devices.tolist())
 
@@ -335,7 +252,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     if pair := values.get(PREFILL_DECODE):
-        devices = min(each.devices for each in prefill_decode.roles(str(pair)))
+        devices = min(each.devices for each in placement.roles(str(pair)))
     else:
         devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes

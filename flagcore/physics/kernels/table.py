@@ -1,18 +1,210 @@
-"""Kernel times from measurements: a fitted roofline and the interpolated residuals."""
+"""Kernel times from measurements: a fitted roofline, and smooth factors of measured over modelled times, interpolated
+between the measured sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape
-from flagcore.domain.space import FloatArray
-from flagcore.physics.kernels.correction import Axis, Correction, learn_grid, learn_line
-from flagcore.physics.kernels.fit import fit
-from flagcore.physics.kernels.roofline import Curve, Roofline
-from flagcore.physics.kernels.sheet import KernelSheet
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.kernels.roofline import HOST_LATENCY, RUNS_AS, Curve, Roofline
+from flagcore.physics.kernels.sheet import KernelSheet, Rows
+
+SMALL_BYTES = 2.0**16
+"""Element-wise kernels below this size show the minimum time of a kernel."""
+
+
+def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Return `roofline` with its shares of peak rates fitted to `sheet`. Unknown peaks are derived from `sheet`.
+
+    Each share is fitted to the median of the larger half of the kernels that depend on it.
+    """
+    roofline = replace(roofline, chip=_with_missing_peaks(roofline, sheet))
+    return replace(roofline, curve=_fit_shares(_fit_rates(roofline, sheet), sheet))
+
+
+def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
+    chip, curve = roofline.chip, roofline.curve
+    source = Source(kind="measured", detail="fastest kernel of a sheet over the share that such kernels reach")
+    copies = sheet.rows("copy").exact
+    if chip.memory_bandwidth_bytes_per_second is None and copies.seconds.size:
+        best = float((copies.sizes[:, 0] / copies.seconds).max()) / curve.memory_share
+        chip = replace(chip, memory_bandwidth_bytes_per_second=Fact(value=best, source=source))
+    peaks = dict(chip.dense_flops_per_second)
+    for precision in sheet.precisions("gemm"):
+        rows = sheet.rows("gemm", precision).exact
+        if RUNS_AS.get(precision, precision) not in peaks and rows.seconds.size:
+            best = float((2.0 * rows.sizes.prod(axis=1) / rows.seconds).max()) / curve.gemm_share
+            peaks[RUNS_AS.get(precision, precision)] = Fact(value=best, source=source)
+    return replace(chip, dense_flops_per_second=peaks)
+
+
+def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Fit the parameters that are read from one kind of kernel: minimum time, launches, memory and host rates."""
+    curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
+    small, launches = sheet.rows("elementwise").exact, sheet.rows("launch").seconds
+    if small.seconds.size and small.sizes.min() < SMALL_BYTES:
+        curve = replace(curve, kernel_seconds=float(small.seconds[small.sizes[:, 0].argmin()]))
+    changes: dict[str, Any] = {
+        "host_bytes_per_second": _rate(sheet, "host_copy", HOST_LATENCY, curve.host_bytes_per_second)
+    }
+    if fact is not None:
+        for field, kind in (("memory_share", "copy"), ("elementwise_share", "elementwise")):
+            rate = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value)
+            changes[field] = rate / fact.value
+    if launches.size:
+        changes["launch_seconds"] = float(np.median(launches))
+    return replace(roofline, curve=replace(curve, **changes))
+
+
+def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> float:
+    """Return the bytes per second of a kind of kernel without its start-up time."""
+    rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
+    long_rows = rows.select(rows.seconds > 2.0 * startup)
+    return (
+        float(np.median(long_rows.sizes[:, 0] / (long_rows.seconds - startup))) if long_rows.seconds.size else default
+    )
+
+
+def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
+    curve = roofline.curve
+    shares = dict(curve.gemm_shares)
+    for precision in sheet.precisions("gemm"):
+        rows = _larger_half(sheet.rows("gemm", precision).exact, lambda sizes: sizes.prod(axis=1))
+        if rows.seconds.size:
+            m, n, k = rows.sizes.T
+            excess = rows.seconds / roofline.gemm_seconds(m, n, k, precision)
+            shares[precision] = shares.get(precision, curve.gemm_share) / float(np.median(excess))
+    default_share = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
+    curve = replace(curve, gemm_shares=shares, gemm_share=default_share)
+    roofline = replace(roofline, curve=curve)
+    forward = _excess(sheet, "attention", roofline.attention_seconds)
+    backward = _excess(sheet, "attention_backward", roofline.attention_backward_seconds)
+    return replace(
+        curve,
+        attention_share=curve.attention_share / forward,
+        attention_backward_share=curve.attention_backward_share / backward,
+    )
+
+
+def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
+    """Return the median ratio of measured to modelled attention times in the first precision that was measured."""
+    for precision in ("bf16", "fp16", "fp32"):
+        rows = _larger_half(
+            sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
+        )
+        excess = (
+            float(np.median(rows.seconds / modelled(rows.attention_shape(), precision))) if len(rows.seconds) else 0
+        )
+        if excess > 0:  # false for NaN: the peak of the precision is unknown
+            return excess
+    return 1.0
+
+
+def _larger_half(rows: Rows, size: Callable[[FloatArray], FloatArray]) -> Rows:
+    if not rows.seconds.size:
+        return rows
+    sizes = size(rows.sizes)
+    return rows.select(sizes >= np.median(sizes))
+
+
+NOISE = 0.03
+"""The share of a residual's variance that is attributed to noise and to the library's choice of a kernel. Assumed."""
+
+MANTISSA = 52
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of a logarithmic grid, from the octave `first` to `last` with `steps` nodes per octave.
+
+    `reach` is the correlation length in octaves.
+    """
+
+    first: int
+    last: int
+    steps: int
+    reach: float
+
+    @property
+    def nodes(self) -> FloatArray:
+        """The positions of the nodes in octaves."""
+        return np.arange(self.first * self.steps, self.last * self.steps + 1) / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factors on a grid over one or more sizes, linear between the nodes, constant beyond them.
+
+    Positions are the values of `octaves`, so that common sizes of models (3 x 2^j, 7 x 2^j) are at nodes.
+    """
+
+    axes: tuple[Axis, ...]
+    factors: FloatArray
+
+    def __call__(self, *sizes: FloatArray) -> FloatArray:
+        """Return the factors at some sizes, one array per axis; they broadcast."""
+        strides = [prod(self.factors.shape[index + 1 :]) for index in range(len(self.axes))]
+        table, shares = self.factors.ravel(), []
+        start: IntArray | int = 0
+        for axis, size, stride in zip(self.axes, sizes, strides, strict=True):
+            position = np.minimum(np.maximum(octaves(size), axis.first), axis.last - 1e-9) * axis.steps
+            node = np.floor(position)
+            shares.append(position - node)
+            start = start + (node - axis.first * axis.steps).astype(np.int64) * stride
+
+        def interpolate(axis: int, corner: IntArray | int) -> FloatArray:
+            if axis == len(shares):
+                value: FloatArray = table.take(corner)
+                return value
+            low = interpolate(axis + 1, corner)
+            result: FloatArray = low + shares[axis] * (interpolate(axis + 1, corner + strides[axis]) - low)
+            return result
+
+        return interpolate(0, start)
+
+
+def learn_grid(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
+    """Learn a correction of three sizes from `residuals`, the log of measured over modelled, at the rows of `sizes`.
+
+    The method is simple kriging: a Gaussian process with mean 0 and a covariance that decays exponentially along each
+    axis. Far from the measured sizes the factor is 1.
+    """
+    positions = np.stack([octaves(column) for column in sizes.T])
+    pairs = list(zip(axes, positions, strict=True))
+    first, second, third = (np.exp(-np.abs(axis.nodes[:, None] - column) / axis.reach) for axis, column in pairs)
+    covariance = np.exp(-sum(np.abs(column[:, None] - column) / axis.reach for axis, column in pairs))
+    weights = np.linalg.solve(covariance + NOISE * np.eye(len(residuals)), residuals)
+    planes = (first[:, None, :] * second[None, :, :]).reshape(-1, len(residuals))
+    logs = (planes * weights) @ third.T
+    return Correction(axes, np.exp(logs).reshape(first.shape[0], second.shape[0], third.shape[0]))
+
+
+def learn_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correction:
+    """Learn a correction of one size from `residuals`, the log of measured over modelled, at `sizes`.
+
+    The result is a weighted mean whose weights halve with every `reach` octaves of distance. Beyond the measured sizes
+    it is constant.
+    """
+    nodes, positions = axis.nodes, octaves(sizes)
+    nearest = np.clip(nodes, positions.min(), positions.max())
+    weights = np.exp2(-np.abs(nearest[:, None] - positions) / axis.reach)
+    return Correction((axis,), np.exp(weights @ residuals / weights.sum(axis=1)))
+
+
+def octaves(sizes: FloatArray) -> FloatArray:
+    """Return log2 of `sizes`, interpolated linearly between powers of two."""
+    bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
+    power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
+    return power
+
 
 GEMM_AXES = (
     Axis(first=0, last=18, steps=2, reach=2.0),
@@ -51,7 +243,7 @@ class KernelTable:
     corrections: Mapping[tuple[str, str], Correction]
 
     @classmethod
-    def of(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
+    def from_sheet(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
         """Fit `roofline` to `sheet`, and learn corrections from the residuals."""
         fitted = fit(roofline, sheet)
         corrections: dict[tuple[str, str], Correction] = {}

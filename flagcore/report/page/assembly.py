@@ -7,18 +7,15 @@ from typing import Any
 
 from flagcore import __version__
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.formats import shown, size_text
-from flagcore.report.names import NAMES
-from flagcore.report.page.accuracy import accuracy
+from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, cell, table
 from flagcore.report.page.improvements import improvements
-from flagcore.report.page.kinds import kinds
 from flagcore.report.page.resources import memory, step_time
 from flagcore.report.page.run import RunData
-from flagcore.report.page.search import funnel, progress
+from flagcore.report.page.search import accuracy, funnel, progress
 from flagcore.report.page.serving import serving
 from flagcore.report.page.summary import summary
-from flagcore.report.page.timeline import pipeline
+from flagcore.report.page.timeline import kinds, pipeline
 from flagcore.report.page.trials import trials
 
 
@@ -46,7 +43,7 @@ def page(run: RunData) -> Page:
             "{count} candidate, {how}; objective: {objective}",
             "{count} candidates, {how}; objective: {objective}",
             len(run.trials),
-            how=_(NAMES["trials_made"][run.fidelity]),
+            how=_("not measured") if run.result.is_unmeasured else _(NAMES["trials_made"][run.fidelity]),
             objective=run.unit,
         ),
         sections=tuple(section for section in sections if section is not None),
@@ -58,22 +55,23 @@ UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "T
 
 def environment(run: RunData) -> Section:
     """Return versions, environment variables and the spec."""
-    trial = next((each for each in [run.best or {}, *run.all_trials] if each.get("measured")), None)
-    measured: Mapping[str, Any] = (trial or {}).get("measured") or {}
+    trial = next((each for each in [run.best, *run.all_trials] if each and each.measured), None)
+    measured = trial.measured if trial else None
     facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
-    facts += [(str(name), Cell(str(version))) for name, version in (measured.get("versions") or {}).items() if version]
+    facts += [
+        (str(name), Cell(str(version))) for name, version in (measured.versions if measured else {}).items() if version
+    ]
     blocks: list[Block] = [Facts(tuple(facts))]
-    number = (trial or {}).get("number")
     variables = run.insight.get("environment") or {}
     if variables:
         rows: list[list[Any]] = [[str(name), str(value)] for name, value in variables.items()]
         blocks.append(table(_("Environment variables set by plugins"), [_("variable"), _("value")], rows))
-    if measured.get("telemetry"):
-        rows = [[str(name), cell(float(value))] for name, value in measured["telemetry"].items()]
-        blocks.append(table(_("Telemetry of trial {number}", number=number), [_("metric"), _("value")], rows))
-    if measured.get("effective"):
-        rows = [[str(name), str(value)] for name, value in measured["effective"].items()]
-        caption = _("Effective values reported by the engine, trial {number}", number=number)
+    if trial and measured and measured.telemetry:
+        rows = [[str(name), cell(float(value))] for name, value in measured.telemetry.items()]
+        blocks.append(table(_("Telemetry of trial {number}", number=trial.number), [_("metric"), _("value")], rows))
+    if trial and measured and measured.effective:
+        rows = [[str(name), str(value)] for name, value in measured.effective.items()]
+        caption = _("Effective values reported by the engine, trial {number}", number=trial.number)
         blocks.append(table(caption, [_("name"), _("value")], rows))
     spec = run.text_of(run.folder / "spec.yaml")
     if spec:

@@ -1,11 +1,17 @@
-"""The elements of a page. Their text is not escaped; the renderers do that."""
+"""The elements of a page, and the traces and layouts of its charts. Their text is not escaped; the renderers do that.
+
+Charts are readable without colour: each series also has a pattern, symbol or dash.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from flagcore.i18n.width import columns, pieces
 from flagcore.report.formats import shown, size_text
 
 
@@ -136,3 +142,104 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], 
     """Return a table of cells, or of values that are converted to cells."""
     cells = tuple(tuple(each if isinstance(each, Cell) else cell(each) for each in row) for row in rows)
     return Table(caption=caption, headings=tuple(headings), rows=cells, sortable=sortable)
+
+
+COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
+"""Contrast at least 3:1 on light and dark backgrounds (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
+PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
+SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
+MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
+"""Margins in pixels; axes add space for their labels."""
+LOG_FROM = 8.0
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
+PADDING = 0.05
+"""The share by which an axis extends beyond its values. Otherwise a limit line at its end would look like the frame."""
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
+"""Keys of a trace or layout that contain text, and the width at which it is wrapped."""
+
+
+def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return horizontal bars of length `x` at positions `y`."""
+    fill_pattern: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
+    if series >= len(PATTERNS):
+        fill_pattern = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
+    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **fill_pattern}
+    marker = {"color": COLOURS[series % len(COLOURS)], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
+    return {"type": "bar", "orientation": "h", "name": name, "x": list(x), "y": list(y), "marker": marker, **more}
+
+
+def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return markers; `mode` may add lines."""
+    colour = COLOURS[series % len(COLOURS)]
+    marker = {"color": colour, "symbol": SYMBOLS[series % len(SYMBOLS)], "size": 9, "line": {"width": 1.5}}
+    trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}
+    return {**trace, "line": {"color": colour, "dash": DASHES[series % len(DASHES)]}, **more}
+
+
+def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return a line without markers."""
+    return points(name, series, x, y, mode="lines", **more)
+
+
+def limit_line(name: str, x: float) -> dict[str, Any]:
+    """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
+    style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
+    coordinates = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", "name": name, "showlegend": True, "line": style, **coordinates}
+
+
+def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
+    """Return a layout with titles of both axes. `more` overrides the defaults; axes are merged."""
+    axes = {
+        "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
+    }
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    legend["traceorder"] = "normal"
+    return {"height": height, "margin": MARGIN, "legend": legend, "dragmode": False, **axes, **more}
+
+
+def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
+    """Return a layout for horizontal bars, the first at the top, with a height for the number of rows."""
+    yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
+    return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
+
+
+def spread_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty dict."""
+    if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
+        return {}
+    exponents = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    multiples = (1,) if exponents[1] - exponents[0] > 3 else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(exponents[0], exponents[1] + 1) for digit in multiples]
+    return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
+
+
+def clear_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis, logarithmic as in `spread_axis` or from 0, with padding around its values."""
+    axis = spread_axis(values)
+    low, high = (math.log10(end(values)) for end in (min, max)) if axis else (0.0, max(values, default=0.0) or 1.0)
+    room = (high - low) * PADDING
+    return axis | {"range": [low - room if axis else 0.0, high + room]}
+
+
+def drawn(data: Any, width: int | None = None) -> Any:
+    """Return traces or a layout with their texts as labels."""
+    if isinstance(data, Mapping):
+        return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [drawn(each, width) for each in data]
+    return label(data, width) if width and isinstance(data, str) else data
+
+
+def label(text: str, width: int = TEXTS["y"]) -> str:
+    """Return text for plotly: tags and entities are escaped, long lines are wrapped."""
+    lines, line = [], ""
+    for piece in (part for whole in pieces(text) for part in re.split("(?<=_)", whole)):
+        if line.strip() and not piece.isspace() and columns(line + piece) > width:
+            lines.append(line.rstrip())
+            line = ""
+        line += piece
+    lines.append(line)
+    return "<br>".join(each.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for each in lines)

@@ -8,12 +8,11 @@ from typing import Any
 
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _, ngettext
-from flagcore.report.causes import causes_text
-from flagcore.report.formats import lookup, shown
-from flagcore.report.names import NAMES
-from flagcore.report.page.blocks import Chart, cell, percent, table
-from flagcore.report.page.charts import COLOURS, bars, label, rows_layout
-from flagcore.report.page.run import Record, RunData, configuration, name_of, number, seconds_of, trial_cell
+from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.report.formats import NAMES, shown
+from flagcore.report.page.blocks import COLOURS, Chart, bars, cell, label, percent, rows_layout, table
+from flagcore.report.page.run import RunData, configuration, name_of, trial_cell
+from flagcore.report.result import TrialResult
 
 MAX_BARS = 10
 """Maximum number of configurations, with the best and the baseline."""
@@ -22,7 +21,7 @@ Figures = tuple[float, float, float]
 """The objective of a configuration: its median or prediction, its lowest and its highest value."""
 
 
-def figures_of(run: RunData, trial: Record) -> Figures | None:
+def figures_of(run: RunData, trial: TrialResult) -> Figures | None:
     """Return the median of a configuration's runs with their range, or its prediction with its 80% interval."""
     if run.fidelity == ESTIMATE:
         bounds = [run.predicted(trial, bound) for bound in ("value", "low", "high")]
@@ -36,10 +35,10 @@ def figures_of(run: RunData, trial: Record) -> Figures | None:
     return middle, min(values), max(values)
 
 
-def final_runs(run: RunData, trial: Record) -> list[Record]:
+def final_runs(run: RunData, trial: TrialResult) -> list[TrialResult]:
     """Return the measured runs of a trial's configuration; scaled ones only if there are no others."""
-    measured = [each for each in run.runs(trial) if each["state"] == "measured" and each["measured"]]
-    return [each for each in measured if lookup(each, "measured.step_time_s.scaled_from") is None] or measured
+    measured = [each for each in run.runs(trial) if each.state == "measured" and each.measured]
+    return [each for each in measured if each.measured and each.measured.step_time_s.scaled_from is None] or measured
 
 
 def configurations(run: RunData) -> Chart | None:
@@ -47,16 +46,16 @@ def configurations(run: RunData) -> Chart | None:
     best, baseline = run.best, run.baseline
     if best is None:
         return None
-    known = {int(each["number"]): (each, figures) for each in run.trials if (figures := figures_of(run, each))}
-    own = {int(each["number"]): each for each in (best, baseline) if each}
+    known = {int(each.number): (each, figures) for each in run.trials if (figures := figures_of(run, each))}
+    own = {int(each.number): each for each in (best, baseline) if each}
     sign = -1.0 if run.is_rate else 1.0
     others = sorted(
-        (each for each in known.values() if each[0]["candidate"] not in [trial["candidate"] for trial in own.values()]),
+        (each for each in known.values() if each[0].candidate not in [trial.candidate for trial in own.values()]),
         key=lambda pair: sign * pair[1][0],
     )
     chosen = [(trial, figures) for trial in own.values() if (figures := figures_of(run, trial))]
     chosen += others[: MAX_BARS - len(chosen)]
-    chosen.sort(key=lambda pair: (pair[0]["number"] != best["number"], sign * pair[1][0]))
+    chosen.sort(key=lambda pair: (pair[0].number != best.number, sign * pair[1][0]))
     if len(chosen) < 2:
         return None
     labels = [f"{name_of(run, trial)}: {configuration(run, trial)}" for trial, _figures in chosen]
@@ -88,20 +87,20 @@ def configurations(run: RunData) -> Chart | None:
 def _bounds_text(run: RunData) -> str:
     if run.fidelity == ESTIMATE:
         return _("Lines are 80% intervals of the predictions.")
-    return _("Lines are the range of the runs of a configuration.") if run.result.get("repeats") else ""
+    return _("Lines are the range of the runs of a configuration.") if run.result.repeats else ""
 
 
-def _row(run: RunData, trial: Record, figures: Figures, best: Figures) -> Iterator[Any]:
+def _row(run: RunData, trial: TrialResult, figures: Figures, best: Figures) -> Iterator[Any]:
     yield trial_cell(run, trial)
     yield configuration(run, trial)
     yield from map(cell, figures)
     yield percent(figures[0] / best[0] - 1.0, signed=True)
 
 
-def _traces(run: RunData, chosen: list[tuple[Record, Figures]], labels: list[str]) -> Iterator[dict[str, Any]]:
+def _traces(run: RunData, chosen: list[tuple[TrialResult, Figures]], labels: list[str]) -> Iterator[dict[str, Any]]:
     names = {"best": _("best"), "baseline": _("baseline"), "other": _("others")}
-    numbers = {each["number"]: kind for kind, each in (("baseline", run.baseline), ("best", run.best)) if each}
-    kinds = [numbers.get(trial["number"], "other") for trial, _figures in chosen]
+    numbers = {each.number: kind for kind, each in (("baseline", run.baseline), ("best", run.best)) if each}
+    kinds = [numbers.get(trial.number, "other") for trial, _figures in chosen]
     for series, colour, kind in ((0, 0, "best"), (1, 1, "baseline"), (2, 6, "other")):
         places = [place for place, each in enumerate(kinds) if each == kind]
         if not places:
@@ -130,17 +129,16 @@ def why(run: RunData) -> str:
     best, other, name = run.best, run.baseline, _("the baseline")
     if best is None or not run.trials:
         return ""
-    if other is None or other["candidate"] == best["candidate"]:
+    if other is None or other.candidate == best.candidate:
         second = _second(run, best)
         if second is None:
             return ""
-        other, name = second, _("the second, trial {number}", number=second["number"])
+        other, name = second, _("the second, trial {number}", number=second.number)
     seconds = [median_s(run, each) for each in (other, best)]
     if None in seconds:
         return ""
-    predicted = [number(lookup(each["predicted"], "step_time_s.value")) for each in (other, best)]
-    times = [each["predicted"].get("time") or {} for each in (other, best)]
-    parts = {part: (float(times[0].get(part) or 0.0), float(times[1].get(part) or 0.0)) for part in times[0] | times[1]}
+    predicted = [each.predicted.step_s for each in (other, best)]
+    parts = figure_pairs(other.predicted.time, best.predicted.time)
     return causes_text(
         run.objective,
         name,
@@ -148,18 +146,18 @@ def why(run: RunData) -> str:
         (predicted[0], predicted[1]),
         parts,
         _(NAMES["trials_made"][run.fidelity]),
-        has_rounds=other is run.baseline and run.result.get("speedup") is not None,
+        has_rounds=other is run.baseline and run.result.speedup is not None,
     )
 
 
-def _second(run: RunData, best: Record) -> Record | None:
+def _second(run: RunData, best: TrialResult) -> TrialResult | None:
     """Return the fastest other trial with a time."""
-    others = [each for each in run.trials if each["candidate"] != best["candidate"] and median_s(run, each)]
+    others = [each for each in run.trials if each.candidate != best.candidate and median_s(run, each)]
     return min(others, key=lambda each: median_s(run, each) or 0.0, default=None)
 
 
-def median_s(run: RunData, trial: Record) -> float | None:
+def median_s(run: RunData, trial: TrialResult) -> float | None:
     """Return the median step time of the runs of a trial's configuration, or its predicted step time."""
     if run.fidelity == ESTIMATE:
-        return seconds_of(trial)
-    return median(values) if (values := [s for each in final_runs(run, trial) if (s := seconds_of(each))]) else None
+        return trial.seconds
+    return median(values) if (values := [s for each in final_runs(run, trial) if (s := each.seconds)]) else None

@@ -9,9 +9,21 @@ from typing import Any
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.page.blocks import Block, Chart, Section, Text, cell, percent, size, table
-from flagcore.report.page.charts import COLOURS, points, rows_layout
-from flagcore.report.page.run import Record, RunData, number
+from flagcore.report.page.blocks import (
+    COLOURS,
+    Block,
+    Chart,
+    Section,
+    Text,
+    cell,
+    percent,
+    points,
+    rows_layout,
+    size,
+    table,
+)
+from flagcore.report.page.run import Record, RunData
+from flagcore.report.result import Predicted, TrialResult, number
 from flagcore.report.text import knob_of, value_text, values_text
 
 MAX_CHANGES = 8
@@ -29,32 +41,32 @@ class _Limit:
 
 def improvements(run: RunData) -> Section | None:
     """Return the bottleneck of the best and changes that reduce it; None without a best or a predicted time."""
-    if run.best is None or lookup(run.best["predicted"], "step_time_s.value") is None:
+    if run.best is None or run.best.predicted.step_s is None:
         return None
-    limit, knobs = _limit(run.best["predicted"]), run.insight.get("knobs") or []
+    limit, knobs = _limit(run.best.predicted), run.insight.get("knobs") or []
     blocks: list[Block] = [Text(_bottleneck(run, run.best, limit))]
     if knobs:
         blocks += [_changes(run, run.best, limit), _sensitivity(run, knobs)]
     return Section(anchor="improvements", title=_("Bottleneck"), blocks=tuple(blocks))
 
 
-def _limit(predicted: Record) -> _Limit:
-    name = predicted.get("limit")
+def _limit(predicted: Predicted) -> _Limit:
+    name = predicted.limit
     if name == "memory":
         return _Limit("memory", "memory.device_used_gib", _("~in use, GiB"))
-    part = next((key for key in predicted.get("time", {}) if part_name(key) == name), None)
+    part = next((key for key in predicted.time if part_name(key) == name), None)
     return (
         _Limit(str(name), f"time.{part}", f"~{_(part_name(part))}, s") if part else _Limit("", "step_time_s.value", "")
     )
 
 
-def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
-    prediction = best["predicted"]
+def _bottleneck(run: RunData, best: TrialResult, limit: _Limit) -> str:
+    prediction = best.predicted
     if not limit.name:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    figure, step = float(lookup(prediction, limit.key) or 0.0), float(prediction["step_time_s"]["value"])
+    figure, step = prediction.figure(limit.key) or 0.0, prediction.step_s or 0.0
     if limit.name == "memory":
-        capacity = size_text(prediction["memory"]["capacity_gib"])
+        capacity = size_text(prediction.memory["capacity_gib"])
         return _(
             "Bottleneck: memory, ~{used} of {capacity} in use (predicted).", used=size_text(figure), capacity=capacity
         )
@@ -67,9 +79,9 @@ def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
     )
 
 
-def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
+def _changes(run: RunData, best: TrialResult, limit: _Limit) -> Block:
     """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
-    step, own = (float(lookup(best["predicted"], key) or 0.0) for key in ("step_time_s.value", limit.key))
+    step, own = (best.predicted.figure(key) or 0.0 for key in ("step_time_s.value", limit.key))
     nearest = {
         _key(value["nearest"]["candidate"]): value["nearest"]
         for knob in run.insight.get("knobs") or []
@@ -86,11 +98,11 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     faster.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
     if not faster:
         return Text(_("Changes of one knob that help: none. No such change is predicted to be faster and to fit."))
-    trials = {_key(trial["candidate"]): trial for trial in run.trials}
+    trials = {_key(trial.candidate): trial for trial in run.trials}
     tried = [trials[_key(each["candidate"])] for each in faster if _key(each["candidate"]) in trials]
     faster = [each for each in faster if _key(each["candidate"]) not in trials]
     if not faster:
-        ran = ", ".join(f"{_('trial')} {trial['number']}" for trial in tried)
+        ran = ", ".join(f"{_('trial')} {trial.number}" for trial in tried)
         return Text(_("Changes of one knob that help: none. Those predicted to be faster ran: {trials}.", trials=ran))
     rows = []
     for each in faster[:MAX_CHANGES]:

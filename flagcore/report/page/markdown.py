@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.plan import Counts
 from flagcore.i18n import _
 from flagcore.report import formats
-from flagcore.report.page.accuracy import learning
 from flagcore.report.page.blocks import Block, Chart, Code, Collapsed, Facts, Page, Table, Text
-from flagcore.report.page.run import Record, RunData
+from flagcore.report.page.run import RunData
+from flagcore.report.page.search import learning
 from flagcore.report.page.serving import front_table
 from flagcore.report.page.summary import stopped, summary
 from flagcore.report.page.trials import trial_table
-from flagcore.report.text import funnel, lost_repeats, repeats_text
+from flagcore.report.result import RunResult
+from flagcore.report.text import funnel, repeats_text
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
@@ -66,22 +66,18 @@ def _code_block(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def result_text(result: Record, knobs: Knobs) -> str:
-    """Return a result (in the format of result.json) as text."""
-    run = RunData(result=result, folder=Path(result["run_dir"]), knobs=knobs)
+def result_text(result: RunResult, knobs: Knobs) -> str:
+    """Return a result as text."""
+    run = RunData(result=result, folder=Path(result.run_dir), called=result.run_dir, knobs=knobs)
     ending = stopped(run)
     blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
     parts = [text for block in blocks for text in _plain_text(block)]
     if run.all_trials:
-        failed_trials = [
-            trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best
-        ]
-        reasons = [
-            _("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed_trials
-        ]
+        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state != "stopped" and run.best]
+        reasons = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
         parts.append("\n".join([_plain_table(trial_table(run)), *reasons]))
     parts += [text for block in (front_table(run), learning(run)) for text in _plain_text(block)]
-    parts.append("\n".join([funnel(Counts(**result["counts"]), run.fidelity), *repeats_text(lost_repeats(result))]))
+    parts.append("\n".join([funnel(result.counts, run.fidelity), *repeats_text(result.lost_repeats)]))
     return "\n\n".join([*parts, *(each.text for each in ending)])
 
 

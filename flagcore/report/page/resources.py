@@ -9,11 +9,25 @@ from typing import Any
 from flagcore.domain.prediction import Labels
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import by_component, part_name
-from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.names import NAMES
-from flagcore.report.page.blocks import Block, Chart, Collapsed, Section, Table, Text, cell, percent, size, table
-from flagcore.report.page.charts import bars, limit_line, points, rows_layout
-from flagcore.report.page.run import Record, RunData, number
+from flagcore.report.formats import NAMES, lookup, shown, size_text
+from flagcore.report.page.blocks import (
+    Block,
+    Chart,
+    Collapsed,
+    Section,
+    Table,
+    Text,
+    bars,
+    cell,
+    limit_line,
+    percent,
+    points,
+    rows_layout,
+    size,
+    table,
+)
+from flagcore.report.page.run import Record, RunData
+from flagcore.report.result import Measured, TrialResult, number
 
 LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
@@ -44,7 +58,7 @@ def memory(run: RunData) -> Section | None:
     """Return the memory of one device per stage of the best; None without a best."""
     if run.best is None:
         return None
-    prediction = run.best["predicted"].get("memory") or {}
+    prediction = run.best.predicted.memory
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
@@ -134,26 +148,28 @@ def _components(stages: Sequence[Record], labels: Labels, title: str) -> Table:
     return table(title, [_("stage"), _("component"), *(_(names[key]) for key in keys)], rows, sortable=True)
 
 
-def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
+def _levels(best: TrialResult, stages: Sequence[Record], predicted: Record) -> Block:
     """Return the memory of the device with the highest use: allocated, reserved, in use, capacity."""
     if not predicted:
         return Text(_("The memory was not predicted."))
-    measurement = best["measured"] or {}
+    measurement = best.measured
     levels = {**LEVELS, "capacity_gib": N_("capacity")}
-    rows = [
-        [_(text), size(predicted.get(level)), size(measurement.get(MEASURED_LEVELS.get(level, level)))]
-        for level, text in levels.items()
-    ]
+    rows = [[_(text), size(predicted.get(level)), size(_level(measurement, level))] for level, text in levels.items()]
     caption = _("Device with the highest memory")
     if len(stages) > 1:
         caption = _("Device with the highest memory (stage {number})", number=predicted["worst_stage"])
     return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
 
 
+def _level(measured: Measured | None, level: str) -> float | None:
+    """Return a level of the memory as measured; None for the capacity, and without a measurement."""
+    return getattr(measured, MEASURED_LEVELS.get(level, level), None)
+
+
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
     """Return the maximum of the measured figures over the ranks of each stage; ranks are in the order of stages."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
-    ranks = run.metrics(run.best).get("ranks") if run.best and run.best["measured"] else None
+    ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measured else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
         return found
     for place, rank in enumerate(ranks):
@@ -169,9 +185,9 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
 def step_time(run: RunData) -> Section | None:
     """Return the parts of the step time of the best and the baseline; None without a prediction."""
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
-    if run.best and run.baseline and run.best["candidate"] == run.baseline["candidate"]:
+    if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
-    predicted_trials = {name: trial for name, trial in trials.items() if trial["predicted"].get("time")}
+    predicted_trials = {name: trial for name, trial in trials.items() if trial.predicted.time}
     if not predicted_trials:
         return None
     blocks: list[Block] = [_step_parts(run, predicted_trials)]
@@ -182,9 +198,9 @@ def step_time(run: RunData) -> Section | None:
     return Section(anchor="step", title=_((REQUEST if run.serves else STEP)["title"]), blocks=tuple(blocks))
 
 
-def _step_parts(run: RunData, trials: Mapping[str, Record]) -> Chart:
+def _step_parts(run: RunData, trials: Mapping[str, TrialResult]) -> Chart:
     texts = REQUEST if run.serves else STEP
-    times = {name: trial["predicted"]["time"] for name, trial in trials.items()}
+    times = {name: trial.predicted.time for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
     steps = {name: _measured_seconds(run, trial) for name, trial in trials.items()}
     parts = list(dict.fromkeys(part for time in times.values() for part in time))
@@ -220,17 +236,18 @@ def _step_parts(run: RunData, trials: Mapping[str, Record]) -> Chart:
     )
 
 
-def _measured_seconds(run: RunData, trial: Record) -> float | None:
+def _measured_seconds(run: RunData, trial: TrialResult) -> float | None:
     """Return the measured seconds of a step, of a server the mean of a request."""
     if run.serves:
-        return number((lookup(trial, "measured.figures") or {}).get("e2e_s.mean"))
-    return number(lookup(trial, "measured.step_time_s.median"))
+        return trial.figure("e2e_s.mean")
+    return trial.measured_s
 
 
-def _measured_parts(run: RunData, trial: Record) -> list[Any]:
+def _measured_parts(run: RunData, trial: TrialResult) -> list[Any]:
     """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
-    count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
-    if not count or not isinstance(steps, list) or trial["fidelity"] != "run" or not run.labels.measured_parts:
+    count = trial.measured.step_time_s.n if trial.measured else 0
+    steps = run.metrics(trial).get("steps")
+    if not count or not isinstance(steps, list) or trial.fidelity != "run" or not run.labels.measured_parts:
         return []
     counted_steps = [step for step in steps if isinstance(step, Mapping)][-count:]
     figures = [
@@ -239,4 +256,4 @@ def _measured_parts(run: RunData, trial: Record) -> list[Any]:
     ]
     if not counted_steps or any(len(values) < len(counted_steps) for values in figures):
         return []
-    return [*(cell(median(values)) for values in figures), cell(lookup(trial, "measured.step_time_s.median"))]
+    return [*(cell(median(values)) for values in figures), cell(trial.measured_s)]

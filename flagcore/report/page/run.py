@@ -13,14 +13,15 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
-from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
-from flagcore.report.formats import hardware_text, lookup, shown
+from flagcore.report.formats import hardware_text, shown
 from flagcore.report.page.blocks import Cell
+from flagcore.report.result import RunResult, TrialResult
 from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
@@ -39,14 +40,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
+    """The result of a run, and its `insight` (`flagcore.api.managing.report`), empty if missing.
 
     `folder` has the files of trials. `called` is the folder in commands, relative to the working directory; `.` if it
     is elsewhere. `notes` are warnings at the top of the page. `secrets` are values that must not be shown. `knobs` are
     those of the task, `labels` those of its engine.
     """
 
-    result: Record
+    result: RunResult
     folder: Path
     called: str = ""
     insight: Record = field(default_factory=dict)
@@ -57,15 +58,15 @@ class RunData:
 
     @classmethod
     def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
-        """Return a run without its secrets, because users share reports."""
-        data = {"result": redact_data(result, secrets), "insight": redact_data(insight, secrets)}
+        """Return a run without its secrets, because users share reports. `result` has the format of result.json."""
         paths = own_paths(rest["folder"])
-        return cls(**{name: _shortened(each, paths) for name, each in data.items()}, secrets=tuple(secrets), **rest)
+        plain, insight = (_shortened(redact_data(each, secrets), paths) for each in (result, insight))
+        return cls(result=RunResult.from_json(plain), insight=insight, secrets=tuple(secrets), **rest)
 
     @property
     def objective(self) -> str:
         """The objective's name."""
-        return str(self.result["objective"]["name"])
+        return self.result.objective.name
 
     @property
     def serves(self) -> bool:
@@ -85,61 +86,60 @@ class RunData:
     @property
     def hardware(self) -> str:
         """The number of devices and their chip."""
-        return hardware_text(self.result["devices"], str(self.result["chip"]))
+        return hardware_text(self.result.devices, self.result.chip)
 
     @property
     def fidelity(self) -> str:
         """The fidelity of its trials."""
-        return str(self.result["fidelity"])
+        return self.result.fidelity
 
     @property
-    def best(self) -> Record | None:
+    def best(self) -> TrialResult | None:
         """The best trial."""
-        return self.result.get("best")
+        return self.result.best
 
     @property
-    def baseline(self) -> Record | None:
+    def baseline(self) -> TrialResult | None:
         """The trial of the baseline."""
-        return self.result.get("baseline")
+        return self.result.baseline
 
     @property
-    def trials(self) -> Sequence[Record]:
+    def trials(self) -> Sequence[TrialResult]:
         """One trial per candidate, in their order."""
-        return list(self.result["trials"])
+        return self.result.trials
 
     @property
-    def all_trials(self) -> Sequence[Record]:
+    def all_trials(self) -> Sequence[TrialResult]:
         """Probes, trials and repeats in their order."""
-        all_records = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
-        return sorted(all_records, key=lambda trial: int(trial["number"]))
+        return self.result.all_trials
 
     @property
     def limits(self) -> Mapping[str, float]:
         """The latency limits in seconds."""
-        return self.result.get("limits") or {}
+        return self.result.limits or {}
 
-    def figure(self, trial: Record) -> float | None:
+    def figure(self, trial: TrialResult) -> float | None:
         """Return the measured objective of a trial, None without a measurement."""
-        if not trial["measured"]:
+        if not trial.measured:
             return None
         if not self.serves:
-            return float(trial["measured"]["tokens_per_second_per_device"])
-        return objective_value(self.objective, float(trial["measured"]["step_time_s"]["median"]))
+            return float(trial.measured.tokens_per_second_per_device)
+        return objective_value(self.objective, float(trial.measured.step_time_s.median))
 
-    def predicted(self, trial: Record, bound: str = "value") -> float | None:
+    def predicted(self, trial: TrialResult, bound: str = "value") -> float | None:
         """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
-        return number(lookup(trial["predicted"], f"{key}.{bound}"))
+        return trial.predicted.figure(f"{key}.{bound}")
 
-    def runs(self, trial: Record) -> list[Record]:
+    def runs(self, trial: TrialResult) -> list[TrialResult]:
         """Return a trial and its repeats."""
-        same_candidate = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
-        return [trial, *(each for each in same_candidate if each["number"] != trial["number"])]
+        same_candidate = (each for each in self.result.repeats if each.candidate == trial.candidate)
+        return [trial, *(each for each in same_candidate if each.number != trial.number)]
 
-    def broken_limits(self, trial: Record) -> str:
+    def broken_limits(self, trial: TrialResult) -> str:
         """Return the limits that a trial, or else its repeats, exceeded; empty if none."""
-        by_trial = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
-        if own := by_trial.pop(trial["number"]):
+        by_trial = {each.number: "; ".join(each.broken) for each in self.runs(trial)}
+        if own := by_trial.pop(trial.number):
             return own
         repeat_texts = [
             _("trial {number}: {reason}", number=number, reason=why) for number, why in by_trial.items() if why
@@ -147,37 +147,34 @@ class RunData:
         return _("exceeded when repeated ({runs})", runs=", ".join(repeat_texts)) if repeat_texts else ""
 
     @property
-    def nearest(self) -> Record | None:
+    def nearest(self) -> TrialResult | None:
         """The trial nearest to the limits if none meets them, by the median of its runs (of two runs, the worse)."""
         if self.best is not None or not self.limits:
             return None
         ranked = []
         for trial in self.trials:
             missed_limits = [
-                max(
-                    (number(lookup(each["measured"], f"figures.{name}")) or inf) / most
-                    for name, most in self.limits.items()
-                )
+                max((each.figure(name) or inf) / most for name, most in self.limits.items())
                 for each in self.runs(trial)
-                if each["measured"]
+                if each.measured
             ]
-            if trial["measured"] and missed_limits:
-                ranked.append((median_high(missed_limits), int(trial["number"]), trial))
+            if trial.measured and missed_limits:
+                ranked.append((median_high(missed_limits), int(trial.number), trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def text_of(self, file: Path) -> str:
         """Return a text file without secrets and without absolute paths; empty if it is missing or too large."""
         return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
-    def trial_folder(self, trial: Record) -> Path:
+    def trial_folder(self, trial: TrialResult) -> Path:
         """Return the folder of a trial."""
-        return self.folder / "trials" / str(int(trial["number"]))
+        return self.folder / "trials" / str(int(trial.number))
 
-    def metrics(self, trial: Record) -> Record:
+    def metrics(self, trial: TrialResult) -> Record:
         """Return the metrics.json of a trial, empty if it cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
 
-    def tails(self, trial: Record) -> list[tuple[str, str]]:
+    def tails(self, trial: TrialResult) -> list[tuple[str, str]]:
         """Return names and ends of the logs of a trial and of its probed ranks.
 
         Empty logs and links out of the folder are omitted.
@@ -195,49 +192,33 @@ class RunData:
         return [(name, text) for name, text in log_ends if text.strip()]
 
 
-def number(value: Any) -> float | None:
-    """Return a number as float, None for anything else."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def name_of(run: RunData, trial: Record) -> str:
+def name_of(run: RunData, trial: TrialResult) -> str:
     """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
-    role = "" if trial["role"] == "search" else trial["role"]
-    if trial["fidelity"] != run.fidelity:
-        role = trial["fidelity"]
-    imported = _("imported") if trial.get("source") and role != "imported" else ""
-    best = _("best") if run.best and trial["number"] == run.best["number"] else ""
-    return " ".join(filter(None, [str(trial["number"]), _(role), imported, best]))
+    role = "" if trial.role == "search" else trial.role
+    if trial.fidelity != run.fidelity:
+        role = trial.fidelity
+    imported = _("imported") if trial.source and role != "imported" else ""
+    best = _("best") if run.best and trial.number == run.best.number else ""
+    return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
 
 
-def trial_cell(run: RunData, trial: Record) -> Cell:
+def trial_cell(run: RunData, trial: TrialResult) -> Cell:
     """Return the name of a trial as a link to its details."""
-    return Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}")
+    return Cell(name_of(run, trial), float(trial.number), f"#trial-{trial.number}")
 
 
-def configuration(run: RunData, trial: Record) -> str:
+def configuration(run: RunData, trial: TrialResult) -> str:
     """Return the candidate of a trial in one line."""
-    return values_text(trial["candidate"], run.knobs)
-
-
-def seconds_of(trial: Record) -> float | None:
-    """Return the measured step time of a trial; for an estimate, the predicted step time."""
-    key = "predicted.step_time_s.value" if trial["state"] == "predicted" else "measured.step_time_s.median"
-    return number(lookup(trial, key))
+    return values_text(trial.candidate, run.knobs)
 
 
 def listed(run: RunData) -> frozenset[int]:
     """Return the numbers of the trials that tables list: the best, the baseline, the first failed, and the fastest."""
     own = [each for each in (run.best, run.baseline) if each]
-    failed = [each for each in run.all_trials if seconds_of(each) is None][:MAX_FAILED]
-    fastest = sorted(run.all_trials, key=lambda each: seconds_of(each) or inf)
-    numbers = dict.fromkeys(int(each["number"]) for each in (*own, *failed, *fastest))
+    failed = [each for each in run.all_trials if each.seconds is None][:MAX_FAILED]
+    fastest = sorted(run.all_trials, key=lambda each: each.seconds or inf)
+    numbers = dict.fromkeys(int(each.number) for each in (*own, *failed, *fastest))
     return frozenset(list(numbers)[:MAX_LISTED])
-
-
-def points_of(trial: Record) -> list[Record]:
-    """Return the load points of a trial of servers."""
-    return [point for point in (trial["measured"] or {}).get("points") or [] if isinstance(point, Mapping)]
 
 
 def objective_text(run: RunData, figure: float | None) -> str:

@@ -13,9 +13,22 @@ import numpy as np
 from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS
 from flagcore.i18n import _
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
-from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
-from flagcore.report.page.run import Record, RunData, configuration, listed, number, points_of, trial_cell
+from flagcore.report.page.blocks import (
+    Block,
+    Chart,
+    Section,
+    Table,
+    Text,
+    cell,
+    clear_axis,
+    layout,
+    limit_line,
+    line,
+    points,
+    table,
+)
+from flagcore.report.page.run import Record, RunData, configuration, listed, trial_cell
+from flagcore.report.result import TrialResult, number
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -30,7 +43,7 @@ FRONT = {
 
 def serving(run: RunData) -> Section | None:
     """Return load points and latencies; None for training."""
-    if not run.serves or not any(points_of(trial) for trial in run.trials):
+    if not run.serves or not any(trial.points for trial in run.trials):
         return None
     limits = limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
@@ -42,16 +55,16 @@ def serving(run: RunData) -> Section | None:
 
 def front_table(run: RunData) -> Table | None:
     """Return the Pareto front of throughput and latency; None for one load point."""
-    if not any(len(points_of(trial)) > 1 for trial in run.trials):
+    if not any(len(trial.points) > 1 for trial in run.trials):
         return None
     rows = [
         [str(point["trial"]), load_text(point), *(cell(lookup(point, key)) for key in FRONT.values())]
-        for point in run.result.get("front") or ()
+        for point in run.result.front or ()
     ]
     return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 
 
-_Point = tuple[Record, Record, float, float]
+_Point = tuple[TrialResult, Record, float, float]
 """A trial, one of its load points, the latency and the rate."""
 
 
@@ -60,7 +73,7 @@ def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator
     measured: list[_Point] = [
         (trial, point, x, y)
         for trial in run.trials
-        for point in points_of(trial)
+        for point in trial.points
         if (x := number(lookup(point, latency))) is not None and (y := number(point.get(RATE))) is not None
     ]
     if not measured:
@@ -68,7 +81,7 @@ def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator
     name, short = latency_name(latency), SHORT_RATES[RATE]
     front = _front([(x, y) for _, _, x, y in measured])
     rows, shown_numbers = [], listed(run)
-    for trial, point, x, y in (each for each in measured if each[0]["number"] in shown_numbers):
+    for trial, point, x, y in (each for each in measured if each[0].number in shown_numbers):
         points = [] if limit is None else [cell(x <= limit)]
         first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
         rows.append([*first, cell(y), cell(x), cell((x, y) in front), *points])
@@ -111,11 +124,11 @@ def _load_point_traces(
         trace = line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front])
         trace["line"] |= {"shape": "hv"}
         yield trace
-    best = run.best["number"] if run.best else None
+    best = run.best.number if run.best else None
     for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
-        members = [each for each in measured if (each[0]["number"] == best) == (series == 1)]
+        members = [each for each in measured if (each[0].number == best) == (series == 1)]
         if members:
-            text = [f"{_('trial')} {trial['number']}: {load_text(point)}" for trial, point, _x, _y in members]
+            text = [f"{_('trial')} {trial.number}: {load_text(point)}" for trial, point, _x, _y in members]
             trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
             yield trace | {"marker": {**trace["marker"], "size": size}}
 
@@ -137,7 +150,7 @@ class _Run:
 
     who: str
     again: bool
-    trial: Record
+    trial: TrialResult
     point: Record
     values: tuple[tuple[float, ...], ...]
 
@@ -159,35 +172,35 @@ def _distributions(run: RunData) -> Iterator[Block]:
         yield statistics
 
 
-def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
+def _trials(run: RunData) -> Iterator[tuple[str, bool, TrialResult]]:
     """Yield the best (or else the trial nearest to the limits) and the baseline, each followed by its repeats."""
     first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
     for who, trial in (first, (_("baseline"), run.baseline)):
         is_other_trial = (
-            trial is not first[1] and first[1] is not None and trial and trial["candidate"] == first[1]["candidate"]
+            trial is not first[1] and first[1] is not None and trial and trial.candidate == first[1].candidate
         )
-        if trial and trial["measured"] and not is_other_trial:
-            yield from ((who, each is not trial, each) for each in run.runs(trial) if each["measured"])
+        if trial and trial.measured and not is_other_trial:
+            yield from ((who, each is not trial, each) for each in run.runs(trial) if each.measured)
 
 
 def _runs(run: RunData, latency: str) -> Iterator[_Run]:
     """Yield the saved quantiles of the load point by which the best was rated."""
     place = _deciding_point(run.best or run.nearest)
     for who, again, trial in _trials(run):
-        if place < len(points_of(trial)):
+        if place < len(trial.points):
             values = tuple(_quantiles(run, trial, place, latency))
-            yield _Run(who=who, again=again, trial=trial, point=points_of(trial)[place], values=values)
+            yield _Run(who=who, again=again, trial=trial, point=trial.points[place], values=values)
 
 
-def _deciding_point(best: Record | None) -> int:
+def _deciding_point(best: TrialResult | None) -> int:
     """Return the index of the load point with the figures of the measurement."""
-    figures = lookup(best or {}, "measured.figures") or {}
+    figures = (best and best.measured and best.measured.figures) or {}
     keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
-    matches = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))
+    matches = (all(point.get(key) == figures.get(key) for key in keys) for point in (best.points if best else ()))
     return next((place for place, is_same in enumerate(matches) if is_same), 0)
 
 
-def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterator[tuple[float, ...]]:
+def _quantiles(run: RunData, trial: TrialResult, place: int, latency: str) -> Iterator[tuple[float, ...]]:
     """Yield the valid quantiles in the metrics.json of a trial."""
     try:
         repeats = run.metrics(trial)["points"][place]["repeats"]
@@ -240,7 +253,7 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
 
 
 def _legend(runs: Sequence[_Run]) -> str:
-    numbers = ", ".join(str(each.trial["number"]) for each in runs)
+    numbers = ", ".join(str(each.trial.number) for each in runs)
     return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
 
 
@@ -274,7 +287,7 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 def _statistics(run: RunData, latency: str) -> Table:
     rows = []
     for who, again, trial in _trials(run):
-        for point in points_of(trial):
+        for point in trial.points:
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
                 parts = [who, _("repeat") if again else "", load_text(point)]

@@ -7,21 +7,15 @@ from types import ModuleType
 from flagcore.testing.checks import (
     answers,
     chips,
-    collectives,
     costs,
     detection,
     engines,
     environment,
-    failures,
     module,
     packaging,
-    peaks,
-    shipped,
-    side_effects,
-    sources,
     trials,
 )
-from flagcore.testing.kit import Check
+from flagcore.testing.kit import LOADS, SLOW, Check
 
 
 def _checks(module: ModuleType) -> tuple[Check, ...]:
@@ -30,9 +24,7 @@ def _checks(module: ModuleType) -> tuple[Check, ...]:
     return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
-MODULES = (
-    *(module, side_effects, chips, peaks, sources, answers, costs, collectives, engines, environment, failures),
-    *(trials, detection, shipped, packaging),
-)
-CHECKS: tuple[Check, ...] = tuple(check for each in MODULES for check in _checks(each))
-"""The checks in order of execution. The first checks whether the plugin loads."""
+MODULES = (module, chips, answers, costs, engines, environment, trials, detection, packaging)
+_ALL = [check for each in MODULES for check in _checks(each)]
+CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))
+"""The checks in order of execution: first those whose failure ends the others."""

@@ -44,8 +44,9 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(BY_GROUP, lambda plugin: [(group, "megatron") for group in plugin.groups()]),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
-    "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
-    "pruning_rules_are_valid": lambda plugin: [(task,) for task in plugin.tasks()],
+    **dict.fromkeys(
+        ("check_task_is_valid", "pruning_rules_are_valid"), lambda plugin: [(task,) for task in plugin.tasks()]
+    ),
 }
 """The arguments of the hook in each check."""
 

@@ -14,7 +14,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins.installed import capture_warnings
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
-from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
+from flagcore.testing.package import FOLDER, SOURCES, Transcript
 
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0
@@ -86,20 +86,20 @@ def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
 
 @check()
 def visible_devices_are_respected(plugin: Subject) -> Problems:
-    variables = {plugin.loaded.engine_support(*pair).visible_devices for pair in plugin.pairs()}
-    names = sorted(name for name in variables if name)
+    names = sorted({name for pair in plugin.pairs() for name in plugin.loaded.engine_support(*pair).visible_devices})
     if not names:
         raise Skip("no engine has visible_devices")
     multi_device = [each for each in plugin.listings if each.devices >= 2]
     if not multi_device:
         raise Skip("no transcript lists two devices")
     for name in names:
-        for setting, indices in (("1,0", [1, 0]), ("0", [0]), ("-1", [])):
-            devices = fakes.devices(plugin, fakes.printing(multi_device[0]), **{name: setting})
-            if [device.index for device in devices] != indices:
+        for setting, selectors in (("1,0", ["1", "0"]), ("0", ["0"]), ("-1", [])):
+            with fakes.machine(fakes.printing(multi_device[0])):
+                devices = fakes.ask(plugin, **{name: setting})
+            if [device.selector for device in devices] != selectors:
                 yield Problem(
                     f"flagcore_devices returns the devices {[each.index for each in devices]} with {name}={setting}",
-                    f"return visible(found, {name!r}) of flagcore.vendorkit.smi",
+                    f"return visible(found, {name!r}, environment=environment) of flagcore.vendorkit.smi",
                 )
 
 

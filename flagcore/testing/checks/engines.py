@@ -6,14 +6,14 @@ import re
 from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
-from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues
+from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues, ValueRule
 from flagcore.domain.knob import Factor, Knob
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.stages.legality import JOB_KEYS, SHARED_PREFIXES
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
+from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 
 PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
@@ -45,29 +45,57 @@ def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: 
         yield f"{where} is {answer.support.value!r} without a reason"
 
 
-@check(
-    "give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_supports
-)
-def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    yield from _incomplete(where, answer.refused, answer.forced)
+def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
+    """Return the start of messages, the chip, the engine and the rule for each rule about values."""
+    plugin.implements("flagcore_pruning_rules")
+    where, pairs = "flagcore_pruning_rules: {} on {}", plugin.pairs()
+    rules = plugin.once(
+        "rules about values",
+        lambda: [
+            (where.format(engine, chip.name), chip, engine, rule)
+            for chip, engine in pairs
+            for rule in plugin.loaded.pruning_rules(task_on(chip, engine))[0]
+        ],
+    )
+    if not rules:
+        raise Skip("the plugin has no rules about values")
+    return rules
 
 
-@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
-def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    yield from _unknown(where, engine, answer.refused, answer.forced)
+@check("give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_rules)
+def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
+    is_named = rule.name.isidentifier() and bool(rule.reason.strip())
+    if isinstance(rule, ForcedSetting):
+        if not (is_named and rule.setting.startswith(SHARED_PREFIXES)):
+            yield f"{where}: {rule.name!r} forces {rule.setting!r}, which begins with none of {PREFIXES}"
+    elif not (is_named and (rule.values or rule.above is not None)):
+        yield f"{where}: {rule.name!r} is incomplete"
 
 
-@check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
-def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for axis in workload(engine).axes(task_on(chip)) if engine == "megatron" else ():
-        refused_values = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
-        if set(axis.values) <= refused_values:
-            yield f"{where}: every value of {axis.knob} is refused"
+@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_rules)
+def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
+    if isinstance(rule, ForcedSetting):
+        if rule.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, rule.setting, (rule.value,)):
+            yield f"{where}: {rule.name} forces {rule.setting} = {rule.value!r}, which is not a valid setting"
+    elif not _is_known(engine, rule.knob, rule.values):
+        yield f"{where}: unknown knob {rule.knob!r} with {rule.values}"
 
 
-@check("give the name of the environment variable, such as ACME_VISIBLE_DEVICES", each=_supports)
-def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    if answer.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", answer.visible_devices):
+@check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason")
+def refused_values_leave_candidates(plugin: Subject) -> Problems:
+    engine = "megatron"
+    for where, chip in {where: chip for where, chip, name, _ in _rules(plugin) if name == engine}.items():
+        rules, _ = plugin.loaded.pruning_rules(task_on(chip, engine))
+        refusals = [rule for rule in rules if isinstance(rule, RefusedValues)]
+        for axis in workload(engine).axes(task_on(chip, engine)):
+            refused_values = {value for rule in refusals if rule.knob == axis.knob for value in rule.values}
+            if set(axis.values) <= refused_values:
+                yield f"{where}: every value of {axis.knob} is refused"
+
+
+@check("give the names of environment variables, such as ACME_VISIBLE_DEVICES", each=_supports)
+def visible_devices_are_variable_names(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
         yield f"{where}: visible_devices = {answer.visible_devices!r}"
 
 
@@ -79,34 +107,11 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
         for advice in plugin.loaded.check_task(task):
             if advice.impossible:
                 yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
-            yield from _incomplete(location, advice.refused, advice.forced)
-            yield from _unknown(location, task.spec.work.engine, advice.refused, advice.forced)
             for preferred in advice.preferred:
                 if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
                     yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
             if not all(note.strip() for note in advice.notes):
                 yield f"{location}: a note is empty"
-
-
-def _incomplete(where: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]) -> Problems:
-    for refused in refusals:
-        limits = bool(refused.values) or refused.above is not None
-        if not (refused.name.isidentifier() and refused.reason.strip() and limits):
-            yield f"{where}: {refused.name!r} is incomplete"
-    for forced in settings:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED_PREFIXES)):
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {PREFIXES}"
-
-
-def _unknown(
-    where: str, engine: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]
-) -> Problems:
-    for refused in refusals:
-        if not _is_known(engine, refused.knob, refused.values):
-            yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
-    for forced in settings:
-        if forced.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, forced.setting, (forced.value,)):
-            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:

@@ -15,9 +15,10 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.testing import fakes
+from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
-from flagcore.vendorkit.scope import applicable
-from flagcore.vendorkit.variables import Variable
+from flagcore.vendorkit.engines import Variable
+from flagcore.vendorkit.fields import applicable
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
@@ -126,7 +127,7 @@ def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
 @check("add variables for several nodes to those of one")
 def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
     plugin.implements("flagcore_environment")
-    for task in plugin.tasks():
+    for task in map(task_on, plugin.own_chips()):
         (chip,) = (group.chip for group in task.cluster.groups)
         nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
         one = plugin.loaded.environment(chip, "megatron", None, task)

@@ -1,28 +1,32 @@
-"""Trials: telemetry, pruning rules, and changes to a launch."""
+"""Trials: telemetry, pruning rules, and patterns of log lines of failed trials."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from importlib.resources import files
 
 import numpy as np
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.chip import Device
-from flagcore.domain.launch import Launch
+from flagcore.domain.devices import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Space
-from flagcore.plugins import launcher, workload
-from flagcore.stages.build import build
-from flagcore.stages.discover import costs as costs_of
-from flagcore.stages.predict import predict
-from flagcore.stages.prune import prune
+from flagcore.domain.trial import TrialState
+from flagcore.plugins import workload
 from flagcore.testing import fakes
+from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.prune import prune
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "memory_used_bytes": (0, 2**42),
@@ -32,9 +36,13 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "utilization_share": (0, 1),
     "clock_hertz": (0, 1e10),
     "load_average": (0, 1e5),
+    OTHERS_CORES: (0, 1e4),
+    CORES: (1, 1e4),
+    DISK_WAIT: (0, 1),
+    SWAPPED: (0, 1e11),
     "throttled": (0, 1),
 }
-"""Range of each figure; names end in the unit."""
+"""Range of each figure; names end in the unit. A name comes before its prefixes."""
 Sample = tuple[Device, Mapping[str, float]]
 
 
@@ -125,8 +133,8 @@ def _rules(plugin: Subject) -> list[RuleWithCandidates]:
 def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
     found: list[RuleWithCandidates] = []
     engine = workload("megatron")
-    for task in plugin.tasks():
-        if rules := plugin.loaded.pruning_rules(task):
+    for task in (task_on(chip) for chip in plugin.own_chips()):
+        if rules := plugin.loaded.pruning_rules(task)[1]:
             space = build(engine.axes(task), engine.rules(task), engine.merges(task))
             predictions = predict(task, engine, space, costs_of(task.cluster, plugin.loaded, "megatron"))
             found += [(rule, space, predictions) for rule in rules]
@@ -183,58 +191,102 @@ def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predi
         yield f"flagcore_pruning_rules: {rule.name} depends on the other candidates"
 
 
-LAUNCH = Launch(
-    argv=("echo", "the command"),
-    folder="/tmp/trial",
-    environment={"KEEP": "me"},
-    timeout_seconds=60.0,
-    memory_limit_bytes=2**30,
-)
-START_SECONDS = 30.0
-"""Time limit for the start of a trial."""
+HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
+"""Lines of successful runs."""
+
+PATTERN_SECONDS = 10.0
+"""Time limit of all patterns together on long lines."""
+_TRY = """
+import json, re, sys
+for pattern in json.load(sys.stdin):
+    print(json.dumps(pattern), flush=True)
+    compiled = re.compile(pattern)
+    words = re.findall(r"[A-Za-z]{3,}", pattern)[:3]
+    for piece in ["a", " ", "0", "a ", ":", "a:", *words, *(word + " " for word in words)]:
+        compiled.search((piece * 4000)[:8000] + "!")
+    for letter in sorted(set(re.findall(r"[^\\W_]", pattern))):
+        compiled.search(letter * 400 + "!")
+"""
 
 
-def _prepared_launches(plugin: Subject) -> Iterator[tuple[Launch]]:
-    plugin.implements("flagcore_prepare_launch")
-    return ((plugin.loaded.prepare_launch(LAUNCH, task),) for task in plugin.tasks())
+@check("do not nest repetitions, as in (a+)+")
+def failure_patterns_are_fast(plugin: Subject) -> Problems:
+    if not _patterns(plugin):
+        raise Skip("the plugin has no failure patterns")
+    if slow := _slow_pattern(plugin):
+        limit = f"{PATTERN_SECONDS:.0f} s on a line of 8,000 characters"
+        yield f"flagcore_failure_patterns: {slow!r} takes more than {limit}"
 
 
-@check(each=_prepared_launches)
-def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
-    if not " ".join(prepared.argv).endswith("echo the command"):
-        yield Problem(
-            f"flagcore_prepare_launch turns 'echo the command' into {' '.join(prepared.argv)!r} as argv",
-            "put a wrapper before launch.argv and keep the rest",
+@check("correct the pattern or the example, or put the narrower pattern first")
+def failure_examples_match(plugin: Subject) -> Problems:
+    failures = plugin.quirks.failures
+    if not failures:
+        raise Skip("quirks.yaml has no failures")
+    if plugin.failed("flagcore_failure_patterns"):
+        raise Skip("flagcore_failure_patterns has no valid answer")
+    if plugin.chips:
+        _require_fast_patterns(plugin)
+    for place, each in enumerate(failures):
+        engines = {*each.engines}
+        same_engines = [
+            other_match
+            for other_match in failures
+            if not engines or not other_match.engines or engines & {*other_match.engines}
+        ]
+        first = next(
+            (other_match for other_match in same_engines if re.search(other_match.pattern, each.example)), None
         )
-    extend = "extend it: replace(launch, environment={**launch.environment, ...})"
-    if prepared.folder != LAUNCH.folder or prepared.directory != LAUNCH.directory:
-        yield Problem("flagcore_prepare_launch changes the folder of the trial", extend)
-    if prepared.environment.get("KEEP") != "me":
-        yield Problem("flagcore_prepare_launch drops a variable of launch.environment", extend)
-    if prepared.timeout_seconds > 60.0 or not 0 < (prepared.memory_limit_bytes or 0) <= 2**30:
-        fix = "keep or lower the limits: they are the user's"
-        yield Problem("flagcore_prepare_launch raises timeout_seconds or memory_limit_bytes of a trial", fix)
+        if first is not each:
+            other_match = f"the earlier pattern {first.pattern!r} does" if first else "none does"
+            yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other_match}"
 
 
-@check("add it with `value`, meaning and source, or correct its name")
-def prepared_variables_are_documented(plugin: Subject) -> Problems:
-    documented = {each.name for each in plugin.variables}
-    for (prepared,) in _prepared_launches(plugin):
-        for name in sorted({*prepared.environment} - {*LAUNCH.environment} - documented):
-            yield f"flagcore_prepare_launch adds {name}, which is missing in environment.yaml"
+@check("correct the pattern or the order of the patterns")
+def log_examples_match(plugin: Subject) -> Problems:
+    patterns = _patterns(plugin)
+    if not plugin.examples:
+        raise Skip("there are no log lines in addition to those of quirks.yaml: override the fixture failure_examples")
+    _require_fast_patterns(plugin)
+    ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
+    for line, state in plugin.examples:
+        first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
+        if first is None or first.state is not state:
+            matched_text = f"as {first.state.value}" if first else "by no pattern"
+            yield f"flagcore_failure_patterns: {line!r} is matched {matched_text}, not as {state.value}"
 
 
-@check("a wrapper must exist here, start the command and stay its parent")
-def prepared_launch_can_be_stopped(plugin: Subject) -> Problems:
-    with tempfile.TemporaryDirectory() as folder:
-        marker = Path(folder, "begun")
-        code = f"import time; open({str(marker)!r}, 'w').close(); time.sleep(60)"
-        sleeper = Launch(argv=(sys.executable, "-S", "-c", code), folder=folder)
-        trial = launcher("local").start(plugin.loaded.prepare_launch(sleeper, next(plugin.tasks())))
-        deadline = time.monotonic() + START_SECONDS
-        while not marker.exists() and trial.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        was_alive = marker.exists() and trial.poll() is None
-        exit_record = trial.stop()
-        if not was_alive or exit_record.ended_by != "request":
-            yield f"flagcore_prepare_launch: a sleeping trial was ended by {exit_record.ended_by} ({exit_record.code})"
+@check("match more of the failure's text")
+def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
+    _require_fast_patterns(plugin)
+    for pattern in _patterns(plugin):
+        for line in HEALTHY:
+            if re.search(pattern.pattern, line):
+                yield f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
+
+
+def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
+    patterns = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
+    return tuple(dict.fromkeys(patterns))
+
+
+def _slow_pattern(plugin: Subject) -> str:
+    """Return the first slow pattern, searched for in a separate process; empty if there is none."""
+
+    def _match_in_process() -> str:
+        patterns = [pattern.pattern for pattern in _patterns(plugin)]
+        argv, text = [sys.executable, "-I", "-S", "-c", _TRY], json.dumps(patterns)
+        try:
+            subprocess.run(argv, input=text, capture_output=True, text=True, timeout=PATTERN_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            return str(json.loads(output.splitlines()[-1]) if output else patterns[0])
+        return ""
+
+    return plugin.once("slow pattern", _match_in_process)
+
+
+def _require_fast_patterns(plugin: Subject) -> None:
+    """Raise Skip if a pattern is too slow to be tried."""
+    if _slow_pattern(plugin):
+        raise Skip("a pattern takes too long to be tried on lines")

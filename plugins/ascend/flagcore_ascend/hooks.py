@@ -1,9 +1,33 @@
-"""The plugin for Ascend NPUs."""
+"""The plugin for Ascend NPUs, with the memory that a rank takes in addition to its tensors."""
 
 from __future__ import annotations
 
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_ascend.discover import DETECTOR
-from flagcore_ascend.memory import memory_of
+
+DRIVER_BYTES = 3460 * 2**20
+"""Memory in use on an idle device with 64 GiB: npu-smi 24.1 to 26.0 shows 2.8 to 3.4 GiB on 910B1 to 910C
+(vllm-project/vllm-ascend issues 2534, 6245, 10504 and 12980). torch_npu reports 60.96 to 61.27 GiB as the total there
+(issue 19; sgl-project/sglang issue 29838)."""
+
+CONTEXT_BYTES = 0.5 * 2**30
+"""Estimated: the context of a process without HCCL's buffers; not measured on an NPU."""
+
+COMMUNICATOR_BYTES = 2 * 200 * 2**20
+"""Each communicator takes twice HCCL_BUFFSIZE, by default 200 MB: for data that is sent, and for data that is received
+(CANN 9.0, reference of environment variables, envref_07_0080)."""
+
+SLACK = 0.02
+"""Estimated: torch_npu's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`."""
+    return PlainMemory.of(
+        group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator=COMMUNICATOR_BYTES
+    )
+
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_ascend", vendor="ascend", detector=DETECTOR, memory=memory_of)

@@ -1,95 +1,160 @@
-"""The peak rate of one core of this machine, estimated from the features that the processor reports."""
+"""The rates of one core of this machine: measured, or else estimated from what the processor reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.physics.collectives.costs import EFFICIENCY
 from flagcore.vendorkit import cgroup
 from flagcore_cpu.discover import memory_bytes_per_device
+from flagcore_cpu.rates import Rates
 
 BOOST = 1.4
 """Boost clock over the nominal clock that a virtual machine reports, as on an AMD EPYC 9004 (2.6 and 3.7 GHz)."""
+
+USUAL_HERTZ = 2.5e9
+"""An assumed clock where the system reports none, as many ARM servers."""
+
+ZEN_1, ZEN_4 = 23, 25
+"""Families of AMD. Models of the former up to `LAST_ZEN_1` have units of 128 bits, the latter of 256 bits."""
+LAST_ZEN_1 = 0x2F
+
+PLAIN_LOOP = 0.5
+"""Operations a cycle of a format for which torch has no kernel, measured on an AMD EPYC of the first generation."""
+
+EMULATED = 0.9
+"""A format is emulated if it is slower than this share of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
     """A processor as reported by the operating system.
 
-    `double_pumped`: AVX-512 instructions run in two halves (AMD Zen 4). `threads_per_core` is above 1 if siblings share
-    a core.
+    `width` is the number of bits of its vector units if they are narrower than its instructions. `threads_per_core` is
+    above 1 if siblings share a core.
     """
 
     model: str
     flags: frozenset[str]
     clock_hz: float
     clock_from: str
-    double_pumped: bool
+    width: int
     threads_per_core: float
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> Processor | None:
-        """Return the first processor of /proc/cpuinfo, None if information is missing."""
+        """Return the first processor of /proc/cpuinfo, None if it lists no instructions."""
         try:
             blocks = (root / "proc/cpuinfo").read_text().strip().split("\n\n")
         except OSError:
             return None
         entries = [dict(_pair(line) for line in block.splitlines() if ":" in line) for block in blocks]
-        first = entries[0]
-        flags = frozenset((first.get("flags") or first.get("Features") or "").split())
-        clock = _clock(first, root)
-        if not flags or clock is None:
+        entries = [entry for entry in entries if "processor" in entry]  # on ARM the last block describes the board
+        flags = frozenset((entries[0].get("flags") or entries[0].get("Features") or "").split()) if entries else ()
+        if not flags:
             return None
+        first = entries[0]
+        family, model = (int(first.get(key, "0")) for key in ("cpu family", "model"))
+        width = 512
+        if first.get("vendor_id") == "AuthenticAMD":
+            width = 128 if family == ZEN_1 and model <= LAST_ZEN_1 else 256 if family <= ZEN_4 else 512
+        arm = " ".join(["ARM", first.get("CPU implementer", ""), first.get("CPU part", "")])
         places = {(entry.get("physical id"), entry.get("core id", str(row))) for row, entry in enumerate(entries)}
-        zen4 = first.get("vendor_id") == "AuthenticAMD" and first.get("cpu family") == "25"
-        return cls(first.get("model name", "cpu"), flags, *clock, zen4, len(entries) / len(places))
+        name = first.get("model name", arm)
+        return cls(name, frozenset(flags), *_clock(first, root), width, len(entries) / len(places))
 
-    def fp32_flops_per_cycle(self) -> int:
-        """Return 2 x lanes x multiply-add units: 16 lanes for AVX-512 (8 if it is double-pumped), 8 for AVX2."""
-        if "avx512f" in self.flags and not self.double_pumped:
-            return 64
-        if {"avx2", "fma"} <= self.flags:
-            return 32
-        return 16 if self.flags & {"avx", "asimd"} else 8
+    @property
+    def identity(self) -> str:
+        """The model and its instructions."""
+        return " ".join([self.model, *sorted(self.flags)])
 
-    def bf16_flops_per_cycle(self) -> float:
-        """Return the native rate, or half of fp32 if bf16 is emulated by conversion.
+    def flops_per_cycle(self) -> dict[str, float]:
+        """Return the rates by precision: of torch's kernels, of which some need more than instructions for a format.
 
-        One AMX tile product is 16 x 16 x 32 multiply-adds in 16 cycles; a dot-product instruction doubles fp32.
+        fp32 does 2 x lanes x multiply-add units. One AMX tile product is 16 x 16 x 32 multiply-adds in 16 cycles; a
+        dot-product instruction doubles fp32. bf16 without instructions is half of fp32, converted in AVX-512.
         """
-        if "amx_bf16" in self.flags:
-            return 1024
-        if self.flags & {"avx512_bf16", "avx_bf16", "bf16"}:
-            return 2 * self.fp32_flops_per_cycle()
-        return self.fp32_flops_per_cycle() / 2
+        flags, fp32 = self.flags, 16.0 if self.flags & {"avx", "asimd"} else 8.0
+        if {"avx2", "fma"} <= flags and self.width > 128:
+            fp32 = 64.0 if "avx512f" in flags and self.width == 512 else 32.0
+        bf16 = fp16 = PLAIN_LOOP
+        if {"avx512bw", "avx512vl", "avx512dq"} <= flags:
+            bf16 = 1024.0 if "amx_bf16" in flags else (2.0 if "avx512_bf16" in flags else 0.5) * fp32
+            if flags & {"amx_fp16", "avx512_fp16"}:
+                fp16 = 1024.0 if "amx_fp16" in flags else 2.0 * fp32
+        elif "asimd" in flags:
+            bf16, fp16 = (2.0 * fp32 if name in flags else PLAIN_LOOP for name in ("bf16", "asimdhp"))
+        return {"fp32": fp32, "bf16": bf16, "fp16": fp16}
 
 
-def this_machine(chip: Chip, processor: Processor | None) -> Chip:
-    """Return `chip` with the memory and the peak rates of the machine that flagcore runs on."""
+def this_machine(chip: Chip, processor: Processor | None, rates: Rates | None = None) -> Chip:
+    """Return `chip` with the memory and the rates of the machine that flagcore runs on."""
     how = "share of the memory of the machine or container, divided by its usable cores"
     memory = Fact(value=memory_bytes_per_device(), source=Source(kind="measured", detail=how))
-    chip = replace(chip, devices_per_node=cgroup.cores(), memory_bytes=memory)
+    aliases = (processor.model,) if processor else ()
+    chip = replace(_as_estimated(chip), aliases=aliases, devices_per_node=cgroup.cores(), memory_bytes=memory)
+    if rates is not None:
+        return _with_rates(chip, rates)
     if processor is None:
         return chip
-    rates = {"fp32": processor.fp32_flops_per_cycle(), "bf16": processor.bf16_flops_per_cycle()}
-    emulated = rates["bf16"] < rates["fp32"]
-    notes = (
-        "This processor has no bf16 instructions: bf16 is emulated and slower than fp32." if emulated else chip.notes
+    return _with_flops(
+        chip, {name: _estimate(name, rate, processor) for name, rate in processor.flops_per_cycle().items()}
     )
-    flops = {name: _estimate(rate, processor, emulated and name == "bf16") for name, rate in rates.items()}
-    return replace(chip, aliases=(processor.model,), dense_flops_per_second=flops, notes=notes)
 
 
-def _estimate(per_cycle: float, processor: Processor, emulated: bool) -> Fact:
+def _with_rates(chip: Chip, rates: Rates) -> Chip:
+    def fact(value: float, what: str) -> Fact:
+        return Fact(value=value, source=Source(kind="measured", detail=f"{what}, {rates.how}"))
+
+    flops = {
+        name: fact(value, "products of linear layers, forward and backward") for name, value in rates.flops.items()
+    }
+    copied = fact(rates.bytes_per_second, "copy of 34 MB, read and written bytes")
+    chip = replace(_with_flops(chip, flops), memory_bandwidth_bytes_per_second=copied)
+    if chip.link is None or len(rates.reduction) < 2:
+        return chip
+    (_, start_s), *_, (reduced_bytes, seconds) = rates.reduction
+    rate = fact(
+        reduced_bytes / seconds / EFFICIENCY[chip.link.topology],
+        f"all-reduce of two processes over gloo of {reduced_bytes:g} bytes",
+    )
+    return replace(chip, link=replace(chip.link, bytes_per_second=rate, latency_seconds=start_s / 2))
+
+
+def _with_flops(chip: Chip, flops: dict[str, Fact]) -> Chip:
+    fp32 = flops["fp32"].value
+    slow = [f"{name} {fp32 / fact.value:.2g} times" for name, fact in flops.items() if fact.value < EMULATED * fp32]
+    notes = f"No fast kernels here, emulated and slower than fp32: {', '.join(slow)}." if slow else chip.notes
+    return replace(chip, dense_flops_per_second=flops, notes=notes)
+
+
+def _as_estimated(chip: Chip) -> Chip:
+    """Return `chip` with the figures of its file, which are another machine's, as estimates for this one."""
+
+    def estimated(fact: Fact) -> Fact:
+        return replace(fact, source=Source(kind="estimated", detail=f"as on an AMD EPYC (Zen 4): {fact.source.detail}"))
+
+    link: Link | None = chip.link and replace(chip.link, bytes_per_second=estimated(chip.link.bytes_per_second))
+    bandwidth = chip.memory_bandwidth_bytes_per_second
+    return replace(
+        chip,
+        link=link,
+        memory_bandwidth_bytes_per_second=bandwidth and estimated(bandwidth),
+        dense_flops_per_second={name: estimated(fact) for name, fact in chip.dense_flops_per_second.items()},
+    )
+
+
+def _estimate(name: str, per_cycle: float, processor: Processor) -> Fact:
     value = per_cycle * processor.clock_hz / processor.threads_per_core
-    method = f"{per_cycle:g} flop a cycle x {processor.clock_hz / 1e9:.2f} GHz ({processor.clock_from})"
+    method = f"{name}: {per_cycle:g} flop a cycle x {processor.clock_hz / 1e9:.2f} GHz ({processor.clock_from})"
     if processor.threads_per_core > 1:
         method += f" / {processor.threads_per_core:g} threads per core"
-    return Fact(value=value, source=Source(kind="estimated", detail=method + (", bf16 emulated" if emulated else "")))
+    return Fact(value=value, source=Source(kind="estimated", detail=method))
 
 
-def _clock(first: dict[str, str], root: Path) -> tuple[float, str] | None:
+def _clock(first: dict[str, str], root: Path) -> tuple[float, str]:
     try:
         kilohertz = (root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()
         return float(kilohertz) * 1e3, "cpufreq's maximum"
@@ -98,7 +163,7 @@ def _clock(first: dict[str, str], root: Path) -> tuple[float, str] | None:
     try:
         return float(first["cpu MHz"]) * 1e6 * BOOST, f"reported clock x {BOOST} for boost"
     except (KeyError, ValueError):
-        return None
+        return USUAL_HERTZ, "assumed"
 
 
 def _pair(line: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
-from flagcore_cpu import discover
+from flagcore_cpu import discover, rates
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 
@@ -14,11 +15,21 @@ CPUINFO = """\
 processor\t: {row}
 vendor_id\t: {vendor}
 cpu family\t: {family}
+model\t\t: {model}
 model name\t: Example CPU
 cpu MHz\t\t: 2000.000
 physical id\t: 0
 core id\t\t: {core}
 flags\t\t: fpu sse {flags}
+
+"""
+
+ARM = """\
+processor\t: {row}
+BogoMIPS\t: 50.00
+Features\t: {features}
+CPU implementer\t: 0x41
+CPU part\t: 0xd0c
 
 """
 
@@ -76,45 +87,81 @@ def test_the_tightest_limit_of_a_container_counts(
     assert cgroup.memory_bytes(tmp_path) == memory
 
 
+AVX2 = "sse2 avx avx2 fma"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
+
+
 @pytest.mark.parametrize(
-    ("flags", "vendor", "family", "fp32", "bf16"),
+    ("vendor", "family", "model", "flags", "rates"),
     [
-        ("avx2 fma", "GenuineIntel", 6, 32, 16),
-        ("avx2 fma avx512f", "GenuineIntel", 6, 64, 32),
-        ("avx2 fma avx512f avx512_bf16 amx_bf16", "GenuineIntel", 6, 64, 1024),
-        ("avx2 fma avx512f avx512_bf16", "AuthenticAMD", 25, 32, 64),
-        ("avx2 fma avx512f avx512_bf16", "AuthenticAMD", 26, 64, 128),
-        ("", "GenuineIntel", 6, 8, 4),
+        pytest.param("AuthenticAMD", 23, 1, AVX2, (16, 0.5, 0.5), id="Zen 1"),
+        pytest.param("AuthenticAMD", 23, 0x31, AVX2, (32, 0.5, 0.5), id="Zen 2"),
+        pytest.param("AuthenticAMD", 25, 17, f"{AVX512} avx512_bf16", (32, 64, 0.5), id="Zen 4"),
+        pytest.param("AuthenticAMD", 26, 2, f"{AVX512} avx512_bf16", (64, 128, 0.5), id="Zen 5"),
+        pytest.param("GenuineIntel", 6, 85, AVX512, (64, 32, 0.5), id="Skylake"),
+        pytest.param(
+            "GenuineIntel", 6, 143, f"{AVX512} avx512_bf16 amx_bf16 avx512_fp16", (64, 1024, 128), id="Xeon with AMX"
+        ),
+        pytest.param("GenuineIntel", 6, 183, f"{AVX2} avx_vnni", (32, 0.5, 0.5), id="AVX2 only"),
+        pytest.param("GenuineIntel", 6, 42, "sse2 avx", (16, 0.5, 0.5), id="AVX only"),
+        pytest.param("GenuineIntel", 6, 23, "sse2", (8, 0.5, 0.5), id="no AVX"),
     ],
 )
-def test_peak_follows_the_instruction_set(
-    tmp_path: Path, flags: str, vendor: str, family: int, fp32: int, bf16: float
+def test_estimates_follow_the_instruction_set(
+    tmp_path: Path, vendor: str, family: int, model: int, flags: str, rates: tuple[float, float, float]
 ) -> None:
-    processor = read(tmp_path, [CPUINFO.format(row=0, core=0, vendor=vendor, family=family, flags=flags)])
+    text = CPUINFO.format(row=0, core=0, vendor=vendor, family=family, model=model, flags=flags)
+    processor = read(tmp_path, [text])
     assert processor is not None
-    assert (processor.fp32_flops_per_cycle(), processor.bf16_flops_per_cycle()) == (fp32, bf16)
-    chip = this_machine(known_chip(), processor)
-    assert chip.dense_flops_per_second["fp32"].value == pytest.approx(fp32 * 2e9 * 1.4)
-    assert chip.dense_flops_per_second["fp32"].source.kind == "estimated"
+    assert tuple(processor.flops_per_cycle().values()) == rates
+    chip = this_machine(file_chip(), processor)
+    for name, rate in zip(("fp32", "bf16", "fp16"), rates, strict=True):
+        fact = chip.dense_flops_per_second[name]
+        assert fact.value == pytest.approx(rate * 2e9 * 1.4)
+        assert fact.source.kind == "estimated"
     assert chip.has_name("example cpu")
-    assert ("emulated" in chip.notes) == (bf16 < fp32)
+    assert ("emulated" in chip.notes) == (min(rates) < rates[0])
+
+
+@pytest.mark.parametrize(
+    ("features", "kilohertz", "rates", "hertz"),
+    [
+        ("fp asimd asimdhp", None, (16, 0.5, 32), 2.5e9),
+        ("fp asimd sve i8mm bf16 asimdhp", "3000000", (16, 32, 32), 3e9),
+    ],
+)
+def test_arm_has_no_clock_and_no_name(
+    tmp_path: Path, features: str, kilohertz: str | None, rates: tuple[float, ...], hertz: float
+) -> None:
+    if kilohertz:
+        clock = tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"
+        clock.parent.mkdir(parents=True)
+        clock.write_text(kilohertz)
+    processor = read(tmp_path, [ARM.format(row=row, features=features) for row in range(2)] + ["Hardware\t: board\n"])
+    assert processor is not None
+    assert (processor.model, processor.clock_hz, processor.threads_per_core) == ("ARM 0x41 0xd0c", hertz, 1)
+    assert tuple(processor.flops_per_cycle().values()) == rates
+    assert processor.clock_from == ("cpufreq's maximum" if kilohertz else "assumed")
 
 
 def test_threads_of_a_core_share_its_peak(tmp_path: Path) -> None:
     rows = [
-        CPUINFO.format(row=row, core=row // 2, vendor="GenuineIntel", family=6, flags="avx2 fma") for row in range(4)
+        CPUINFO.format(row=row, core=row // 2, vendor="GenuineIntel", family=6, model=63, flags=AVX2)
+        for row in range(4)
     ]
     processor = read(tmp_path, rows)
     assert processor is not None
     assert processor.threads_per_core == 2
-    chip = this_machine(known_chip(), processor)
+    chip = this_machine(file_chip(), processor)
     assert chip.dense_flops_per_second["fp32"].value == pytest.approx(32 * 2e9 * 1.4 / 2)
 
 
-def test_without_cpuinfo_the_figures_of_the_catalogue_are_used(tmp_path: Path) -> None:
+def test_figures_of_another_processor_are_estimates(tmp_path: Path) -> None:
     assert Processor.read(tmp_path) is None
-    (chip,) = load_chips("flagcore_cpu")
-    assert this_machine(chip, None).dense_flops_per_second["fp32"].source.kind == "measured"
+    chip = this_machine(file_chip(), None)
+    figures = {key: fact for key, fact in chip.figures.items() if key != "memory_bytes"}
+    assert {"dense_flops_per_second.fp32", "link.bytes_per_second"} <= figures.keys()
+    assert {fact.source.kind for fact in figures.values()} == {"estimated"}
 
 
 def test_more_ranks_than_cores_share_the_memory() -> None:
@@ -153,7 +200,7 @@ def test_a_server_runs_on_cores_that_instances_share_and_chooses_its_threads_its
     support = plugin.flagcore_engine_support(chip, engine, None, "serve")
     assert support is not None
     assert support.shared_devices
-    assert support.visible_devices is None
+    assert support.visible_devices == ()
     assert "OMP_NUM_THREADS" not in (plugin.flagcore_environment(chip, engine, None, None, "serve") or {})
 
 
@@ -166,3 +213,19 @@ def read(folder: Path, blocks: list[str]) -> Processor | None:
 def known_chip() -> Chip:
     (chip,) = plugin.flagcore_chips()
     return chip
+
+
+def file_chip() -> Chip:
+    (chip,) = load_chips("flagcore_cpu")
+    return chip
+
+
+def test_a_server_with_kernels_of_its_own_computes_all_formats_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "rates_here", lambda processor, *, measure: None)
+    costs = plugin.flagcore_kernel_costs(file_chip(), engine="llamacpp", kind="serve")  # type: ignore[call-arg]
+    rows, side = np.array([4.0, 8.0, 256.0]), np.full(3, 1024.0)
+    seconds = {name: costs.gemm_seconds(rows, side, side, name) for name in ("fp32", "bf16", "fp16")}
+    assert seconds["bf16"] == pytest.approx(seconds["fp32"])
+    assert seconds["fp16"] == pytest.approx(seconds["fp32"])
+    first, second, third = seconds["bf16"]
+    assert (third - second) / (second - first) == pytest.approx(62)

@@ -23,7 +23,9 @@ DETECTOR = DeviceDetector(
     tool="hy-smi",
     # The driver does not add its folder to PATH.
     listing=list_with(smi.read, f"hy-smi {FIELDS}", f"/opt/hyhal/bin/hy-smi {FIELDS}"),
-    visible=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    visible=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    outer="ROCR_VISIBLE_DEVICES",
+    empty_is_unset=True,
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,

@@ -1,9 +1,25 @@
-"""The plugin for Hygon DCUs."""
+"""The plugin for Hygon DCUs, with the memory that a rank takes in addition to its tensors."""
 
 from __future__ import annotations
 
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_hygon.discover import DETECTOR
-from flagcore_hygon.memory import memory_of
+
+DRIVER_BYTES = 2 * 2**20
+"""In use on an idle K100_AI and BW1000 (gpustack/runtime, samples of its detector @88026d62; public logs of hy-smi)."""
+
+CONTEXT_BYTES = 1.5 * 2**30
+"""Estimated: HIP context and RCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+
+SLACK = 0.02
+"""Estimated: DTK's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`."""
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_hygon", vendor="hygon", detector=DETECTOR, memory=memory_of)

@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.queries import csv_row, csv_rows, read_details, read_list
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
+    csv_row,
+    csv_rows,
     listing_of,
     parse_memory,
     parse_power,
+    read_details,
+    read_list,
     read_table,
     reading,
     search,

@@ -4,7 +4,9 @@ from flagcore_iluvatar import smi
 from flagcore_iluvatar.hooks import plugin
 
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
+from flagcore.testing.examples import task_on
 
 CARD_OF_TWO = """\
 Timestamp    Fri Dec 20 11:14:29 2024
@@ -75,7 +77,8 @@ def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     assert loaded.environment(chip, "vllm")["VLLM_ENFORCE_CUDA_GRAPH"] == "1"
-    refused = {value for each in loaded.engine_support(chip, "vllm").refused for value in each.values}
+    rules, _ = loaded.pruning_rules(task_on(chip, "vllm"))
+    refused = {value for each in rules if isinstance(each, RefusedValues) for value in each.values}
     assert {"PIECEWISE", "FULL", "FULL_AND_PIECEWISE"} <= refused
     assert not {"NONE", "FULL_DECODE_ONLY"} & refused
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from pathlib import Path
 
 from flagcore_metax.discover import DEVICE_FILE
 
-LOG = logging.getLogger(__name__)
 PEER_MEMORY = "sys/kernel/mm/memory_peers/mxcd/version"
 """Missing if the kernel exports no mm_kobj (RHEL 9.6, for example). Then an all-reduce of two C500 nodes fell from 73
 to 8 GB/s: wangzheng422/docker_env redhat/notes/2025/2025.12.metax.mccl.perf.debug.md."""
@@ -19,10 +16,3 @@ def peer_memory_problem(root: Path = Path("/")) -> str:
     if (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists():
         return ""
     return f"/{PEER_MEMORY} is missing: GPUDirect RDMA of MetaX is off, so nodes exchange data slowly"
-
-
-@cache
-def warn_of_peer_memory(root: Path = Path("/")) -> None:
-    """Log `peer_memory_problem` once."""
-    if problem := peer_memory_problem(root):
-        LOG.warning("%s", problem)

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,11 +7,12 @@ import pytest
 from flagcore_metax import smi
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
-from flagcore_metax.preflight import peer_memory_problem, warn_of_peer_memory
+from flagcore_metax.preflight import peer_memory_problem
 
 from flagcore.domain.chip import Chip, Device, with_network
-from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
+from flagcore.testing.examples import task_on
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
 
 BOARD_FIRST = """\
@@ -65,7 +67,7 @@ def test_devices_come_from_the_tool_on_the_path_and_must_be_visible(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("MACA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [device.index for device in plugin.flagcore_devices()] == [1]
+    assert [device.index for device in plugin.flagcore_devices(os.environ)] == [1]
 
 
 def test_a_dead_device_is_left_out() -> None:
@@ -133,20 +135,27 @@ def test_network_adapters_come_from_the_user_then_the_machine_then_published(tmp
     assert shares == [25e9, 5e10]
 
 
-def test_missing_peer_memory_is_reported_once_and_only_with_devices(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_peer_memory_is_reported_only_with_devices(tmp_path: Path) -> None:
     assert not peer_memory_problem(tmp_path / "another machine")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/mxcd").touch()
-    warn_of_peer_memory(tmp_path)
-    warn_of_peer_memory(tmp_path)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "GPUDirect RDMA of MetaX is off" in peer_memory_problem(tmp_path)
     (tmp_path / "fine/dev").mkdir(parents=True)
     (tmp_path / "fine/dev/mxcd").touch()
     (tmp_path / "fine/sys/kernel/mm/memory_peers/mxcd").mkdir(parents=True)
     (tmp_path / "fine/sys/kernel/mm/memory_peers/mxcd/version").touch()
     assert not peer_memory_problem(tmp_path / "fine")
+
+
+@pytest.mark.parametrize(("nodes", "count"), [(1, 0), (2, 1)])
+def test_missing_peer_memory_is_noted_for_tasks_on_several_nodes(
+    nodes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore_metax.hooks.peer_memory_problem", lambda: "it is off")
+    task = task_on(chip("C500"))
+    cluster = Cluster(groups=(replace(task.cluster.groups[0], nodes=nodes),))
+    advice = plugin.flagcore_check_task(replace(task, cluster=cluster), None)
+    assert (advice.notes if advice else ()).count("it is off") == count
 
 
 def test_a_c550_node_is_flat() -> None:

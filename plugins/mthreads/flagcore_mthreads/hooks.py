@@ -1,9 +1,26 @@
-"""The plugin for Moore Threads GPUs."""
+"""The plugin for Moore Threads GPUs, with the memory that a rank takes in addition to its tensors."""
 
 from __future__ import annotations
 
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_mthreads.discover import DETECTOR
-from flagcore_mthreads.memory import memory_of
+
+DRIVER_BYTES = 86 * 2**20
+"""Memory that mthreads-gmi counts and the runtime does not: the runtime of an S5000 sees 85813358592 bytes of 81920 MiB
+(aosudh.github.io, 2026-07-13). An idle device shows 0 to 10 MiB in use."""
+
+CONTEXT_BYTES = 1.0 * 2**30
+"""Estimated: MUSA context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+
+SLACK = 0.02
+"""Estimated: torch_musa's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
+    """Return the memory model of one device of `group`."""
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_mthreads", vendor="mthreads", detector=DETECTOR, memory=memory_of)

@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import DeviceUse
-from flagcore.vendorkit.queries import csv_row, csv_rows, read_details, read_list
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
     blocked_reason,
+    csv_row,
+    csv_rows,
     listing_of,
     parse_memory,
     parse_power,
+    read_details,
+    read_list,
     read_table,
     reading,
     search,

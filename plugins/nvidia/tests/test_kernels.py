@@ -12,7 +12,7 @@ from flagcore.domain.chip import Chip
 from flagcore.physics.kernels.roofline import RUNS_AS, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet, Rows
 from flagcore.physics.kernels.table import KernelTable
-from flagcore.vendorkit.cost_file import read_curve, read_kernels, read_provenance
+from flagcore.vendorkit.chip_file import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8
@@ -76,7 +76,7 @@ def test_the_h200_table_is_close_on_unseen_kernels(kind: str, mean: float) -> No
         hidden = set(places[fold::FOLDS].tolist())
         seen = KernelSheet(tuple(kernel for place, kernel in enumerate(SHEET.kernels) if place not in hidden))
         unseen = KernelSheet(tuple(SHEET.kernels[place] for place in sorted(hidden)))
-        found.append(errors(KernelTable.of(roofline, seen), kind, unseen.rows(kind, "bf16")))
+        found.append(errors(KernelTable.from_sheet(roofline, seen), kind, unseen.rows(kind, "bf16")))
     assert np.concatenate(found).mean() < mean
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.knobs import candidate_columns
-from flagcore.stages.build import build
+from flagcore.engines.megatron.space.knobs import candidate_columns
+from flagcore.tuner.stages.build import build
 from tests import small
 
 FULL: dict[str, KnobValue] = {"use_recompute": True, "recompute_granularity": "full"}

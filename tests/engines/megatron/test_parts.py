@@ -9,17 +9,12 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.knobs import candidate_columns
+from flagcore.engines.megatron.space.knobs import candidate_columns
 from tests import small
 
 LATENT = dataclasses.replace(
     small.EXPERTS,
-    num_query_groups=4,
-    multi_latent_attention=True,
-    kv_lora_rank=32,
-    qk_head_dim=16,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=16,
+    **small.LATENT,
     moe_first_dense_layers=1,
     moe_shared_expert_intermediate_size=64,
     mtp_num_layers=1,

@@ -13,10 +13,9 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.engines.megatron.knobs import candidate_columns
 from flagcore.engines.megatron.predict import components, predict
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.topology import topology_of
+from flagcore.engines.megatron.space.knobs import candidate_columns
+from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 

@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 
 import pytest
 
-from flagcore.contracts import require_prober
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
@@ -42,12 +41,12 @@ def test_an_unknown_value_of_a_knob_is_reported(workload: Engine) -> None:
 @ALL
 def test_a_server_cannot_be_probed(workload: Engine) -> None:
     with pytest.raises(SpecError) as caught:
-        require_prober(workload)
+        workload.ready_to_probe(task_of(workload).spec)
     assert (caught.value.key, caught.value.value) == ("serve.engine", workload.name)
 
 
 @ALL
 def test_entry_points_lead_to_the_engine_and_its_workload(workload: Engine) -> None:
-    assert resolve_name(workload.where) is workload
+    assert resolve_name(workload.where) is workload.reports
     (found,) = entry_points(group="flagcore.engines", name=workload.name)
     assert found.load() is workload

@@ -24,7 +24,7 @@ from flagcore.report.page.improvements import improvements
 from flagcore.report.page.run import MAX_LISTED, RunData
 from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import read
+from tests.report.page.reading import read, run_result
 
 SPEED = "measured.tokens_per_second_per_device"
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
@@ -300,18 +300,17 @@ def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: R
     assert rows[other]["stopped"].text == error
 
 
-def test_cost_energy_and_carbon_are_those_of_the_result_in_units_that_fit(runs: Runs, tmp_path: Path) -> None:
+def test_cost_and_energy_are_those_of_the_result_in_units_that_fit(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs("dense").folder, tmp_path / "run")
     data = json.loads((tmp_path / "run" / "result.json").read_text())
     cost = {"planned_days": 3.0, "planned_cost": 1230.0, "cost_per_million_tokens": 0.25, "energy_source": "tdp"}
-    cost |= {"energy_kwh_per_million_tokens": 0.0125, "co2_kg_per_million_tokens": 0.005}
-    data["best"]["cost"] = cost | {"planned_energy_kwh": 2500.0, "planned_co2_kg": 1500.0}
+    data["best"]["cost"] = cost | {"energy_kwh_per_million_tokens": 0.0125, "planned_energy_kwh": 2500.0}
     (tmp_path / "run" / "result.json").write_text(json.dumps(data))
     facts = read(api.report(tmp_path / "run")).facts("summary")
     assert re.fullmatch(r"3 days, .*1,230", facts["Planned steps"].text)
     assert facts["Energy per million tokens"].value == 0.0125
-    assert facts["Energy per million tokens"].text.startswith("12.5 Wh, 5 g of CO2 (")
-    assert facts["Energy of the planned steps"].text.startswith("2.5 MWh, 1.5 t of CO2 (")
+    assert facts["Energy per million tokens"].text.startswith("12.5 Wh (")
+    assert facts["Energy of the planned steps"].text.startswith("2.5 MWh (")
 
 
 def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(runs: Runs, tmp_path: Path) -> None:
@@ -399,8 +398,7 @@ def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Pa
 
 
 def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
-    data = {"objective": {"name": "tokens_per_second_per_device"}}
-    run = RunData(result=data, folder=Path(), called="", insight={})
+    run = RunData(result=run_result(), folder=Path(), called="", insight={})
     assert "improved" not in _improvement(run, 5560.0, 5560.2)
     assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)
 
@@ -428,7 +426,7 @@ def test_only_faster_changes_of_one_knob_are_improvements(
     ]
     values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in nearest_trial]
     best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
-    result = {"objective": {"name": "step_time_s"}, "best": best, "trials": [], "repeats": [], "fidelity": "run"}
+    result = run_result(objective={"name": "step_time_s"}, best=best)
     knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}
     insight = {"knobs": [{"knob": "a", "best": 1, "values": values}]}
     section = improvements(RunData(result=result, folder=Path(), insight=insight, knobs=knobs))

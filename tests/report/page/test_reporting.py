@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flagcore import api
-from flagcore.api.reporting import report
+from flagcore.api.managing import report
 from flagcore.errors import RunError
 from tests.cli.conftest import Ran, flag, project  # noqa: F401 (fixtures)
 from tests.report.page.conftest import FINISHED, KINDS, Runs

@@ -11,15 +11,15 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.schedules.formulas import pipeline_seconds
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.execution import ExecutedPass
-from flagcore.physics.schedules.replay import pipe_of, step_seconds
+from flagcore.physics.schedules.replay import ExecutedPass, pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import KINDS, MAX_PASSES, microbatches_to_show, pipeline
 from tests import small
 from tests.physics.planned_orders import PLANNED, simulate
+from tests.report.page.reading import run_result
 
 EXECUTABLE = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
 
@@ -85,7 +85,7 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
-"""How far a played step is from the formula that predicts steps; see `flagcore.engines.schedules.formulas`."""
+"""How far a played step is from the formula that predicts steps; see `flagcore.engines.training.schedules.formulas`."""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -147,7 +147,7 @@ def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
 def section_of(passes: Passes, *without: str) -> Section:
     front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
     as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
-    section = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipelines": [as_read]}))
+    section = pipeline(RunData(result=run_result(), folder=Path(), called="", insight={"pipelines": [as_read]}))
     assert section is not None
     return section
 

@@ -1,33 +1,39 @@
-"""Checks a user's command before the first trial, and lists its contradictions to the spec and its changes."""
+"""Checks a user's command before the first trial, and lists its contradictions to the spec and its changes.
+
+Also checks the installed release, and warns about settings and knobs that have no effect.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.files import read_regular
+from flagcore.domain.knob import Knob, in_versions, unknown_release
 from flagcore.domain.secrets import redact_text
-from flagcore.domain.spec import Spec
-from flagcore.engines.megatron.command.arguments import ArgumentProblem, release_table
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
+from flagcore.engines.megatron.command.arguments import ArgumentProblem, known_releases, release_table
+from flagcore.engines.megatron.command.flags import environment, settings_of_command
 from flagcore.engines.megatron.command.launch import trial_command
-from flagcore.engines.megatron.command.release import import_folders
 from flagcore.engines.megatron.command.trial import KNOB_REASON, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
     argument_table,
     detected_release,
+    import_folders,
     release_of,
     user_command,
 )
-from flagcore.engines.megatron.flags import environment, settings_of_command
-from flagcore.engines.megatron.hetero import mixed_job
-from flagcore.engines.megatron.knobs import SPACE_KNOBS
-from flagcore.engines.megatron.release_check import release_problems
-from flagcore.errors import SpecError, join_errors
-from flagcore.files import read_regular
+from flagcore.engines.megatron.layers.stages import EMBEDDING, LAYOUT, LOSS
+from flagcore.engines.megatron.mixed.hetero import mixed_job
+from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS
+from flagcore.errors import SpecError, SpecErrors, join_errors
 from flagcore.i18n import N_, _
 
 KEY = "train.command"
@@ -207,3 +213,110 @@ def _change_line(change: Change) -> str:
 
 def _truncate(text: str) -> str:
     return text if len(text) <= MAX_ARGUMENT_LENGTH else text[: MAX_ARGUMENT_LENGTH - 3] + "..."
+
+
+def check_release(spec: Spec) -> None:
+    """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not support."""
+    if problems := release_problems(spec, spec.train.engine_version):
+        raise SpecErrors(problems)
+
+
+def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
+    """Return an error for each value of a knob or setting that `release` does not support; none without a release."""
+    if release is None:
+        return []
+    return [
+        SpecError(key=key, value=value, problem=found[0], fix=found[1])
+        for key, value in _set_values(spec)
+        if (found := release_problem(BY_NAME[key.rpartition(".")[2]], value, release))
+    ]
+
+
+def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
+    """Yield the key and the value of each Megatron knob that the spec sets."""
+    sections = {"train.settings": spec.train.settings, "auto_tuner.baseline": spec.baseline or {}}
+    for section, values in sections.items():
+        yield from ((f"{section}.{name}", value) for name, value in values.items() if name in BY_NAME)
+    for name, choices in spec.space.items():
+        if name in BY_NAME and not isinstance(choices, str):
+            yield from ((f"auto_tuner.space.{name}", value) for value in choices)
+
+
+def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
+    """Return the problem and the fix for a value that a release does not support, None if it does."""
+    spellings = [flag for flag in knob.flags if flag.sets(value)]
+    if value is None or value == knob.neutral or not spellings:
+        return None
+    if words := knob.arguments(value, release):
+        table = release_table(release)
+        parse_problems = table.parse(words)[1]
+        if not parse_problems:
+            return None
+        choices = ", ".join(map(str, table.by_flag[words[0]].choices)) if words[0] in table.by_flag else ""
+        fix = f"use {choices}" if choices else parse_problems[0].fix
+        return f"is not a valid value of {words[0]} in Megatron-LM {release}", fix
+    releases = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
+    return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"
+
+
+SELECTIVE_SETTINGS = ("recompute_modules", "moe_recompute_level")
+"""Settings that only selective recompute uses."""
+
+RECOMPUTE_KNOBS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Knobs that only apply with `use_recompute`."""
+
+MAX_VALUE_LENGTH = 80
+"""Maximum number of characters of a value in a warning."""
+
+
+def spec_warnings(spec: Spec) -> list[str]:
+    """Return a line for each setting that has no effect on any candidate, one for an unknown release, and the warnings
+    about a user's command.
+    """
+    known = [Version(each) for each in known_releases()]
+    releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"
+    unknown = unknown_release("train.engine_version", spec.train.engine, spec.train.engine_version, releases)
+    return [*_unused_settings(spec), *unknown, *command_warnings(spec)]
+
+
+def _unused_settings(spec: Spec) -> list[str]:
+    kinds, switch = (spec.space.get(knob, AUTO) for knob in ("recompute_granularity", "use_recompute"))
+    if (kinds == AUTO or "selective" in kinds) and (switch == AUTO or True in switch):
+        return []
+    settings, fix = (
+        spec.train.settings,
+        "add selective to auto_tuner.space.recompute_granularity and true to use_recompute",
+    )
+    keys = [key for key in SELECTIVE_SETTINGS if key in settings]
+    return [_without_selective(f"train.settings.{key}", settings[key], "no candidate has", fix) for key in keys]
+
+
+def job_warnings(
+    task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
+) -> list[str]:
+    """Return a line for each key of a job record that has no effect, and one for a split that was completed."""
+    lines, recompute_is_off = [], values.get("use_recompute") is False
+    if values.get("recompute_granularity") != "selective" or recompute_is_off:
+        fix = "add recompute_granularity: selective"
+        unused = [key for key in SELECTIVE_SETTINGS if key in settings]
+        lines += [_without_selective(key, settings[key], "its candidate does not have", fix) for key in unused]
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
+    unused = [key for key in RECOMPUTE_KNOBS if values.get(key) is not None] if recompute_is_off else []
+    lines += [f"{key} = {values[key]!r} does nothing: use_recompute is False" for key in unused]
+    split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, EMBEDDING, LOSS)}
+    completed_settings = [
+        f"{key} = {text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + '...'}"
+        for key, text in split_settings.items()
+        if text and key not in {*settings, *noted}
+    ]
+    if completed_settings:
+        lines.append(
+            "the layers do not divide over the (virtual) pipeline stages: predicted as published runs split them, with "
+            f"{' and '.join(completed_settings)}; give that or another split"
+        )
+    return lines
+
+
+def _without_selective(key: str, value: SettingValue, subject: str, fix: str) -> str:
+    return f"{key} = {value!r} does nothing: {subject} recompute_granularity: selective; {fix}, or remove this key"

@@ -11,9 +11,7 @@ from typing import Any
 from flagcore.contracts import ImportNote
 from flagcore.engines.megatron.command.arguments import release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
-from flagcore.engines.megatron.importing.arguments import Flags
-from flagcore.engines.megatron.importing.baseline import SIZES, baseline_of, baseline_problem
-from flagcore.engines.megatron.importing.options import options
+from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options
 from flagcore.engines.megatron.importing.shape import shape
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
@@ -34,7 +32,7 @@ SHAPE = {
 def spec_of_command(
     command: Sequence[str], directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-    """Return the data of a spec for a command and notes, see `CommandReader`. Raises SpecError."""
+    """Return the data of a spec for a command and notes, see `Workload.read_command`. Raises SpecError."""
     user_command = read_command(command, str(directory), {})
     if user_command is None:
         problem, fix = "starts no Megatron-LM program", "give `torchrun ... pretrain_gpt.py ...` or a script with it"

@@ -12,27 +12,82 @@ import os
 import socket
 import sys
 import time
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
-from flagcore import forked_ranks as ranks
-from flagcore.engines.megatron.trial import failures
+from flagcore.engines import forked_ranks as ranks
+from flagcore.engines.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory
 from flagcore.engines.megatron.trial.job import Job, JobError, load_job
+
+FAILED = 1
+INVALID = 2
+
+
+def report(error: BaseException) -> int:
+    """Write the failure to stderr, its kind first and its traceback after it, and return the exit code.
+
+    A JobError has no traceback: it is not a failure of this program.
+    """
+    code = classify(error)
+    first_line = _first_line(error)
+    if code == INVALID:
+        print(f"invalid configuration: {first_line}", file=sys.stderr)
+    elif code == OUT_OF_MEMORY:
+        print(f"out of memory: {first_line}", file=sys.stderr)
+    if not isinstance(error, JobError):
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    return code
+
+
+def classify(error: BaseException) -> int:
+    """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
+
+    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks run
+    only in the first step (schedules, token dispatch), so the module that raised the error counts, not the time.
+    """
+    if ran_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if isinstance(error, JobError):
+        return INVALID
+    module = _raised_in(error.__traceback__)
+    is_refusal = isinstance(error, AssertionError | ValueError | NotImplementedError)
+    if module.startswith("megatron."):
+        return INVALID if is_refusal or type(error) is RuntimeError else FAILED
+    return INVALID if is_refusal and module.startswith("transformer_engine.") else FAILED
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the error in one line; an assertion without a message is its source line."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    if isinstance(error, AssertionError) and (not lines or line.startswith("when instantiating")):
+        frames = traceback.extract_tb(error.__traceback__)
+        return f"{frames[-1].line} ({line})" if frames else line
+    return line
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
 
 
 def main(arguments: list[str]) -> int:
     """Run the job named on the command line and return the exit code."""
     try:
-        job = read_job(arguments)
+        job = read_job(arguments).started()
     except JobError as error:
-        return failures.report(error)
+        return report(error)
     prepare(job)
     try:
         clear_output(job.output)
         import_s = import_rank(job) if job.device.type == "cpu" else 0.0
     except Exception as error:
-        return failures.report(error)
+        return report(error)
     task = partial(run_forked_rank, job, import_s)
     if job.nodes == 1:
         return ranks.run_ranks(job.processes, task)
@@ -77,8 +132,7 @@ def prepare(job: Job) -> None:
 def import_rank(job: Job) -> float:
     """Import torch, the modules that register the device, and the program of a rank; return the seconds."""
     start = time.perf_counter()
-    program = "flagcore.engines.megatron.trial." + ("rank" if job.probe is None else "probe")
-    for name in ("torch", *job.device.preload, program):
+    for name in ("torch", *job.device.preload, "flagcore.engines.megatron.trial.rank"):
         importlib.import_module(name)
     return time.perf_counter() - start
 
@@ -87,16 +141,14 @@ def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.soc
     """Run rank `number` and return its exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)
+        from flagcore.engines.megatron.trial.rank import probe_rank, run_rank
+
         if job.probe is not None:
-            from flagcore.engines.megatron.trial.probe import probe_rank
-
             probe_rank(job, job.probe, import_s)
-            return 0
-        from flagcore.engines.megatron.trial.rank import run_rank
-
-        run_rank(job, number, listener, import_s)
+        else:
+            run_rank(job, number, listener, import_s)
     except BaseException as error:
-        return failures.report(error)
+        return report(error)
     return 0
 
 

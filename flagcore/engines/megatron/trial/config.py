@@ -1,9 +1,13 @@
-"""Builds Megatron-core's configurations of the model, the gradient buffers and the optimizer from the job."""
+"""Builds Megatron-core's configurations of model, gradient buffers and optimizer from the job, for any release."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import megatron.core
 import torch
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -12,7 +16,27 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from flagcore.engines.megatron.trial.job import Job, JobError
-from flagcore.engines.megatron.trial.releases import accepted_arguments, build_config
+
+T = TypeVar("T")
+
+
+def accepted_arguments(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Return the `values` that `function` accepts; the others belong to later releases."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a configuration of megatron-core. Raises JobError for a setting that this release does not support.
+
+    An unsupported field is skipped if its value is off.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in known and value:
+            raise JobError(f"megatron-core {megatron.core.__version__} does not support {name} = {value}")
+    return kind(**{name: value for name, value in values.items() if name in known})
+
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}

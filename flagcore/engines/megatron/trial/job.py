@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.parallel.layout import StageLayers
-from flagcore.engines.megatron.stages import parse_layout
+from flagcore.engines.megatron.layers.stages import parse_layout
+from flagcore.engines.training.layout import StageLayers
 
 T = TypeVar("T")
 
@@ -137,7 +138,8 @@ class Replica:
 class Job:
     """One trial, or the probe of one of its ranks.
 
-    With `shares` the ranks of a replica are consecutive, and `replica` is that of this rank.
+    With `shares` the ranks of a replica are consecutive, and `replica` is that of this rank. A trial that runs for
+    `end_after_s` seconds, until `ends_at` of `time.monotonic`, ends with fewer steps; None: never.
     """
 
     model: Model
@@ -149,6 +151,12 @@ class Job:
     nodes: int = 1
     shares: tuple[Share, ...] = ()
     replica: Replica | None = None
+    end_after_s: float | None = None
+    ends_at: float | None = None
+
+    def started(self) -> Job:
+        """Return the job of a program that starts now."""
+        return dataclasses.replace(self, ends_at=self.end_after_s and time.monotonic() + self.end_after_s)
 
     def on_replica(self, number: int) -> Job:
         """Return the job of the ranks of data-parallel replica `number`."""
@@ -243,6 +251,7 @@ def parse_job(data: Any) -> Job:
             probe=None if data.get("probe") is None else _build(Probe, data["probe"]),
             nodes=int(data.get("nodes", 1)),
             shares=tuple(_build(Share, share) for share in data.get("shares", ())),
+            end_after_s=data.get("end_after_s"),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise JobError(f"the job has a missing or unknown key: {error}") from None

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from flagcore.engines.megatron.trial.releases import accepted_arguments
+from flagcore.engines.megatron.trial.config import accepted_arguments
 
 _attention = torch.nn.functional.scaled_dot_product_attention
 _HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and later

@@ -21,11 +21,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-from flagcore.engines.megatron.parallel.parameters import padded_vocab
 from flagcore.engines.megatron.trial import layers, te
-from flagcore.engines.megatron.trial.config import ddp_config, optimizer_config, transformer_config
+from flagcore.engines.megatron.trial.config import accepted_arguments, ddp_config, optimizer_config, transformer_config
 from flagcore.engines.megatron.trial.job import Job
-from flagcore.engines.megatron.trial.releases import accepted_arguments
+from flagcore.engines.training.parameters import padded_vocab
 
 
 @dataclass(frozen=True)

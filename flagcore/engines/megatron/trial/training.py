@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from flagcore.domain.trial import MIN_STEPS, steps_in_time
 from flagcore.engines.megatron.trial.device import RankDevice
 from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import BuiltModel
@@ -46,8 +47,12 @@ class Step:
 
 
 def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:
-    """Run `train_iters` steps and yield each at its end. All ranks must call this together."""
-    for number in range(job.train.train_iters):
+    """Run `train_iters` steps and yield each at its end. All ranks must call this together.
+
+    There are fewer steps, at least MIN_STEPS, if they would not end at `job.ends_at`.
+    """
+    number, planned, times = 0, job.train.train_iters, list[float]()
+    while number < planned:
         for group in built.optimizer.param_groups:
             group["lr"] = LEARNING_RATE if number else 0.0
         batches = microbatches(job, number, rank_device.device, job.num_microbatches)
@@ -61,18 +66,28 @@ def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step
         rank_device.synchronize()
         optimizer_end, own_end = time.perf_counter(), rank_device.clock()
         end = _synchronize(rank_device)
+        times.append(end - start)
+        loss, planned = _agree(job, losses, _steps_in_time(job, times, planned), rank_device.device)
         yield Step(
             step=number,
-            step_time_s=end - start,
+            step_time_s=times[-1],
             forward_backward_s=backward_end - start,
             optimizer_s=optimizer_end - backward_end,
             own_forward_backward_s=own_backward_end - own_start,
             own_optimizer_s=own_end - own_backward_end,
-            loss=_float_if_finite(_mean_loss(job, losses, rank_device.device)),
+            loss=_float_if_finite(loss),
             grad_norm=_float_if_finite(grad_norm),
         )
         if number == 0 and rank_device.needs_memory_step:
             memory_step(job, built, rank_device, batches)
+        number += 1
+
+
+def _steps_in_time(job: Job, times: list[float], planned: int) -> int:
+    """Return how many of the `planned` steps end before `job.ends_at`, from the `times` of the finished ones."""
+    if job.ends_at is None or len(times) < MIN_STEPS:
+        return planned
+    return steps_in_time(times, planned, job.ends_at - time.monotonic())
 
 
 def memory_step(job: Job, built: BuiltModel, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
@@ -138,14 +153,16 @@ def _loss(token_losses: torch.Tensor, weight: float) -> tuple[torch.Tensor, dict
     return weight * loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
-def _mean_loss(job: Job, losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Return the mean loss of the global batch on all ranks; only the last pipeline stage computed it."""
-    total, samples = torch.zeros(2, device=device), job.candidate.micro_batch_size if job.replica else 1
+def _agree(job: Job, losses: list[dict[str, torch.Tensor]], planned: int, device: torch.device) -> tuple[float, int]:
+    """Return the mean loss of the global batch, which only the last pipeline stage computed, and the number of steps
+    that rank 0 plans; both on all ranks."""
+    total, samples = torch.zeros(3, device=device), job.candidate.micro_batch_size if job.replica else 1
     for loss in losses:
         total[0] += loss["loss"] * samples
         total[1] += samples
+    total[2] = planned if dist.get_rank() == 0 else 0
     dist.all_reduce(total)
-    return float(total[0] / total[1])
+    return float(total[0] / total[1]), int(total[2])
 
 
 def _float_if_finite(value: Any) -> float | None:

@@ -14,13 +14,13 @@ import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.command_line import EngineArgs, Program
-from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest_request
-from flagcore.engines.serving.common.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.llamacpp import flags
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.space import installed, knobs
+from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, longest_request
+from flagcore.engines.serving.space.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.program import EngineArgs, Program
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec import gguf
 
@@ -51,7 +51,6 @@ _SPLIT_DEVICES = by_hardware(fixed_values(1), knobs.DIVISORS)
 KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, help="Devices that split each layer's matrices by rows.", auto=_SPLIT_DEVICES),
-    knobs.SIZES_KNOB,
     variant(knobs.PP_KNOB, auto=_SPLIT_DEVICES),
     knob(
         SPLIT,
@@ -166,7 +165,7 @@ class LlamaProgram(Program):
         return engine_args
 
     def version(self, spec: Spec) -> str:
-        wheel = "" if spec.serve.command is not None else program.package_version(sys.executable, PACKAGE)
+        wheel = "" if spec.serve.command is not None else installed.package_version(sys.executable, PACKAGE)
         return spec.serve.engine_version or wheel
 
     def ready(self, spec: Spec) -> None:
@@ -177,14 +176,14 @@ class LlamaProgram(Program):
             raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
         self.parse(spec)
         if serve.command is not None:
-            program.find_command(spec, serve.command)
+            installed.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
                 f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or set a serve.command such as "
                 "[llama-server]"
             )
         else:
-            program.check_version(spec, program.package_version(sys.executable, PACKAGE))
+            installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
 
 
 PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", KNOBS)
@@ -243,7 +242,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     element = np.array([KV_BYTES["f16"], *KV_BYTES.values()])[values[KV]]
     devices = values[TP] * values[PP]
     if hardware.on_cores:
-        share = hardware.share(values[INSTANCES], columns)
+        share = hardware.share(values[INSTANCES])
         devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
     return Settings.of(
         task,

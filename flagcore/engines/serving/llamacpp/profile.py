@@ -5,8 +5,6 @@ Sources of the rules: the server's README, and runs of the server of xllamacpp 2
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -16,17 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics
-from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
-from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import (
-    check_images,
-    context_rules,
-    same_as_unset,
-    speculation_rules,
-    split_rules,
-)
-from flagcore.engines.serving.engine import Engine, ServingWorkload
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.server import PORT, Instance, address
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -47,8 +36,17 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UBATCH,
     UNIFIED,
 )
-from flagcore.engines.serving.settings import PORT, Fetch, address
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.llamacpp.reports import REPORTS
+from flagcore.engines.serving.space import knobs
+from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
+from flagcore.engines.serving.space.knobs import code, or_default
+from flagcore.engines.serving.space.rules import (
+    check_images,
+    context_rules,
+    same_as_unset,
+    speculation_rules,
+    split_rules,
+)
 
 RUNNER = "flagcore.engines.serving.llamacpp.server"
 
@@ -102,46 +100,6 @@ def _int(value: KnobValue) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-_CACHE_LINE = re.compile(r"llama_kv_cache: size = .* K \((\w+)\):.* V \((\w+)\):")
-_OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
-
-
-def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the knob values in /props and the log, without those of a draft model."""
-    props = json.loads(fetch("/props"))
-    values = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.PROGRAM.settings)
-    words = {"enabled": "on", "disabled": "off", "true": "on", "false": "off"}
-    for knob in (own.FLASH, own.UNIFIED):
-        if knob in values:
-            values[knob] = words.get(str(values[knob]), values[knob])
-    if values.get(own.UNIFIED) != "on":
-        values[own.CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
-    if cache := _CACHE_LINE.search(log):
-        values[own.KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
-    layers = _OFFLOADED_LINE.search(log)
-    if layers and layers[1] != layers[2]:  # any larger number means all
-        values[own.LAYERS] = int(layers[1])
-    return values
-
-
-_BUFFER_LINE = re.compile(r"\b(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
-_KINDS = {"model": "weights_gib", "KV": "kv_cache_gib", "compute": "compute_gib"}
-_CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d+ seqs\)")
-
-
-def memory(log: str) -> dict[str, float]:
-    """Return the GiB of buffers by kind on the fullest device, and the tokens of the cache."""
-    buffers: dict[tuple[str, str], float] = {}
-    for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
-        buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024
-    figures: dict[str, float] = {}
-    for (kind, _), gib in buffers.items():
-        figures[_KINDS[kind]] = max(gib, figures.get(_KINDS[kind], 0.0))
-    if cells := [float(size) * float(streams) for size, streams in _CELLS_LINE.findall(log)]:
-        figures["kv_cache_tokens"] = max(cells)
-    return figures
-
-
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of llama.cpp for legal candidates."""
     check_images(task, "mmproj")
@@ -155,7 +113,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
             message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
             broken=lambda c: (
-                (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES], {})) & hardware.on_cores
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
             ),
         ),
         *context_rules(task, CONTEXT),
@@ -202,12 +160,6 @@ def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
                 | ((c[SPLIT] == layer_code) & ((c[PP] == 1) | (c[TP] > 1)))
                 | ((c[SPLIT] == none_code) & ((c[TP] > 1) | (c[PP] > 1)))
             ),
-        ),
-        Rule(
-            name="sizes_by_rows",
-            knobs=(SPLIT, SIZES),
-            message=f"split_mode cannot be combined with {SIZES}: instances of several devices are split by rows",
-            broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
         ),
     )
 
@@ -266,7 +218,6 @@ def merges(task: Task) -> tuple[Merge, ...]:
         name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
     )
     return (
-        *heterogeneous.merges(*((THREADS, BATCH_THREADS) if hardware.on_cores else ())),
         Merge(
             name="batch_threads_as_threads",
             knobs=(THREADS, BATCH_THREADS),
@@ -283,17 +234,16 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: ServingWorkload = Engine(
+WORKLOAD = Engine(
     name="llamacpp",
-    where=f"{__name__}:WORKLOAD",
+    where="flagcore.engines.serving.llamacpp.reports:REPORTS",
     program=own.PROGRAM,
     modules={own.PACKAGE: own.PACKAGE},
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
-    effective=effective,
-    memory=memory,
+    reports=REPORTS,
     split_by=PP,
     host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
 )

@@ -10,12 +10,12 @@ import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, TP, Hardware
-from flagcore.engines.serving.common.knobs import fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.weights import weight_bytes
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.space import knobs
+from flagcore.engines.serving.space.hardware import DP, TP, Hardware
+from flagcore.engines.serving.space.knobs import fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.program import Program
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.weights import weight_bytes
 
 BACKEND, CONTEXT, BATCH, BLOCK = "backend", "context_len", "max_batch_size", "block_size"
 CACHE, KV, EAGER = "cache_max_entry_count", "kv_cache_type", "enforce_eager"
@@ -38,7 +38,6 @@ KNOBS = (
     ),
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tp"),
-    knobs.SIZES_KNOB,
     variant(
         knobs.DP_KNOB,
         "dp",

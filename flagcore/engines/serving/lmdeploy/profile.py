@@ -6,7 +6,6 @@ of the PyTorch engine), `cli/utils.py` (block sizes, powers of two), `docs/en/qu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,17 +13,16 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics
-from flagcore.engines.serving.common.command_line import as_words
-from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
-from flagcore.engines.serving.common.knobs import code
-from flagcore.engines.serving.common.rules import context_rules, same_as_unset, split_rules
-from flagcore.engines.serving.engine import Engine, ServingWorkload
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.server import PORT, Instance, address
 from flagcore.engines.serving.lmdeploy import knobs as own
 from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
-from flagcore.engines.serving.load.result import GENERATE
-from flagcore.engines.serving.settings import PORT, Fetch, address
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.lmdeploy.reports import REPORTS
+from flagcore.engines.serving.space import knobs
+from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
+from flagcore.engines.serving.space.knobs import code
+from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.rules import context_rules, same_as_unset, split_rules
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -36,21 +34,6 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv += knobs.arguments(own.KNOBS, values)
     argv += as_words(own.PROGRAM.parse(spec).others, has_negation=False)
     return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
-
-
-def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the knob values of the selected backend from its log."""
-    for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
-        if line in log:
-            return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}
-    return {}
-
-
-def memory(log: str) -> dict[str, float]:
-    """Return the size of the cache; TurboMind logs MB, the PyTorch engine logs blocks."""
-    if blocks := re.search(r"CacheConfig\(.*\bblock_size=(\d+).*\bnum_gpu_blocks=(\d+)", log):
-        return {"kv_cache_tokens": float(blocks[1]) * float(blocks[2])}
-    return metrics.largest_matches(log, {"kv_cache_gib": r"Object cache budget: ([\d.]+) MB"}, 1 / 1024)
 
 
 FULL_SHARE_CODE = 1000
@@ -148,7 +131,6 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of LMDeploy's defaults."""
     return (
-        *heterogeneous.merges(),
         *same_as_unset(
             own.KNOBS,
             {BACKEND: "turbomind", BLOCK: own.DEFAULT_BLOCK, own.PREFILL: own.DEFAULT_PREFILL, KV: "none"},
@@ -156,17 +138,15 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: ServingWorkload = Engine(
+WORKLOAD = Engine(
     name="lmdeploy",
-    where=f"{__name__}:WORKLOAD",
+    where="flagcore.engines.serving.lmdeploy.reports:REPORTS",
     program=own.PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
-    effective=effective,
-    memory=memory,
-    api=GENERATE,  # its completions need text
+    reports=REPORTS,
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import types
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 
@@ -49,35 +51,58 @@ class _Sending:
             sending.time_s, sending.has_begun = time.perf_counter(), True
 
 
-async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream) -> float:
+async def send_request(
+    http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream, headers: Mapping[str, str] | None = None
+) -> float:
     """Send one request, feed its answer to `stream`, and return the `time.perf_counter` of the send.
 
     The connection is open then, because clients that reuse connections do not measure the time to open one. Raises
     RequestFailed for every failure of the network and the server; the caller sets the timeout.
     """
     sending = _Sending()
+    async with _answer(http, url, body, headers, sending, stream) as response:
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise RequestFailed(ProblemKind.BROKEN, f"the stream is compressed ({encoding}), which was not requested")
+        content, monitor = response.content, _ConnectionMonitor(response)
+        try:
+            while not stream.done:
+                data = await content.readany()
+                if not data:
+                    break
+                now = time.perf_counter()
+                if b"[DONE]" in data:
+                    await asyncio.sleep(0)  # answers that arrived together are read before this one is closed
+                stream.feed(data, now)
+        finally:
+            monitor.end()
+    return sending.time_s
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """Send one request and return its whole answer. Raises RequestFailed as `send_request` does."""
+    async with _answer(http, url, body, headers, _Sending(), None) as response:
+        return await response.read()
+
+
+@contextlib.asynccontextmanager
+async def _answer(
+    http: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str] | None,
+    sending: _Sending,
+    stream: Stream | None,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send one request and yield the response with status 200. Raises RequestFailed."""
     try:
-        async with http.post(url, data=body, allow_redirects=False, trace_request_ctx=sending) as response:
+        async with http.post(
+            url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=sending
+        ) as response:
             if response.status != 200:
                 message = message_of(await response.content.read(_ERROR_BYTES))
                 raise RequestFailed(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {message}")
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding.lower() != "identity":
-                raise RequestFailed(
-                    ProblemKind.BROKEN, f"the stream is compressed ({encoding}), which was not requested"
-                )
-            content, monitor = response.content, _ConnectionMonitor(response)
-            try:
-                while not stream.done:
-                    data = await content.readany()
-                    if not data:
-                        break
-                    now = time.perf_counter()
-                    if b"[DONE]" in data:
-                        await asyncio.sleep(0)  # answers that arrived together are read before this one is closed
-                    stream.feed(data, now)
-            finally:
-                monitor.end()
+            yield response
     except aiohttp.ClientConnectorError as error:
         raise RequestFailed(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
     except aiohttp.InvalidURL:
@@ -86,8 +111,8 @@ async def send_request(http: aiohttp.ClientSession, url: str, body: bytes, strea
         raise RequestFailed(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error.message}") from None
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         reason = str(error) or type(error).__name__
-        raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {reason}") from None
-    return sending.time_s
+        events = 0 if stream is None else stream.events
+        raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {events} events: {reason}") from None
 
 
 class _ConnectionMonitor:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.model import Vision
 from flagcore.domain.serving import IMAGE_SIZE, Images
 from flagcore.domain.space import IntArray
 from flagcore.errors import SpecError
-from flagcore.files import read_regular
 
 MAX_FILE = 1 << 27
 DELIMITERS = 2

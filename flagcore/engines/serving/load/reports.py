@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.serving import LATENCIES, STATISTICS
 from flagcore.errors import UsageError
-from flagcore.files import read_regular
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 MAX_NUMBER = 1e300

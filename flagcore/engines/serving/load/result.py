@@ -1,10 +1,74 @@
-"""The result of a load: complete answers, or problems without metrics."""
+"""The result of a load: complete answers, or problems without metrics; and estimates when it ends early."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+FEWEST_ANSWERS = 8
+"""Fewest requests of a load that ends early. With several in flight, it is at least as many as these: every one of them
+has then ended once, so that neither fast nor slow answers are missing. Chosen: a mean of eight varies a third as much
+as a single request."""
+SURE, SURE_BY_EVENTS = 1.5, 4.0
+"""A load is given up if it is estimated to take this multiple of its time. Without a complete answer, the estimate
+counts events as tokens, but an event may have several tokens, as with speculation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The requests with a first token, `seconds` after the first send of a load.
+
+    Their answers have `tokens`; `left` events have not arrived, and `events_per_s` arrive since all have begun (0: not
+    known yet). The first of them began after `first_s`. If a request `waits`, it was sent and has no token.
+    """
+
+    seconds: float
+    count: int
+    tokens: float
+    first_s: float = 0.0
+    left: float = 0.0
+    events_per_s: float = 0.0
+    waits: bool = False
+    answered: int = 0
+
+    def guess_s(self, tokens: float) -> float | None:
+        """Return `needed_s` or, if that is unknown, an estimate from the events so far; None without any."""
+        events = self.tokens - self.left
+        return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
+
+    def needed_s(self, tokens: float) -> float | None:
+        """Return the seconds after the first send in which requests with `tokens` are answered, None if unknown.
+
+        If a request waits, the rate at which requests began counts, without the time of the first one, which may
+        include initializations of the server. Else all requests that were sent end first.
+        """
+        if self.waits:
+            if not self.answered or self.count < 2:
+                return None
+            one = self.tokens / self.count
+            return self.seconds + (self.seconds - self.first_s) * max(0.0, tokens - self.tokens) / (self.tokens - one)
+        if not self.count or (self.left and not self.events_per_s):
+            return None
+        end_s = self.seconds + (self.left / self.events_per_s if self.left else 0.0)
+        return end_s * max(1.0, tokens / self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The progress of a load that did not end in its time: `answered` of the `requests` that it needs in `seconds`.
+
+    `each_s` is the mean time of an answer, `all_s` the estimated time of all requests; None if unknown. `has_tokens`
+    is whether any token arrived.
+    """
+
+    answered: int
+    requests: int
+    seconds: float
+    each_s: float | None
+    all_s: float | None
+    has_tokens: bool
+
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 """APIs that accept token ids: OpenAI's completions, and SGLang's API, also of engines whose completions need text."""
@@ -39,10 +103,19 @@ MAX_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One instance. `url` is the root of the server, such as `http://127.0.0.1:8000`, `path` its API for token ids."""
+    """One instance. `url` is the root of the server, such as `http://127.0.0.1:8000`, `path` its API for token ids.
+
+    Instances that only prefill or only decode exchange caches at `transfer_port`.
+    """
 
     url: str
     path: str = COMPLETIONS
+    transfer_port: int = 0
+
+    @property
+    def address(self) -> str:
+        """The URL of the API."""
+        return self.url.rstrip("/") + self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +150,9 @@ class LoadResult:
     The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
     last finish. Of a steady state, `requests` are those that count; they were sent in `window`, in seconds after the
     first send. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
-    that was `stopped` because it was certain to exceed a limit has no figures, and the `requests` so far.
+    that was `stopped` because it was certain to exceed a limit has no figures, and the `requests` so far. `error` is
+    the relative uncertainty of the means of a load that ended before they were precise. `progress` is that of a load
+    that did not end in its time; it has figures if enough requests were answered.
     """
 
     figures: Mapping[str, float]
@@ -89,3 +164,5 @@ class LoadResult:
     notes: tuple[str, ...] = field(default=())
     stopped: bool = False
     window: tuple[float, float] | None = None
+    error: float = 0.0
+    progress: Progress | None = None

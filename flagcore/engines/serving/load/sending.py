@@ -7,10 +7,13 @@ import gc
 import math
 import resource
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,13 +25,18 @@ from flagcore.engines.serving.load.highest import LimitCheck
 from flagcore.engines.serving.load.result import (
     CHAT,
     COMPLETIONS,
+    SURE,
+    SURE_BY_EVENTS,
     Answer,
+    Begun,
     LoadResult,
     ProblemKind,
+    Progress,
     RequestFailed,
     Target,
 )
-from flagcore.engines.serving.load.steady import PRECISION, SteadyState, Window
+from flagcore.engines.serving.load.routing import Pairs, Prefixes, pieces_of
+from flagcore.engines.serving.load.steady import PRECISION, SteadyState, Window, cut
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import (
@@ -41,7 +49,6 @@ from flagcore.engines.serving.load.traffic import (
     warm_up,
     words,
 )
-from flagcore.engines.serving.router import Prefixes, pieces_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -49,6 +56,10 @@ if TYPE_CHECKING:
 LATE_S = 0.1
 """A request that is sent later than this adds a note to the result."""
 
+CHECK_S = 0.25
+"""Seconds between two checks whether a load can end in its time."""
+MIN_EVENTS = 2
+"""Events of each answer since all have begun that give their rate."""
 GRACE_S = 0.5
 """Seconds after the first failure during which further failures are collected."""
 
@@ -63,26 +74,32 @@ def measure(
     timeout_s: float,
     limits: Mapping[str, float] | None = None,
     asked: Collection[str] = (),
-    steady_s: float = math.inf,
+    share_s: float = math.inf,
+    fewest: int | None = None,
     prefix_aware: bool = False,
+    prefill: Sequence[Target] = (),
+    protocol: str = "",
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
 
-    If it is `prefix_aware`, a request goes to the target that got the longest prefix of its prompt before.
+    If it is `prefix_aware`, a request goes to the target that got the longest prefix of its prompt before. If there are
+    targets that only `prefill`, `targets` only decode, and each request is sent to one of both (`Pairs`).
 
     The first `load.warmup` requests do not count. `seed` is the seed of the repeat: it changes prompts, but not lengths
     or arrivals. The load ends after `timeout_s`, when a request fails, when it is certain to exceed one of `limits` or,
-    in a steady state, when the `asked` figures are precise, or after `steady_s`. Raises SpecError for an invalid load.
-    It must not be called inside an event loop.
+    in a steady state, when the `asked` figures are precise, or after `share_s`. With `fewest`, any load ends after
+    `share_s` or `timeout_s` with the figures of its requests so far if so many of them count, and at once if they would
+    take much longer than `timeout_s`. Raises SpecError for an invalid load. It must not be called inside an event loop.
     """
     deadline = time.perf_counter() + timeout_s
     load = in_flight(load)
-    steady = SteadyState(asked, load.concurrency, steady_s) if load.is_steady else None
+    steady = SteadyState(asked, load.concurrency, share_s) if load.is_steady else None
     if steady is not None:
         load = replace(load, num_prompts=steady.most(load))
     requests = traffic(load)
     path = CHAT if requests.images else COMPLETIONS if requests.texts else targets[0].path
-    targets = [replace(target, path=path) for target in targets]
+    targets, prefill = ([replace(target, path=path) for target in each] for each in (targets, prefill))
+    pairs = Pairs(protocol, prefill) if prefill else None
     warmup_requests = warm_up(requests, load.warmup)
     seeds = (load.seed, seed)
     draw: Callable[..., Sequence[IntArray | str]] = partial(
@@ -93,27 +110,29 @@ def measure(
     uris = partial(image_uris, kind=load.images.format if load.images else "png", seed=seeds)
     main_prompts = salted(requests.texts, seeds) or draw(requests)
     main = _requests(model, path, requests, main_prompts, uris(requests))
-    if prefix_aware and len(targets) > 1:
+    if prefix_aware and len(targets) > 1 and pairs is None:
         pieces = (pieces_of(each if isinstance(each, str) else each.tolist()) for each in main_prompts)
         main = [replace(request, pieces=each) for request, each in zip(main, pieces, strict=True)]
     warmup_uris = uris(warmup_requests, warm_up=True)
     warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True), warmup_uris)
-    _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)
+    at_once = max(len(main), len(warmup)) if load.concurrency is None else load.concurrency
+    _allow_connections(at_once if pairs is None else 2 * at_once)
 
     async def run() -> LoadResult:
         from flagcore.engines.serving.load.client import session
 
         async with session() as http:
             if warmup:
-                sender = _LoadSender(http, targets, warmup, LimitCheck({}, len(warmup)))
+                sender = _LoadSender(http, targets, warmup, 0.0, LimitCheck({}, len(warmup)), pairs=pairs)
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
                     return sender.result(requests.notes, None)
-            prefixes = Prefixes(len(targets)) if prefix_aware else None
-            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)), steady, prefixes)
+            prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
+            check = LimitCheck(limits or {}, len(main))
+            sender = _LoadSender(http, targets, main, load.think_time_s, check, steady, prefixes, fewest, pairs)
             gc.collect()
             meter = Meter()
-            await sender.send(load.concurrency, deadline)
+            await sender.send(load.concurrency, deadline, share_s)
             return sender.result(requests.notes, meter)
 
     return asyncio.run(run())
@@ -122,7 +141,7 @@ def measure(
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A request; `input_tokens` is 0 for a text, whose tokens the server counts. If it `follows` the one before, it is
-    sent `think_s` seconds after that answer.
+    sent the think time of the load after that answer.
     """
 
     body: bytes
@@ -130,7 +149,6 @@ class _Request:
     output_tokens: int
     arrive_s: float | None
     follows: bool = False
-    think_s: float = 0.0
     pieces: tuple[int, ...] = ()
 
 
@@ -142,32 +160,50 @@ class _LoadSender:
         http: aiohttp.ClientSession,
         targets: Sequence[Target],
         requests: Sequence[_Request],
+        think_s: float,
         check: LimitCheck,
         steady: SteadyState | None = None,
         prefixes: Prefixes | None = None,
+        fewest: int | None = None,
+        pairs: Pairs | None = None,
     ) -> None:
-        self._prefixes = prefixes
-        self._http, self._requests, self._check, self._steady = http, requests, check, steady
+        self._prefixes, self._pairs = prefixes, pairs
+        self._http, self._requests, self._think_s, self._check, self._steady = http, requests, think_s, check, steady
+        self._needed = steady.enough if steady else len(requests)
+        self._fewest = None if fewest is None else min(fewest, self._needed)
+        self._outputs = list(accumulate(request.output_tokens for request in requests))
         self._window: Window | None = None
-        self._unanswered = dict[int, float]()  # the times of requests in flight, the oldest first
-        self._urls = [target.url.rstrip("/") + target.path for target in targets]
+        self._progress: Progress | None = None
+        self._unanswered = dict[int, tuple[float, Stream]]()
+        """The start of each request in flight and its answer, the oldest first."""
+        self._targets = targets
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
         self._failed = self._stopped = self._ended = False
         self._start = self._late_s = self._last_s = 0.0
         self.problems: Counter[str] = Counter()
 
-    async def send(self, concurrency: int | None, deadline: float) -> None:
-        """Send all requests; return when all are answered, one fails, or `deadline` passes."""
+    async def send(self, concurrency: int | None, deadline: float, share_s: float = math.inf) -> None:
+        """Send all requests; return when all are answered, one fails, `deadline` passes, or they cannot be answered
+        until then. After `share_s`, return as soon as enough are answered.
+        """
         self._start = time.perf_counter()
         tasks = [asyncio.create_task(work) for work in self._tasks(concurrency)]
+        end = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
         timeout_s = max(0.0, deadline - self._start)
-        _, waiting = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        while not end.done():
+            left_s = self._start + timeout_s - time.perf_counter()
+            if left_s <= 0 or (timeout_s - left_s > share_s and self._is_cut()) or self._is_hopeless(timeout_s):
+                break
+            await asyncio.wait([end], timeout=min(left_s, CHECK_S))
+        end.cancel()
+        waiting = [task for task in tasks if not task.done()]
         if self._failed and waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
-        elif waiting and not self._ended and not self._ends_steadily():
-            unanswered = len(self._requests) - len(self._answers)
-            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {timeout_s:.1f} s"] += unanswered
+        elif waiting and not self._ended and not self._is_cut():
+            begun, unanswered = self._begun(), len(self._requests) - len(self._answers)
+            self._progress = self._progress_of(begun)
+            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {begun.seconds:.1f} s"] += unanswered
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -192,8 +228,7 @@ class _LoadSender:
     async def _run_slot(self, queue: Iterator[Sequence[_Request]]) -> None:
         for conversation in queue:
             for request in conversation:
-                if request.think_s:
-                    await asyncio.sleep(request.think_s)
+                await self._think(request)
                 await self._send_one(request)
 
     async def _send_at_arrival(self, conversation: Sequence[_Request], slots: asyncio.Semaphore) -> None:
@@ -201,10 +236,13 @@ class _LoadSender:
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
         for request in conversation:
-            if request.think_s:
-                await asyncio.sleep(request.think_s)
+            await self._think(request)
             async with slots:
                 await self._send_one(request)
+
+    async def _think(self, request: _Request) -> None:
+        if request.follows and self._think_s:
+            await asyncio.sleep(self._think_s)
 
     async def _send_one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import send_request
@@ -214,13 +252,16 @@ class _LoadSender:
         if self._prefixes is not None:
             target = self._prefixes.choose(request.pieces, self._in_flight)
         else:
-            target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
+            target = min(range(len(self._targets)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
         number, stream = sum(self._sent), Stream(request.output_tokens)
-        self._unanswered[number] = time.perf_counter() - self._start
+        self._unanswered[number] = time.perf_counter() - self._start, stream
         try:
-            sent = await send_request(self._http, self._urls[target], request.body, stream)
+            if self._pairs is not None:
+                sent = await self._pairs.send(self._http, self._targets[target], request.body, stream)
+            else:
+                sent = await send_request(self._http, self._targets[target].address, request.body, stream)
             answer = stream.answer(
                 sent_s=sent,
                 start_s=sent - self._start,
@@ -246,7 +287,55 @@ class _LoadSender:
     @property
     def _answered_until_s(self) -> float:
         """The time before which all requests that were sent are answered, at most that of the last request."""
-        return next(iter(self._unanswered.values()), self._last_s)
+        return next((start_s for start_s, _ in self._unanswered.values()), self._last_s)
+
+    def _begun(self) -> Begun:
+        now, streams = time.perf_counter(), [stream for _, stream in self._unanswered.values()]
+        begun = [stream for stream in streams if stream.times]
+        firsts = [stream.times[0] - self._start for stream in begun]
+        latest = max(firsts, default=0.0) + self._start
+        events = sum(len(stream.times) - bisect_right(stream.times, latest) for stream in begun)
+        is_known = events >= MIN_EVENTS * len(begun)
+        return Begun(
+            seconds=now - self._start,
+            count=len(begun) + len(self._answers),
+            tokens=sum(each.output_tokens for each in self._answers) + sum(each.requested for each in begun),
+            first_s=min([*firsts, *(each.start_s + each.ttft_s for each in self._answers)], default=0.0),
+            left=sum(max(0.0, each.requested - len(each.times)) for each in begun),
+            events_per_s=events / (now - latest) if is_known and begun else 0.0,
+            waits=len(begun) < len(streams),
+            answered=len(self._answers),
+        )
+
+    def _is_hopeless(self, timeout_s: float) -> bool:
+        """Return whether the fewest requests with figures are certain to need more time."""
+        if self._fewest is None or len(self._answers) >= self._fewest:
+            return False
+        if arrive_s := self._requests[self._fewest - 1].arrive_s:
+            return arrive_s > timeout_s
+        needed_s = self._begun().needed_s(self._outputs[self._fewest - 1])
+        return needed_s is not None and needed_s > (SURE if self._answers else SURE_BY_EVENTS) * timeout_s
+
+    def _progress_of(self, begun: Begun) -> Progress:
+        each_s = fmean(answer.e2e_s for answer in self._answers) if self._answers else None
+        all_s = max(
+            self._requests[self._needed - 1].arrive_s or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0
+        )
+        return Progress(
+            answered=begun.answered,
+            requests=self._needed,
+            seconds=begun.seconds,
+            each_s=each_s,
+            has_tokens=begun.count > 0,
+            all_s=(all_s or None) if self._fewest is not None else None,
+        )
+
+    def _is_cut(self) -> bool:
+        """End a load that is not complete, and return whether it has figures."""
+        if not self._ends_steadily() and self._fewest is not None:
+            self._window = cut(self._answers, self._answered_until_s, self._fewest)
+            self._progress = self._progress_of(self._begun()) if self._window else None
+        return self._window is not None
 
     def _ends_steadily(self) -> bool:
         """End a load without precise figures, and return whether it has a steady state."""
@@ -256,19 +345,17 @@ class _LoadSender:
 
     def result(self, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
-        figures: dict[str, float] = {}
+        figures, error = dict[str, float](), 0.0
         if meter is not None and not self.problems and not self._stopped:
             client_load = meter.figures()
-            if self._steady is None:
-                figures = figures_of(answers)
-            elif self._ends_steadily() and self._window is not None:
-                figures = steady_figures(answers, self._window)
-                answers = self._window.counted(answers)
-                if self._window.error > PRECISION:
-                    notes = (*notes, f"the load ended with figures that are precise to {self._window.error:.0%}")
-            else:
-                figures = figures_of(answers)
+            if self._steady is not None and not self._ends_steadily():
                 notes = (*notes, "the load has no steady state: latencies changed until its end")
+            figures = steady_figures(answers, self._window) if self._window else figures_of(answers)
+            if self._window:
+                answers = self._window.counted(answers)
+                error = self._window.error if self._window.error > PRECISION else 0.0
+            if error:
+                notes = (*notes, f"the load ended with figures that are precise to {error:.0%}")
             figures |= client_load
             if client_load["client_cpu_share"] > NEAR_LIMIT:
                 share = f"{client_load['client_cpu_share']:.2f}"
@@ -287,6 +374,8 @@ class _LoadSender:
             notes=notes,
             stopped=self._stopped,
             window=None if self._window is None else (self._window.begin_s, self._window.end_s),
+            error=error,
+            progress=self._progress,
         )
 
 
@@ -300,9 +389,8 @@ def _requests(
     arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
     counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
     follows = [False] * len(prompts) if requests.follows is None else (requests.follows >= 0).tolist()
-    think_s = [0.0] * len(prompts) if requests.think_s is None else requests.think_s.tolist()
     images = uris or [()] * len(prompts)
-    columns = zip(prompts, images, counts, requests.output_len.tolist(), arrive_s, follows, think_s, strict=True)
+    columns = zip(prompts, images, counts, requests.output_len.tolist(), arrive_s, follows, strict=True)
     return [
         _Request(body(model, prompt, output_len, path, each), count, output_len, *others)
         for prompt, each, count, output_len, *others in columns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,8 @@ MAX_TOKENS = 20_000_000
 """Most tokens of the prompts of a load, which are in memory, unless the fewest requests have more."""
 RAMP_BATCH = 5
 """Requests of a batch of MSER-5."""
+CUT_ERROR = 2 * PRECISION
+"""Smallest relative uncertainty of a load that was cut: its first requests describe later ones less well. Chosen."""
 GROWTH = 1.1
 """Ratio of the numbers of requests of two checks."""
 
@@ -63,10 +65,15 @@ class SteadyState:
 
     def most(self, load: Load) -> int:
         """Return the maximum number of requests of `load`."""
-        flight = self._concurrency or OPEN_LOOP_FLIGHT
-        fewest = self._fewest(flight) + flight
+        fewest = self.enough
         fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
         return max(fewest, min(MAX_RATIO * fewest, fitting))
+
+    @property
+    def enough(self) -> int:
+        """The fewest requests of a load with precise figures."""
+        flight = self._concurrency or OPEN_LOOP_FLIGHT
+        return self._fewest(flight) + flight
 
     def reached(self, answers: Sequence[Answer], end_s: float) -> Window | None:
         """Return the window if the answers to the requests sent before `end_s` suffice, else None.
@@ -98,6 +105,19 @@ class SteadyState:
     def _fewest(self, flight: int) -> int:
         needed = [MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in self._asked]
         return max(MIN_COUNTED, BATCHES * flight, *needed)
+
+
+def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
+    """Return the window from the first send to `end_s`, None with fewer than `fewest` answers that count.
+
+    All requests sent before `end_s` must be answered. The first wave counts, as in a load with a number of requests.
+    """
+    window = Window(0.0, end_s, math.inf)
+    counted = window.counted(answers)
+    if len(counted) < fewest or end_s <= 0.0:
+        return None
+    per_token = _error(np.array([answer.e2e_s / answer.output_tokens for answer in counted]))
+    return replace(window, error=max(per_token, CUT_ERROR))
 
 
 def _ramp(values: FloatArray) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,7 @@ class Stream:
 
     def __init__(self, requested: float = math.inf) -> None:
         self.done = False
+        self.requested = requested
         self._most = requested + _MAX_EXTRA
         self._rest, self._part = b"", b""
         self._head, self._tail = _NO_PREFIX, _NO_PREFIX
@@ -71,6 +73,11 @@ class Stream:
     def events(self) -> int:
         return len(self._pieces) + len(self._textless)
 
+    @property
+    def times(self) -> Sequence[float]:
+        """The times of the events with text; of all events if none has text."""
+        return self._pieces or self._textless
+
     def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:
         """Return the answer. `sent_s` is a time of the clock of `feed`. Raises RequestFailed for a wrong answer."""
         usage = self._usage
@@ -85,8 +92,7 @@ class Stream:
             raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
         input_tokens = input_tokens or _prompt_tokens(usage)
-        # If no event has text (special tokens or incomplete characters only), all events count.
-        pieces = self._pieces or self._textless
+        pieces = self.times  # without text, all events are special tokens or incomplete characters
         if not pieces:
             raise RequestFailed(ProblemKind.BROKEN, f"the server counts {output_tokens} tokens, but no event has any")
         first = pieces[0]

@@ -1,34 +1,28 @@
 """Reads traces of real traffic: lengths of requests and, if present, arrival times, texts and shared blocks.
 
-Formats: prompts (JSON lines, also with images), ShareGPT (conversations, as JSON or JSON lines; also vLLM's files of
-several turns), AIPerf (JSON lines of sessions with turns; ai-dynamo/aiperf), Mooncake (JSON lines: timestamp in
-milliseconds, input_length, output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV:
-Timestamp in seconds, Request tokens, Response tokens; since 2.0 Session ID, Elapsed time; HPMLL/BurstGPT), Azure (CSV:
-TIMESTAMP as a date, ContextTokens, GeneratedTokens; Azure/AzurePublicDataset).
+A file has JSON lines, or one JSON list. A row is a prompt (also with images), a conversation as in ShareGPT and vLLM's
+files of several turns, or the lengths of a request as in Mooncake's traces (timestamp in milliseconds, input_length,
+output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake).
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.images import Image, RequestImages, read_image
-from flagcore.engines.serving.load.sessions import MAX_DELAY_S, conversations
 from flagcore.errors import SpecError
-from flagcore.files import read_regular
 
 BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
@@ -39,7 +33,7 @@ MAX_SPAN_S = 366 * 86_400.0
 BYTES_PER_TOKEN = 4
 """An estimate without a tokenizer: English has about 4 characters a token, Chinese 1.5 with 3 bytes of UTF-8 each."""
 
-_TEXT = ("prompt", "text", "conversations", "messages", "turns")
+_TEXT = ("prompt", "text", "conversations", "messages")
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens", "max_tokens")
 _IMAGES = ("images", "image")
@@ -56,10 +50,9 @@ class Traffic:
     `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
     blocks of `BLOCK` tokens, which requests may share; empty if unknown. `texts` are the prompts if the trace has them;
     with `is_estimated` some of their lengths are estimates. `follows` is the index of the request of whose conversation
-    a request is the next turn, -1 for the first turn; None without conversations. A turn is sent `think_s` seconds
-    after the answer to that request, and its prompt continues that prompt. The requests of a conversation are
-    contiguous and arrive together. `images` are in addition to the prompts; empty if no request has any. `notes` tell
-    the user about differences from the load and about estimates.
+    a request is the next turn, -1 for the first turn; None without conversations. The prompt of a turn continues that
+    prompt. The requests of a conversation are contiguous and arrive together. `images` are in addition to the prompts;
+    empty if no request has any. `notes` tell the user about differences from the load and about estimates.
     """
 
     input_len: IntArray
@@ -68,7 +61,6 @@ class Traffic:
     blocks: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
     follows: IntArray | None = None
-    think_s: FloatArray | None = None
     images: RequestImages = ()
     notes: tuple[str, ...] = ()
     is_estimated: bool = False
@@ -85,7 +77,6 @@ class Traffic:
             blocks=self.blocks[:count],
             texts=self.texts[:count],
             follows=None if self.follows is None else self.follows[:count],
-            think_s=None if self.think_s is None else self.think_s[:count],
             images=self.images[:count],
             notes=(*self.notes, *notes),
         )
@@ -108,20 +99,20 @@ class _InvalidRow(Exception):
 def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     """Return the requests of a trace file, of conversations at most `turns` each.
 
-    Prompts and sessions without the length of an answer have `output_len`; they are skipped if it is 0. Raises
-    SpecError with the file, the row and the problem.
+    Prompts without the length of an answer have `output_len`; they are skipped if it is 0. Raises SpecError with the
+    file, the row and the problem.
     """
     file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)
     try:
         text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
-        trace = _csv(text, turns) if file.suffix.lower() == ".csv" else _json(text, turns, output_len, file.parent)
+        trace = _json(text, turns, output_len, file.parent)
     except OSError as error:
         problem, fix = f"cannot be read: {error.strerror or error}", "give a file, relative to the spec"
         raise refused(problem=problem, fix=fix) from None
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8: {error.reason} at byte {error.start}"
         raise refused(problem=problem, fix="convert it") from None
-    except (_InvalidRow, csv.Error) as error:
+    except _InvalidRow as error:
         raise refused(problem=f"is not a valid trace: {error}", fix="correct the file") from None
     if not trace.input_len.size:
         raise refused(problem="has no request with both lengths", fix="give the tokens of prompts and answers")
@@ -194,13 +185,12 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn: its whole prompt, its lengths with None for unknown ones, and the seconds before it."""
+    """A turn: its whole prompt, its lengths with None for unknown ones, and its answer."""
 
     prompt: str
     input_len: int | None
     output_len: int | None
     answer: str = ""
-    think_s: float = 0.0
     images: tuple[Image, ...] = ()
 
 
@@ -212,7 +202,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
-        only_asks = not {"prompt", "text", "turns"}.isdisjoint(rows[index])  # a format without answers
+        only_asks = not {"prompt", "text"}.isdisjoint(rows[index])  # such rows have no answers
         for turn in _turns(rows[index], index + 1, turns, folder):
             if turn.prompt and output_len and turn.output_len is None and not turn.answer and only_asks:
                 turn, unknown = replace(turn, output_len=output_len), unknown + 1
@@ -240,7 +230,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
     trace = replace(trace, is_estimated=bool(estimated))
     if max(follows, default=-1) < 0:
         return trace
-    return replace(trace, follows=np.array(follows), think_s=np.array([turn.think_s for turn in requests]))
+    return replace(trace, follows=np.array(follows))
 
 
 def estimated_tokens(text: str) -> int:
@@ -257,7 +247,7 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
         if not isinstance(row[name], str):
             raise _InvalidRow(f"row {number}: {name} is {row[name]!r:.60}, not a string")
         return [_Turn(row[name], known, output, images=_images(row, number, folder))]
-    messages = row.get("turns", row.get("conversations", row.get("messages")))
+    messages = row.get("conversations", row.get("messages"))
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
     if any(name in each for each in (row, *messages) for name in _IMAGES):
@@ -265,14 +255,6 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
     texts = [next((part for name in _PARTS if (part := each.get(name))), "") for each in messages]
     if not all(isinstance(text, str) for text in texts):
         raise _InvalidRow(f"row {number} has a turn whose {' or '.join(_PARTS)} is not a string")
-    if "turns" in row:  # a session has no answers
-        delays = [_number(each.get("delay") or 0, "delay", number) / 1e3 for each in messages]
-        if not all(0.0 <= delay <= MAX_DELAY_S for delay in delays):
-            raise _InvalidRow(f"row {number}: a delay is negative or more than a day")
-        return [
-            _Turn("\n".join(texts[: place + 1]), None, _optional_count(each, number) or output, think_s=delays[place])
-            for place, each in enumerate(messages[:count])
-        ]
     roles = [message.get("from", message.get("role")) for message in messages]
     ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
     ends = [end for end in ends if end < len(texts)] or [len(texts)]
@@ -290,60 +272,6 @@ _PARTS = ("value", "content", "text")
 
 def _optional_count(row: Mapping[str, Any], number: int) -> int | None:
     return _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
-
-
-_CSV = (("Timestamp", "Request tokens", "Response tokens"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-"""The columns of BurstGPT and Azure."""
-_SESSION, _ELAPSED = "Session ID", "Elapsed time"
-"""Further columns of BurstGPT 2.0: the conversation, empty for requests without one, and the seconds to the answer."""
-
-
-def _csv(text: str, turns: int) -> Traffic:
-    """Read BurstGPT or Azure without failed requests, which have no response tokens."""
-    table = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-    names = set(table.fieldnames or ())
-    columns = max(_CSV, key=lambda each: len(names.intersection(each)))
-    missing = [name for name in columns if name not in names]
-    if missing and text.strip():
-        formats = " or ".join(", ".join(each) for each in _CSV)
-        raise _InvalidRow(f"it lacks the column {missing[0]!r}; its columns must be {formats}")
-    rows = list(table)
-    for number, row in enumerate(rows, 2):
-        if missing_values := [name for name in columns if row[name] is None]:
-            raise _InvalidRow(f"row {number} lacks {missing_values[0]}")
-    numbered_rows = [(n, row) for n, row in enumerate(rows, 2) if _number(row[columns[2]], columns[2], n) > 0]
-    seconds = _number if columns is _CSV[0] else _date_seconds
-    times = [seconds(row[columns[0]], columns[0], number) for number, row in numbered_rows]
-    trace = _trace(
-        [_count(row, columns[1:2], number) for number, row in numbered_rows],
-        [_count(row, columns[2:], number) for number, row in numbered_rows],
-        times,
-    )
-    if turns == 1 or not {_SESSION, _ELAPSED} <= names:
-        return trace
-    ordered = [numbered_rows[index] for index in np.argsort(times, kind="stable")]
-    elapsed = [_number(row[_ELAPSED], _ELAPSED, number) for number, row in ordered]
-    order, follows, think_s = conversations(
-        [row[_SESSION] for _, row in ordered], trace.input_len, np.sort(times), elapsed, turns
-    )
-    assert trace.arrive_s is not None
-    starts = trace.arrive_s[order]
-    for place in np.flatnonzero(follows >= 0).tolist():
-        starts[place] = starts[follows[place]]
-    inputs, outputs = trace.input_len[order], trace.output_len[order]
-    return replace(trace, input_len=inputs, output_len=outputs, arrive_s=starts, follows=follows, think_s=think_s)
-
-
-def _date_seconds(value: str, name: str, number: int) -> float:
-    """Return the seconds of a date such as `2023-11-16 18:17:03.9799600`, which may have a time zone."""
-    parts = re.fullmatch(r"(.*:\d\d)(\.\d+)?([+-]\d\d:\d\d|Z)?", value.strip())
-    try:
-        date = datetime.fromisoformat(parts[1]) if parts else None
-    except ValueError:
-        date = None
-    if parts is None or date is None:
-        raise _InvalidRow(f"row {number}: {name} is {value!r}, not a date")
-    return date.replace(tzinfo=timezone.utc).timestamp() + float(parts[2] or 0.0)
 
 
 def _trace(

@@ -45,12 +45,9 @@ def traffic(load: Load) -> Traffic:
             rng = np.random.default_rng([load.seed, 3])
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
     if requests.follows is not None and not (requests.follows >= 0).any():
-        requests = replace(requests, follows=None, think_s=None)  # so few requests have no second turn
-    follows, think_s = requests.follows, requests.think_s
-    if follows is not None and think_s is not None:
-        if not think_s.any():
-            requests = replace(requests, think_s=np.where(follows >= 0, load.think_time_s, 0.0))
-        conversations = int(np.count_nonzero(follows < 0))
+        requests = replace(requests, follows=None)  # so few requests have no second turn
+    if requests.follows is not None:
+        conversations = int(np.count_nonzero(requests.follows < 0))
         if load.concurrency is not None and conversations < load.concurrency:
             note = f"{conversations} conversations never have {load.concurrency} requests in flight"
             requests = replace(requests, notes=(*requests.notes, note))
@@ -68,7 +65,6 @@ def _conversations(requests: Traffic, turns: int) -> Traffic:
         requests,
         input_len=sums - sums[starts] + new[starts],
         follows=np.where(is_first, -1, indices - 1),
-        think_s=np.zeros(indices.size),
     )
 
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.load.routing import Prefixes
 from flagcore.engines.serving.load.traces import BLOCK, Traffic
-from flagcore.engines.serving.router import Prefixes
 
 Part = tuple[Hashable, int]
 """A part of a prompt: its identity, which includes everything before it, and its tokens."""

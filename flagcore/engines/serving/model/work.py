@@ -1,6 +1,6 @@
 """Inputs of the serving model: the model, its split, and the overheads of an engine by release.
 
-`docs/serving-model.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
+`benchmarks/README.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
 `request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.engines.serving.common.program import release
+from flagcore.engines.serving.space.installed import release
 
 TOKENIZER = 1.25e-6
 """Seconds per token of a tokenizer: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines serialize
@@ -148,19 +149,19 @@ class Split:
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
 
-Releases = Mapping[str, Overheads]
-"""Overheads by the first release to which they apply, the newest first."""
-
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
 """Overheads of an engine that was not fitted: predicted times are lower bounds."""
 
 
-def overheads_of(releases: Releases, version: str | None) -> Overheads:
-    """Return the overheads of a release, without a version those of the newest release."""
+def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None) -> Overheads:
+    """Return the overheads of a release, without a version those of the newest release.
+
+    `releases` are the fields of overheads by the first release to which they apply, the newest first.
+    """
     newest = (sys.maxsize,)
-    number, overheads_ = release(version or "") or newest, UNFITTED
-    for since, overheads in releases.items():
-        overheads_ = overheads
+    number, found = release(version or "") or newest, None
+    for since, fields_ in releases.items():
+        found = fields_
         if number >= (release(since) or newest):
             break
-    return overheads_
+    return UNFITTED if found is None else Overheads(**found)

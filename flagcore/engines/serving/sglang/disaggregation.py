@@ -15,14 +15,12 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import program
-from flagcore.engines.serving.common.hardware import DP, PP, PREFILL_DECODE, TP, Hardware
-from flagcore.engines.serving.common.knobs import TRANSFER, code
-from flagcore.engines.serving.common.prefill_decode import PREFILL, roles
-from flagcore.engines.serving.router import PREFIX
-from flagcore.engines.serving.settings import TRANSFER_PORT
+from flagcore.engines.serving.launch.server import TRANSFER_PORT, URL, Instance, Router
+from flagcore.engines.serving.load.routing import PREFILL
 from flagcore.engines.serving.sglang import knobs as own
-from flagcore.engines.serving.trial.job import Instance, Router
+from flagcore.engines.serving.space.hardware import DP, PP, PREFILL_DECODE, TP, Hardware
+from flagcore.engines.serving.space.knobs import TRANSFER, code
+from flagcore.engines.serving.space.placement import roles
 
 RELEASES = {"mooncake": ">=0.4.6", "nixl": ">=0.4.6"}
 """The releases that have a backend. Those of vendors are passed as disaggregation_transfer_backend in engine_args."""
@@ -48,16 +46,15 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
 
 
 def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return the router in front of instances: flagcore's for instances that only prefill or only decode.
+    """Return SGLang's router.
 
-    SGLang's router (0.3.2) answers completions whose prompt is token ids, which trials send, with HTTP 422. Instances
-    that do both get the requests whose prefix they have, from SGLang's router if it is installed beside SGLang.
+    Its release 0.3.2 answers completions whose prompt is token ids with HTTP 422: only clients that send text can use
+    it.
     """
+    program = (own.PROGRAM.start_command(task.spec)[0], "-m", "sglang_router.launch_router")
     if values.get(PREFILL_DECODE):
-        return Router.own("bootstrap")
-    python = own.PROGRAM.start_command(task.spec)[0]
-    is_installed = program.package_version(python, "sglang-router", "sglang_router")
-    return Router.cache_aware((python, "-m", "sglang_router.launch_router")) if is_installed else Router.own(PREFIX)
+        return Router.of_pairs(program, "--pd-disaggregation", ("--prefill", URL, TRANSFER_PORT))
+    return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
 
 
 def rules(task: Task) -> tuple[Rule, ...]:

@@ -16,13 +16,13 @@ from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import Program
-from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.common.knobs import by_hardware, code, fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.program import strip_dashes
-from flagcore.engines.serving.common.weights import cache_bytes_per_token
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.space import knobs
+from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines.serving.space.knobs import by_hardware, code, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.program import Program
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
@@ -86,7 +86,6 @@ KNOBS = (
         "tp",
         help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
     ),
-    knobs.SIZES_KNOB,
     replace(knobs.ROLES_KNOB, versions=">=0.4.6"),
     variant(knobs.TRANSFER_KNOB, words=("mooncake", "nixl"), versions=">=0.4.6"),
     variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.6.post2"),
@@ -303,7 +302,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     chunk = chunk_sizes(task, values)
     tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), or_default(values[PREFILL], PREFILL_TOKENS))
     ranks = values[TP] * values[PP] * values[DP]
-    devices = hardware.share(values[INSTANCES], columns) if hardware.on_cores else ranks
+    devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
     element = np.array([2.0, *KV_BYTES.values()])[values[KV]]
     share = knobs.shares(values[MEMORY], memory_share(task, values))
     return Settings.of(

@@ -5,10 +5,7 @@ Sources: sglang 0.5.23 `srt/entrypoints/http_server.py` (reported settings), `sr
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +13,19 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode
-from flagcore.engines.serving.common.command_line import as_words
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest_request
-from flagcore.engines.serving.common.knobs import code, or_default
-from flagcore.engines.serving.common.rules import (
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.profile import Worker
+from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, Instance, address
+from flagcore.engines.serving.load.routing import BOOTSTRAP
+from flagcore.engines.serving.sglang import disaggregation, releases
+from flagcore.engines.serving.sglang import knobs as own
+from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
+from flagcore.engines.serving.sglang.reports import REPORTS
+from flagcore.engines.serving.space import knobs, placement
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, TP, Hardware, count, longest_request
+from flagcore.engines.serving.space.knobs import code, or_default
+from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.rules import (
     context_rules,
     no_drafts,
     same_as_unset,
@@ -28,13 +33,7 @@ from flagcore.engines.serving.common.rules import (
     split_rules,
     tower_merge,
 )
-from flagcore.engines.serving.dynamo import Worker
-from flagcore.engines.serving.engine import Engine, ServingWorkload
-from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
-from flagcore.engines.serving.sglang import disaggregation, releases
-from flagcore.engines.serving.sglang import knobs as own
-from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.space.settings import PublishedRuns
 
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
@@ -84,88 +83,6 @@ def _on_host(hosts: int, number: int) -> tuple[str, ...]:
     return ("--nnodes", str(hosts), "--node-rank", str(number), "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
-_KNOBS_BY_ARGUMENT = {
-    "page_size": own.PAGE,
-    "chunked_prefill_size": own.CHUNK,
-    "max_prefill_tokens": own.PREFILL,
-    "pp_size": PP,
-    "ep_size": EP,
-    "kv_cache_dtype": own.KV,
-    "schedule_policy": own.POLICY,
-    "enable_mixed_chunk": own.MIXED,
-    "attention_backend": own.BACKEND,
-    "moe_runner_backend": own.MOE,
-    "enable_eplb": own.BALANCING,
-    "ep_num_redundant_experts": own.REDUNDANT,
-    "speculative_algorithm": own.SPECULATION,
-    "hicache_size": own.HICACHE,
-    "enable_torch_compile": own.COMPILE,
-    "quantization": own.QUANTIZATION,
-}
-
-
-def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the knob values in the server's arguments and the log. Raises OSError or ValueError on a failed request.
-
-    Arguments that SGLang chose are null; the log line of the memory pool has their values. With attention DP, SGLang
-    reports chunks and running requests per rank, but they are set for all ranks.
-    """
-    info = _server_info(fetch)
-    values: dict[str, KnobValue] = {
-        knob: info[name] for name, knob in _KNOBS_BY_ARGUMENT.items() if isinstance(info.get(name), (int, str))
-    }
-    values |= metrics.settings(log, own.PROGRAM.settings)
-    data = _data(info)
-    if isinstance(info.get("tp_size"), int):
-        values |= {TP: info["tp_size"] // data, DP: data}
-    for knob in (own.CHUNK, own.RUNNING):
-        value = values.get(knob)
-        if isinstance(value, int) and value > 0:
-            values[knob] = value * data
-    for name, knob, value_if_true in (
-        ("disable_radix_cache", own.PREFIX, False),
-        ("disable_cuda_graph", own.EAGER, True),
-        ("disable_overlap_schedule", own.ASYNC, False),
-    ):
-        if isinstance(info.get(name), bool):
-            values[knob] = info[name] is value_if_true
-    if isinstance(is_whole := info.get("mm_enable_dp_encoder"), bool):
-        values[knobs.TOWER] = "data" if is_whole else "weights"
-    if values.get(own.SPECULATION) == "EAGLE":  # also reported for NEXTN
-        del values[own.SPECULATION]
-    is_ngram = info.get("speculative_algorithm") == own.NGRAM
-    drafted = info.get("speculative_num_draft_tokens" if is_ngram else "speculative_num_steps")
-    if isinstance(drafted, int):
-        values[own.DRAFTED] = drafted
-    if isinstance(info.get("mem_fraction_static"), float):
-        values[own.MEMORY] = f"{info['mem_fraction_static']:g}"
-    return values
-
-
-_CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)")
-
-
-def memory(log: str) -> dict[str, float]:
-    """Return the GiB that ranks log for weights, pools and graphs; SGLang's "GB" are GiB."""
-    pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
-    return metrics.largest_matches(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
-
-
-def _server_info(fetch: Fetch) -> dict[str, Any]:
-    try:
-        return dict(json.loads(fetch("/server_info")))
-    except OSError:
-        return dict(json.loads(fetch("/get_server_info")))  # the path of earlier releases
-
-
-def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention DP size; in older releases it is `dp_size` with `enable_dp_attention`."""
-    size = info.get("attn_dp_size")
-    if isinstance(size, int) and size > 1:
-        return size
-    return int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else 1
-
-
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
@@ -181,7 +98,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     )
     return (
         *layouts,
-        *prefill_decode.rules(task, layouts),
+        *placement.rules(task, layouts),
         *disaggregation.rules(task),
         Rule(
             name="chunk_of_pages",
@@ -251,8 +168,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     return (
-        *heterogeneous.merges(),
-        *prefill_decode.merges(knobs.TRANSFER),
+        *placement.merges(knobs.TRANSFER),
         *same_as_unset(own.KNOBS, defaults),
         no_drafts(),
         tower_merge(task),
@@ -260,9 +176,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: ServingWorkload = Engine(
+WORKLOAD = Engine(
     name="sglang",
-    where=f"{__name__}:WORKLOAD",
+    where="flagcore.engines.serving.sglang.reports:REPORTS",
     program=own.PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
     rules=rules,
@@ -271,6 +187,7 @@ WORKLOAD: ServingWorkload = Engine(
     server=_server,
     on_host=_on_host,
     of_kind=disaggregation.of_kind,
+    protocol=lambda task, values: BOOTSTRAP,
     router=disaggregation.router,
     dynamo=Worker(
         module="dynamo.sglang",
@@ -278,8 +195,7 @@ WORKLOAD: ServingWorkload = Engine(
         frontend_flags=frozenset(("host", "port")),
         flags=("--host", "0.0.0.0"),  # the decoding workers ask those that prefill
     ),
-    effective=effective,
-    memory=memory,
+    reports=REPORTS,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
     receive_flag=RECEIVE,
     published_runs=PublishedRuns(

@@ -13,9 +13,9 @@ import numpy as np
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import DP, EP, TP
-from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.sglang import knobs as own
+from flagcore.engines.serving.space.hardware import DP, EP, TP
+from flagcore.engines.serving.space.knobs import code
 
 WORDS: Mapping[str, Mapping[str, str]] = {
     own.KV: {

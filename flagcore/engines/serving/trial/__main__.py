@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
+import psutil
+
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
+from flagcore.engines.serving.launch.job import read_job
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.job import read_job
 
 CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}
+MAX_AGE_SECONDS = 120.0
+"""A higher age of this process is not credible: some containers report a wrong time of boot."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run the trial in the folder of the command line and return the exit code."""
+def main(arguments: list[str], age_s: float = 0.0) -> int:
+    """Run the trial in the folder of the command line, which began `age_s` seconds ago, and return the exit code."""
+    began = time.monotonic() - age_s
     try:
         if len(arguments) != 1:
             raise ValueError("usage: python -m flagcore.engines.serving.trial FOLDER")
@@ -34,7 +40,7 @@ def main(arguments: list[str]) -> int:
     try:
         from flagcore.engines.serving.trial.program import run
 
-        run(job, folder)
+        run(job, folder, began)
     except TrialFailure as failure:
         return report(failure)
     except Exception as error:
@@ -50,4 +56,5 @@ def report(failure: TrialFailure) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    age_s = time.time() - psutil.Process().create_time()
+    sys.exit(main(sys.argv[1:], age_s if 0.0 < age_s < MAX_AGE_SECONDS else 0.0))

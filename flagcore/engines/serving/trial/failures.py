@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from flagcore.domain.files import open_regular
 from flagcore.domain.launch import LONGEST_REASON, FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.files import open_regular
 
 PREFIXES = {
     TrialState.OUT_OF_MEMORY: "out of memory",

@@ -1,7 +1,7 @@
 """Entry point: `python -m flagcore.engines.serving.trial.host FOLDER NUMBER PORTS`.
 
 Starts the servers that FOLDER/serve.json has for host NUMBER, and keeps them running until it is ended. PORTS has a
-free port of each host. FOLDER/servers.json has the data for the client (`remote.py`). If a server ends, this program
+free port of each host. FOLDER/servers.json has the data for the client (`servers.py`). If a server ends, this program
 ends with the exit code and the last line on stderr of the trial program.
 """
 
@@ -17,13 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.job import Job, log_name, read_job
+from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.trial.__main__ import report
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.job import Job, log_name, read_job
-from flagcore.engines.serving.trial.program import MARGIN_SECONDS
-from flagcore.engines.serving.trial.remote import REPORT
-from flagcore.engines.serving.trial.servers import Server, check_all_alive, start_all, stop_all
+from flagcore.engines.serving.trial.servers import REPORT, Server, check_all_alive, start_all, stop_all
+from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
 
 PERIOD_SECONDS = 1.0
 CHECK_SECONDS = 0.1
@@ -33,11 +32,11 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
     """Serve until this program is ended, or a server ends; return the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     job = read_job(folder)
-    engine: Engine = resolve_name(job.engine)
-    servers = servers_of(job, engine, folder, number, ports)
+    reports: ServerReports = resolve_name(job.engine)
+    servers = servers_of(job, reports, folder, number, ports)
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     try:
-        start_all(list(servers.values()), job.directory, engine.health, deadline)
+        start_all(list(servers.values()), job.directory, reports.health, deadline)
         while True:
             _report(folder, servers)
             next_report = time.monotonic() + PERIOD_SECONDS
@@ -51,9 +50,9 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
         stop_all(list(servers.values()))
 
 
-def servers_of(job: Job, engine: Engine, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
+def servers_of(job: Job, reports: ServerReports, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
     """Return the servers of a host, by the number of their instance."""
-    patterns, found = (*engine.program.failures, *job.patterns), dict[int, Server]()
+    patterns, found = (*reports.failures, *job.patterns), dict[int, Server]()
     cores_by_number = dict(enumerate(sorted(os.sched_getaffinity(0))))
     for place, each in enumerate(job.instances):
         filled = each.at_head(job.hosts[each.host], ports[each.host])

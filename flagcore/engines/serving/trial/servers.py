@@ -1,9 +1,13 @@
-"""Starts servers on free ports, checks that each owns its port, and stops all their processes."""
+"""Starts servers on free ports, checks that each owns its port, and stops all their processes.
+
+Servers on other hosts are known by what the program of each host (`host.py`) reports in a file that is mirrored here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import math
 import os
 import re
@@ -21,19 +25,26 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import FailurePattern, host_folder
 from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.launch.job import Job, log_name
+from flagcore.engines.serving.launch.server import Instance, transfer_port
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text, server_failure
-from flagcore.engines.serving.trial.job import Instance, transfer_port
 
-POLL_SECONDS = 0.05
+POLL_SECONDS, REPORT_SECONDS = 0.05, 0.1
+REPORT = "servers.json"
+"""The report of a host: its `servers` by number when all are healthy, and the state and text of a `failure`."""
 ANSWER_SECONDS = 10.0
 """Timeout of a request about the state of a server."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
+EXIT_SECONDS = 2.0
+"""Maximum number of seconds between lost requests and the exit of their server."""
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
 """States that the log of a server that does not become healthy can prove."""
+INVALID_ANSWERS = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""Exceptions that reading the state of a server may raise."""
 MAX_TEXT = 8 << 20
 
 
@@ -80,6 +91,9 @@ class Served(ABC):
                 timer.cancel()
             if time.monotonic() < end:
                 return answer.status, text
+        except OSError:  # after the shutdown, a late byte of the server resets the connection
+            if time.monotonic() < end:
+                raise
         except (ValueError, http.client.HTTPException) as error:
             if time.monotonic() < end:
                 raise OSError(f"{type(error).__name__}: {error}") from None
@@ -237,6 +251,60 @@ class Server(Served):
         return True
 
 
+class Remote(Served):
+    """An instance on another host. `folder` mirrors the files of that host."""
+
+    def __init__(self, number: int, host: str, folder: Path, patterns: Sequence[FailurePattern]) -> None:
+        super().__init__(f"instance {number} on {host}", folder / log_name(number), patterns)
+        self.host, self._number, self._report = host, str(number), folder / REPORT
+
+    def wait_until_healthy(self, health: str, deadline: float) -> None:
+        """Wait until its host reports it as healthy, and connect to it. Raises TrialFailure."""
+        while not (found := self._read("servers").get(self._number)):
+            self.check_alive("while it started")
+            if time.monotonic() > deadline:
+                raise TrialFailure(TrialState.TIMED_OUT, f"{self.name} was not healthy in time")
+            time.sleep(REPORT_SECONDS)
+        self.url, self.startup_s = f"http://{self.host}:{found['port']}", float(found["startup_s"])
+        try:
+            self.fetch(health)
+        except OSError as error:
+            reason = f"{self.name} is healthy there, but {self.url} cannot be reached from here: {error}"
+            raise TrialFailure(TrialState.FAILED, reason) from None
+
+    def check_alive(self, when: str) -> None:
+        """Raise the failure that its host reports."""
+        if failure := self._read("failure"):
+            raise TrialFailure(TrialState(failure["state"]), str(failure["reason"]))
+
+    def resident_bytes(self) -> int:
+        """Return the last sum that its host reported."""
+        return int(self._read("servers")[self._number]["resident_bytes"])
+
+    def _read(self, key: str) -> dict[str, Any]:
+        """Return a part of the report, empty if there is none. Retries while the report is being written."""
+        while True:
+            try:
+                return dict(json.loads(self._report.read_text("utf-8"))[key])
+            except FileNotFoundError:
+                return {}
+            except ValueError:
+                time.sleep(REPORT_SECONDS)
+
+
+def connect(
+    job: Job, folder: Path, patterns: Sequence[FailurePattern], health: str, deadline: float
+) -> Sequence[Served]:
+    """Return the servers of the hosts when all are healthy and can be reached. Raises TrialFailure."""
+    servers = [
+        Remote(number, job.hosts[each.host], Path(host_folder(str(folder), job.hosts, each.host)), patterns)
+        for number, each in enumerate(job.instances)
+    ]
+    for server in servers:
+        server.wait_until_healthy(health, deadline)
+    return servers
+
+
 def start_all(servers: Sequence[Server], directory: str | None, health: str, deadline: float) -> None:
     """Start servers and wait until all that serve requests are healthy. Raises TrialFailure."""
     for server in servers:
@@ -274,6 +342,16 @@ def check_all_alive(servers: Sequence[Served], when: str) -> None:
     """Raise TrialFailure if one of the servers has ended."""
     for server in servers:
         server.check_alive(when)
+
+
+def check_ended(servers: Sequence[Served], when: str, seconds: float = EXIT_SECONDS) -> None:
+    """Raise TrialFailure if one of the servers has ended, or ends within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        check_all_alive(servers, when)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.1)
 
 
 def log(line: str) -> None:

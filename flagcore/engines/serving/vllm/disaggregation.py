@@ -19,19 +19,21 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import PREFILL_DECODE, Hardware, longest_request
-from flagcore.engines.serving.common.knobs import TRANSFER, code
-from flagcore.engines.serving.common.prefill_decode import PREFILL, Pair, transfer_rule
-from flagcore.engines.serving.router import PREFIX
-from flagcore.engines.serving.settings import HEAD, SHARED, TRANSFER_PORT, URL
-from flagcore.engines.serving.trial.job import LOCAL_ADDRESS, Instance, Router
+from flagcore.engines.serving.launch.server import HEAD, SHARED, TRANSFER_PORT, Instance, Router
+from flagcore.engines.serving.load.routing import FOLDER, PREFILL
+from flagcore.engines.serving.load.routing import NIXL as BY_ANSWER
+from flagcore.engines.serving.load.routing import P2P as BY_ID
+from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware, longest_request
+from flagcore.engines.serving.space.knobs import TRANSFER, code
+from flagcore.engines.serving.space.placement import Pair, transfer_rule
 from flagcore.engines.serving.vllm import knobs as own
+from flagcore.errors import UsageError
 
 NIXL, P2P, EXAMPLE = "NixlConnector", "P2pNcclConnector", "ExampleConnector"
 RELEASES = {NIXL: ">=0.9", P2P: ">=0.9.2,<0.24", EXAMPLE: ">=0.8.5"}
 """The releases that have a connector. The example connector, which uses a folder, was SharedStorageConnector."""
 RENAMED, OLD_EXAMPLE = "<0.13", "SharedStorageConnector"
-PROTOCOLS = {NIXL: "nixl", P2P: "p2p", EXAMPLE: "folder"}
+PROTOCOLS = {NIXL: BY_ANSWER, P2P: BY_ID, EXAMPLE: FOLDER}
 BUFFER_BYTES = {True: "1e1", False: "8e9"}
 """Buffers of the P2P connector by whether the instance prefills: it sends as soon as a layer is computed."""
 CONFIG = "kv-transfer-config"
@@ -64,26 +66,20 @@ def of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: In
     return replace(instance, argv=(*instance.argv, *flags, f"--{CONFIG}", json.dumps(config)), environment=environment)
 
 
-def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
-    """Return vLLM's router if it is installed and knows the connector, else flagcore's.
+def protocol(task: Task, values: Mapping[str, KnobValue]) -> str:
+    """Return how the connector of a candidate finds caches."""
+    return PROTOCOLS[transfer_of(task, values)]
 
-    Instances that do both get the requests whose prefix they have.
-    """
+
+def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
+    """Return vLLM's router, of pairs for NIXL only. Raises UsageError for other connectors, which it does not know."""
     folder = str(Path(own.PROGRAM.start_command(task.spec)[0]).parent)
-    program = shutil.which("vllm-router", path=folder) or shutil.which("vllm-router")
+    program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
     if not values.get(PREFILL_DECODE):
-        return Router.cache_aware((program,)) if program else Router.own(PREFIX)
-    connector = transfer_of(task, values)
-    protocol = PROTOCOLS[connector]
-    if program and connector == NIXL:
-        flags = ("--vllm-pd-disaggregation", "--policy", "round_robin", "--prometheus-port", TRANSFER_PORT)
-        return Router(
-            argv=(program, *flags, *LOCAL_ADDRESS),
-            prefill=("--prefill", URL),
-            decode=("--decode", URL),
-            protocol=protocol,
-        )
-    return Router.own(protocol)
+        return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
+    if (connector := transfer_of(task, values)) != NIXL:
+        raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
+    return Router.of_pairs(program, "--vllm-pd-disaggregation")
 
 
 def rules(task: Task) -> tuple[Rule, ...]:

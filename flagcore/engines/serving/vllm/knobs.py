@@ -17,12 +17,12 @@ from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.command_line import EngineArgs, Program
-from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.common.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.space import installed, knobs
+from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.space.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.program import EngineArgs, Program
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 from flagcore.errors import SpecError
 
 NEWEST = (0, 33, 0)
@@ -107,7 +107,6 @@ CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too sm
 KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
-    knobs.SIZES_KNOB,
     replace(knobs.ROLES_KNOB, versions=">=0.8.5"),
     variant(knobs.TRANSFER_KNOB, words=("NixlConnector", "P2pNcclConnector", "ExampleConnector"), versions=">=0.8.5"),
     variant(knobs.PP_KNOB, "pipeline-parallel-size", "pp", auto=by_hardware(fixed_values(1), knobs.DIVISORS)),
@@ -239,7 +238,7 @@ class VllmProgram(Program):
 
     def release(self, spec: Spec) -> tuple[int, ...]:
         """Return the numbers of the release, NEWEST if it is unknown."""
-        return program.release(self.version(spec)) or NEWEST
+        return installed.release(self.version(spec)) or NEWEST
 
     def parse(self, spec: Spec) -> EngineArgs:
         for name in self.split(spec).others:
@@ -305,7 +304,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, values)
     ranks = values[TP] * values[PP] * values[DP]
-    share = hardware.share(values[INSTANCES], columns)
+    share = hardware.share(values[INSTANCES])
     cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
     default_block = GPU_BLOCK

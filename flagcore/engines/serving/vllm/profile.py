@@ -13,11 +13,14 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common import heterogeneous, knobs, metrics, prefill_decode, program
-from flagcore.engines.serving.common.command_line import as_words
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, most_images
-from flagcore.engines.serving.common.knobs import code
-from flagcore.engines.serving.common.rules import (
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.profile import Worker
+from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, Instance, address
+from flagcore.engines.serving.space import installed, knobs, placement
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, most_images
+from flagcore.engines.serving.space.knobs import code
+from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.rules import (
     context_rules,
     no_drafts,
     same_as_unset,
@@ -25,10 +28,7 @@ from flagcore.engines.serving.common.rules import (
     split_rules,
     tower_merge,
 )
-from flagcore.engines.serving.dynamo import Worker
-from flagcore.engines.serving.engine import Engine, ServingWorkload
-from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
 from flagcore.engines.serving.vllm import disaggregation
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import (
@@ -46,6 +46,7 @@ from flagcore.engines.serving.vllm.knobs import (
     TOKENS,
     limits,
 )
+from flagcore.engines.serving.vllm.reports import REPORTS
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
@@ -117,29 +118,10 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
 
 
 def _graph_tokens(task: Task) -> int:
-    version = program.release(task.spec.serve.engine_version or "")
+    version = installed.release(task.spec.serve.engine_version or "")
     is_newer = version is None or version >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
     return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
-
-
-def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the knob values in /metrics and the log. Raises OSError if /metrics does not respond.
-
-    vLLM reports `max_num_seqs` only if it was set, and block size and memory share with the cache.
-    """
-    values = metrics.settings(log, own.PROGRAM.settings)
-    for name in (ASYNC, own.COMPILATION, own.LEVEL):
-        if name in values:
-            values[name] = own.BY_NAME[name].parse(values[name], name)
-    cache = metrics.labels(fetch("/metrics"), "vllm:cache_config_info")
-    if cache.get("block_size", "").isdigit():
-        values[own.BLOCK] = int(cache["block_size"])
-    if cache.get("enable_prefix_caching") in ("True", "False"):
-        values[own.PREFIX] = cache["enable_prefix_caching"] == "True"
-    if share := cache.get("gpu_memory_utilization"):
-        values[own.MEMORY] = f"{float(share):g}"
-    return values
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -157,7 +139,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     )
     return (
         *layouts,
-        *prefill_decode.rules(task, layouts),
+        *placement.rules(task, layouts),
         *disaggregation.rules(task),
         Rule(
             name="tokens_hold_sequences",
@@ -246,7 +228,7 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
             message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
-            broken=lambda c: c[THREADS] * c[TP] > hardware.share(c[INSTANCES], {}),
+            broken=lambda c: c[THREADS] * c[TP] > hardware.share(c[INSTANCES]),
         ),
         Rule(
             name="synchronous_on_cores",
@@ -271,8 +253,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     on_cores = Hardware.of(task).on_cores
     own_block = on_cores and not task.spec.model.multi_latent_attention
     return (
-        *heterogeneous.merges(*((THREADS,) if on_cores else ())),
-        *prefill_decode.merges(knobs.TRANSFER),
+        *placement.merges(knobs.TRANSFER),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
         *same_as_unset(
             own.KNOBS,
@@ -296,9 +277,9 @@ DYNAMO = Worker(
     kind_flag="--disaggregation-mode",
     own_variables=frozenset(("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")),
 )
-WORKLOAD: ServingWorkload = Engine(
+WORKLOAD = Engine(
     name="vllm",
-    where=f"{__name__}:WORKLOAD",
+    where="flagcore.engines.serving.vllm.reports:REPORTS",
     program=own.PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
     rules=rules,
@@ -307,10 +288,10 @@ WORKLOAD: ServingWorkload = Engine(
     server=_server,
     on_host=_on_host,
     of_kind=disaggregation.of_kind,
+    protocol=disaggregation.protocol,
     router=disaggregation.router,
     dynamo=DYNAMO,
-    effective=effective,
-    memory=lambda log: metrics.largest_matches(log, own.PROGRAM.memory),
+    reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),

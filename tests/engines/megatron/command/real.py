@@ -13,7 +13,7 @@ from tests.pages import ROOT
 
 PACKAGES = ROOT / "build" / "megatron-lm"
 MEGATRON = PACKAGES / "flag_scale" / "third_party" / "Megatron-LM"
-SHIM = ROOT / "tests" / "engines" / "megatron" / "cpu_as_cuda"
+SHIM = ROOT / "tests" / "engines" / "megatron" / "trial" / "cpu_as_cuda"
 needs_megatron_lm = pytest.mark.skipif(
     not (MEGATRON / "pretrain_gpt.py").is_file(), reason="needs Megatron-LM: make build/megatron-lm"
 )
@@ -58,6 +58,6 @@ def spec_of(folder: Path, *, control: dict[str, Any], space: dict[str, Any], **t
             "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": ":".join(map(str, paths)),
+            "PYTHONPATH": ":".join(map(str, (*paths, os.environ["PYTHONPATH"]))),
         },
     }

@@ -11,7 +11,7 @@ import pytest
 from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import release_table
-from flagcore.engines.megatron.command.reference import model_arguments, reference_launch
+from flagcore.engines.megatron.command.launch import model_arguments, reference_launch
 from flagcore.errors import SpecError
 from tests import small
 from tests.engines.megatron.command.scripts import LAUNCH, spec_of
@@ -28,10 +28,34 @@ def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]
     return [(problem.key, problem.value) for problem in error.value.problems]
 
 
-def test_commands_that_can_only_fail_are_refused_before_any_trial(tmp_path: Path) -> None:
-    words = f"{LAUNCH} --no-such-flag 3 --bf16 false --micro-batch-size two"
-    values = [value for _, value in refused(words, tmp_path)]
-    assert values == ["--no-such-flag 3", "--bf16 false", "--micro-batch-size two"]
+REFUSED = {
+    "values that argparse refuses": (
+        f"{LAUNCH} --no-such-flag 3 --bf16 false --micro-batch-size two",
+        ["--no-such-flag 3", "--bf16 false", "--micro-batch-size two"],
+    ),
+    "a program that does not exist": (
+        LAUNCH.replace("pretrain_gpt.py", "pretrain_other.py"),
+        ["{folder}/pretrain_other.py"],
+    ),
+    "an option of torchrun without a value": (
+        LAUNCH.replace("torchrun", "torchrun --master_addr --master_port"),
+        ["--master_addr"],
+    ),
+    "a model of a checkpoint": (
+        "torchrun pretrain_gpt.py --use-checkpoint-args --load ck --micro-batch-size 1",
+        ["--use-checkpoint-args"],
+    ),
+    "arguments of a file": (f"{LAUNCH} --yaml-cfg job.yaml", ["--yaml-cfg job.yaml"]),
+    "adapters of a checkpoint": (f"{LAUNCH} --peft-type lora", ["--peft-type lora"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_command_that_can_only_fail_is_refused_before_any_trial(name: str, tmp_path: Path) -> None:
+    words, values = REFUSED[name]
+    release = "0.15.0+flagscale" if "--peft-type" in words else "0.16.0"
+    expected = [("train.command", value.format(folder=tmp_path)) for value in values]
+    assert refused(words, tmp_path, release=release) == expected
 
 
 def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
@@ -50,11 +74,6 @@ def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
     WORKLOAD.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
 
 
-def test_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    words = LAUNCH.replace("pretrain_gpt.py", "pretrain_other.py")
-    assert refused(words, tmp_path) == [("train.command", str(tmp_path / "pretrain_other.py"))]
-
-
 def test_one_process_for_several_devices_is_refused(tmp_path: Path) -> None:
     cluster = ClusterSpec(devices_per_node=4)
     one = dataclasses.replace(spec(f"python {LAUNCH.split(maxsplit=3)[3]}", tmp_path), cluster=cluster)
@@ -68,11 +87,6 @@ def test_other_number_of_nodes_is_refused(tmp_path: Path) -> None:
         WORKLOAD.ready(dataclasses.replace(two, cluster=ClusterSpec(nodes=2)))
 
 
-def test_launch_option_without_a_value_is_refused(tmp_path: Path) -> None:
-    words = LAUNCH.replace("torchrun", "torchrun --master_addr --master_port")
-    assert refused(words, tmp_path) == [("train.command", "--master_addr")]
-
-
 def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
@@ -81,20 +95,6 @@ def test_other_release_than_the_trees_is_a_warning(tmp_path: Path) -> None:
     (line,) = set(WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path, release="0.12.0"))) - set(of_tree)
     assert "0.12.0" in line
     assert "0.16.1" in line
-
-
-def test_model_arguments_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    words = "torchrun pretrain_gpt.py --use-checkpoint-args --load ck --micro-batch-size 1"
-    assert refused(words, tmp_path) == [("train.command", "--use-checkpoint-args")]
-
-
-def test_arguments_of_a_file_are_refused(tmp_path: Path) -> None:
-    assert refused(f"{LAUNCH} --yaml-cfg job.yaml", tmp_path) == [("train.command", "--yaml-cfg job.yaml")]
-
-
-def test_adapters_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    words = f"{LAUNCH} --peft-type lora"
-    assert refused(words, tmp_path, release="0.15.0+flagscale") == [("train.command", "--peft-type lora")]
 
 
 def test_setting_that_the_found_release_lacks_is_refused_before_any_trial(tmp_path: Path) -> None:

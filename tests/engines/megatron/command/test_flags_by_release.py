@@ -11,8 +11,8 @@ from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import known_releases, release_table
-from flagcore.engines.megatron.flags import flags
-from flagcore.engines.megatron.knobs import BY_NAME, KNOBS
+from flagcore.engines.megatron.command.flags import flags
+from flagcore.engines.megatron.space.knobs import BY_NAME, KNOBS
 from flagcore.errors import SpecErrors
 from tests import small
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.engines.megatron.command.release import find_release
+from flagcore.engines.megatron.command.user_command import find_release
 
 INFO = """\
 MAJOR = {}

@@ -18,10 +18,10 @@ from typing import Any
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.launch.server import PORT
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import placements
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Running:
         end = time.monotonic() + self.patience
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                self.fetch(self.engine.health)
+                self.fetch(self.engine.reports.health)
             except OSError:
                 time.sleep(0.05)
             else:
@@ -68,7 +68,7 @@ class Running:
         """Return why it ended."""
         code = self.wait()
         assert code
-        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.program.failures)
+        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.reports.failures)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.contracts.optional import require_job_records
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -18,12 +17,12 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.predict import predict as predict_engine
-from flagcore.engines.serving.settings import Settings
+from flagcore.engines.serving.model.predict import predict as predict_engine
+from flagcore.engines.serving.space.placement import InstanceKinds
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.plugins import workload
-from flagcore.stages.build import build, canonical
+from flagcore.tuner.stages.build import build, canonical
 from tests.small import CHIP, DENSE, SOURCE
 
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
@@ -57,7 +56,7 @@ def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds |
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
     """A job record of the task's engine, completed."""
-    return require_job_records(workload(task.spec.serve.engine)).published(task, values, "")[:2]
+    return workload(task.spec.serve.engine).published(task, values, "")[:2]
 
 
 def space_of(engine: Engine, task: Task) -> Space:

@@ -48,9 +48,9 @@ def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_p
     }
     with started(ENGINE, task, requested, tmp_path) as server:
         assert server.wait() is None, server.log
-        assert ENGINE.effective(server.fetch, server.log) == requested
+        assert ENGINE.reports.effective(server.fetch, server.log) == requested
         assert server.completion_tokens(9) == 9
-        counted = ENGINE.read_counters(server.fetch)
+        counted = ENGINE.reports.read_counters(server.fetch)
         assert counted["output_tokens"] == 9
         assert counted["prompt_tokens"] == 3
         assert counted["requests_waiting"] == 0
@@ -63,7 +63,7 @@ def test_drafted_tokens_are_counted(model: str, tmp_path: Path) -> None:
     with started(ENGINE, task, {"speculation": "draft-simple", "parallel": 1, "context_len": 512}, tmp_path) as server:
         assert server.wait() is None, server.log
         assert server.completion_tokens(20) == 20
-        counted = ENGINE.read_counters(server.fetch)
+        counted = ENGINE.reports.read_counters(server.fetch)
     assert counted["drafted_tokens"] > 0
     assert 0 <= counted["accepted_tokens"] <= counted["drafted_tokens"]
 
@@ -72,7 +72,7 @@ def test_the_defaults_of_llama_cpp_are_read_back(model: str, tmp_path: Path) -> 
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     with started(ENGINE, task, {}, tmp_path) as server:
         assert server.wait() is None, server.log
-        reported = ENGINE.effective(server.fetch, server.log)
+        reported = ENGINE.reports.effective(server.fetch, server.log)
     assert (reported["parallel"], reported["batch_size"], reported["ubatch_size"], reported["kv_unified"]) == (
         4,
         2048,

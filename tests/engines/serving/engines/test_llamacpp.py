@@ -10,10 +10,10 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.heterogeneous import placements
+from flagcore.engines.serving.launch.server import PORT
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
-from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import placements
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, serving, space_of
 from tests.served import costs
@@ -230,7 +230,7 @@ def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
 
 
 def test_values_of_log_and_props_are_read_back() -> None:
-    assert ENGINE.effective(lambda path: PROPS, LOG) == {
+    assert ENGINE.reports.effective(lambda path: PROPS, LOG) == {
         "parallel": 4,
         "context_len": 512,
         "batch_size": 2048,
@@ -244,14 +244,14 @@ def test_values_of_log_and_props_are_read_back() -> None:
 
 
 def test_layers_on_the_device_are_reported_unless_all_are_there() -> None:
-    some = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 18/37 layers to GPU")
-    effective = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 37/37 layers to GPU")
+    some = ENGINE.reports.effective(lambda path: PROPS, "load_tensors: offloaded 18/37 layers to GPU")
+    effective = ENGINE.reports.effective(lambda path: PROPS, "load_tensors: offloaded 37/37 layers to GPU")
     assert some["n_gpu_layers"] == 18
     assert "n_gpu_layers" not in effective
 
 
 def test_a_server_that_reports_few_values_is_accepted() -> None:
-    assert ENGINE.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
+    assert ENGINE.reports.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
 
 
 def test_the_settings_match_the_effective_settings_of_llama_cpp() -> None:
@@ -284,7 +284,7 @@ def test_the_default_uses_the_cards_that_the_weights_need() -> None:
     ],
 )
 def test_log_lines_are_classified(line: str, state: TrialState | None) -> None:
-    first = next(known for known in ENGINE.program.failures if re.search(known.pattern, line))
+    first = next(known for known in ENGINE.reports.failures if re.search(known.pattern, line))
     assert first.state is (state or TrialState.OUT_OF_MEMORY)
 
 

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.api.hardware import inspection
-from flagcore.api.hardware.inspection import doctor
+from flagcore.api.managing import inspection
+from flagcore.api.managing.inspection import doctor
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.weights import weight_bytes
+from flagcore.engines.serving.launch.server import PORT, Instance
 from flagcore.engines.serving.lmdeploy.profile import WORKLOAD
 from flagcore.engines.serving.load.result import GENERATE
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import body
-from flagcore.engines.serving.settings import PORT
-from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.space.weights import weight_bytes
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.served import costs
@@ -139,7 +138,7 @@ def test_only_the_pytorch_engine_captures_graphs() -> None:
 
 
 def test_values_in_the_log_of_either_engine_are_read_back() -> None:
-    assert WORKLOAD.effective(lambda path: "", TURBOMIND_LOG) == {
+    assert WORKLOAD.reports.effective(lambda path: "", TURBOMIND_LOG) == {
         "backend": "turbomind",
         "context_len": 4096,
         "max_batch_size": 64,
@@ -147,7 +146,7 @@ def test_values_in_the_log_of_either_engine_are_read_back() -> None:
         "data_parallel_size": 1,
         "expert_model_parallel_size": 1,
     }
-    assert WORKLOAD.effective(lambda path: "", PYTORCH_LOG) == {
+    assert WORKLOAD.reports.effective(lambda path: "", PYTORCH_LOG) == {
         "backend": "pytorch",
         "max_batch_size": 32,
         "block_size": 64,
@@ -155,13 +154,13 @@ def test_values_in_the_log_of_either_engine_are_read_back() -> None:
         "max_prefill_token_num": 8192,
         "enable_prefix_caching": True,
     }
-    assert WORKLOAD.memory(TURBOMIND_LOG) == {"kv_cache_gib": 2.0}
-    assert WORKLOAD.memory(PYTORCH_LOG) == {"kv_cache_tokens": 6400.0}
+    assert WORKLOAD.reports.memory(TURBOMIND_LOG) == {"kv_cache_gib": 2.0}
+    assert WORKLOAD.reports.memory(PYTORCH_LOG) == {"kv_cache_tokens": 6400.0}
 
 
 def test_the_documented_metrics_are_read() -> None:
     text = 'lmdeploy:num_requests_running{model_name="m",engine="0"} 3.0\nlmdeploy:generation_tokens_total{e="0"} 9.0\n'
-    assert WORKLOAD.read_counters(lambda path: text) == {"requests_running": 3.0, "output_tokens": 9.0}
+    assert WORKLOAD.reports.read_counters(lambda path: text) == {"requests_running": 3.0, "output_tokens": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_the_documented_metrics_are_read() -> None:
     ],
 )
 def test_failures_are_classified(line: str, state: TrialState) -> None:
-    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, WORKLOAD.program.failures)[0] is state
+    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, WORKLOAD.reports.failures)[0] is state
 
 
 def test_a_request_has_token_ids_and_a_streamed_answer() -> None:

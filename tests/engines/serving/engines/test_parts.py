@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.common import metrics, program
-from flagcore.engines.serving.common.hardware import Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.common.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch import reports
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.space import installed
+from flagcore.engines.serving.space.hardware import Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.space.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import NoDevice
 from tests.engines.serving.engines.tasks import serving
@@ -30,22 +31,22 @@ not a line
 
 
 def test_figures_of_all_labels_are_read_except_invalid_numbers() -> None:
-    assert metrics.samples(TEXT) == {"a:total": [3.0, 4.0], "a:info": [1.0]}
-    assert metrics.labels(TEXT, "a:info") == {"size": "16", "on": "True"}
-    assert metrics.labels(TEXT, "a:none") == {}
+    assert reports.samples(TEXT) == {"a:total": [3.0, 4.0], "a:info": [1.0]}
+    assert reports.labels(TEXT, "a:info") == {"size": "16", "on": "True"}
+    assert reports.labels(TEXT, "a:none") == {}
 
 
 def test_a_server_without_metrics_has_no_counters() -> None:
     def fetch(path: str) -> str:
         raise OSError("HTTP 404")
 
-    assert metrics.counters(fetch, {"a:total": "all"}) == {}
-    assert metrics.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
+    assert reports.counters(fetch, {"a:total": "all"}) == {}
+    assert reports.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
 
 
 def test_shares_of_ranks_are_averaged_and_tokens_summed() -> None:
-    assert metrics.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
-    assert metrics.combine("output_tokens", [3.0, 4.0]) == 7.0
+    assert reports.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
+    assert reports.combine("output_tokens", [3.0, 4.0]) == 7.0
 
 
 def test_cards_come_from_the_spec_or_the_cluster() -> None:
@@ -88,18 +89,18 @@ def test_weights_and_cache_are_counted_by_shape() -> None:
 def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_text(f"#!{sys.executable}\nprint()\n")
-    assert program.interpreter(str(script)) == sys.executable
+    assert installed.interpreter(str(script)) == sys.executable
     script.write_text("#!/bin/sh\nexec vllm\n")
-    assert program.interpreter(str(script)) is None
+    assert installed.interpreter(str(script)) is None
     script.write_bytes(b"\x7fELF\x02\x01")
-    assert program.interpreter(str(script)) is None
-    assert program.interpreter(sys.executable) == sys.executable
-    assert program.package_folders(str(script)) == ()
+    assert installed.interpreter(str(script)) is None
+    assert installed.interpreter(sys.executable) == sys.executable
+    assert installed.package_folders(str(script)) == ()
 
 
 def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
-    assert program.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
-    assert program.package_version(sys.executable, "no-such-package") == ""
+    assert installed.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
+    assert installed.package_version(sys.executable, "no-such-package") == ""
 
 
 @pytest.mark.parametrize(
@@ -107,15 +108,15 @@ def test_the_version_of_a_package_comes_from_the_interpreter() -> None:
     [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)],
 )
 def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[int, ...] | None) -> None:
-    assert program.release(version) == numbers
+    assert installed.release(version) == numbers
 
 
 def test_a_missing_program_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
-        program.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
+        installed.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
-    assert program.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
+    assert installed.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
 
 
 LLAMA_LOG = """\
@@ -163,6 +164,6 @@ SGLANG_LOG = """\
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_memory_lines_of_engine_logs_are_read(engine: Engine, log: str, reported: dict[str, float]) -> None:
-    assert engine.memory(log) == pytest.approx(reported)
-    assert engine.memory("") == {}
+    assert engine.reports.memory(log) == pytest.approx(reported)
+    assert engine.reports.memory("") == {}
     assert set(reported) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}

@@ -11,10 +11,10 @@ import pytest
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.launch.server import PORT
 from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import placements
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving
 from tests.small import DENSE, EXPERTS
@@ -165,7 +165,7 @@ def test_sglangs_default_values_are_merged_with_not_set() -> None:
 
 
 def test_values_of_the_server_are_read_back_under_flagcores_names() -> None:
-    reported = ENGINE.effective(lambda path: json.dumps(INFO), LOG)
+    reported = ENGINE.reports.effective(lambda path: json.dumps(INFO), LOG)
     assert reported == {
         "tensor_model_parallel_size": 2,
         "data_parallel_size": 2,
@@ -190,7 +190,7 @@ def test_older_releases_answer_at_another_path() -> None:
             raise OSError("404")
         return json.dumps({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True})
 
-    reported = ENGINE.effective(fetch, "")
+    reported = ENGINE.reports.effective(fetch, "")
     assert (reported["tensor_model_parallel_size"], reported["data_parallel_size"]) == (2, 2)
 
 
@@ -237,7 +237,7 @@ def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path
 )
 def test_log_lines_are_classified(line: str, state: TrialState) -> None:
     log = f"[2026-11-20 19:00:00] start\n{line}\nReceived sigquit from a child process\n"
-    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.program.failures)
+    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.reports.failures)
     assert found is state
     assert line in reason
 
@@ -343,4 +343,4 @@ def test_the_default_order_of_requests_is_that_of_the_release() -> None:
 
 def test_the_steps_of_a_tree_of_drafts_are_read_back() -> None:
     info = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
-    assert ENGINE.effective(lambda path: json.dumps(info), "")["speculative_tokens"] == 5
+    assert ENGINE.reports.effective(lambda path: json.dumps(info), "")["speculative_tokens"] == 5

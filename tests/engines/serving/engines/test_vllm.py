@@ -11,10 +11,10 @@ import pytest
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.settings import PORT
-from flagcore.engines.serving.trial.program import shares
+from flagcore.engines.serving.launch.server import PORT
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import placements
+from flagcore.engines.serving.trial.loads import shares
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, serving, space_of
@@ -219,8 +219,6 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
 
 def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:
     usable = sorted(os.sched_getaffinity(0))[:2]
-    if len(usable) < 2:
-        pytest.skip("this machine has one core")
     first, second = map(str, usable)
     bound = "VLLM_CPU_OMP_THREADS_BIND"
     assert bound not in server(cores()).environment
@@ -342,7 +340,7 @@ def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
 
 
 def test_values_of_log_and_metrics_are_read_back() -> None:
-    assert ENGINE.effective(lambda path: METRICS, LOG) == {
+    assert ENGINE.reports.effective(lambda path: METRICS, LOG) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 1,
         "data_parallel_size": 1,
@@ -356,11 +354,11 @@ def test_values_of_log_and_metrics_are_read_back() -> None:
         "block_size": 64,
         "gpu_memory_utilization": "0.92",
     }
-    assert ENGINE.read_counters(lambda path: METRICS) == {"preemptions": 3.0}
+    assert ENGINE.reports.read_counters(lambda path: METRICS) == {"preemptions": 3.0}
 
 
 def ended(log: str) -> tuple[TrialState, str]:
-    return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.program.failures)
+    return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.reports.failures)
 
 
 LAST = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -506,8 +504,8 @@ def test_the_path_of_a_draft_model_is_a_key_of_the_speculative_config() -> None:
 def test_shares_of_a_load_are_increases_of_counters() -> None:
     start = {"drafted_tokens": 10.0, "accepted_tokens": 10.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
     end = {"drafted_tokens": 30.0, "accepted_tokens": 15.0, "prefix_tokens_asked": 5.0, "prefix_tokens_found": 0.0}
-    assert shares(ENGINE, start, end) == {"acceptance_rate": 0.25}
-    assert shares(ENGINE, start, {**end, "accepted_tokens": 2.0}) == {}  # the server has begun to count anew
+    assert shares(ENGINE.reports, start, end) == {"acceptance_rate": 0.25}
+    assert shares(ENGINE.reports, start, {**end, "accepted_tokens": 2.0}) == {}  # the server has begun to count anew
 
 
 def test_settings_of_the_new_knobs_are_read_from_the_log() -> None:
@@ -517,7 +515,7 @@ def test_settings_of_the_new_knobs_are_read_from_the_log() -> None:
         "num_spec_tokens=3), tokenizer='m', quantization=fp8, quantization_config=None, compilation_config="
         "{'mode': <CompilationMode.VLLM_COMPILE: 3>}\nUsing FLASH_ATTN attention backend out of potential backends: []"
     )
-    assert ENGINE.effective(lambda path: "", log) == {
+    assert ENGINE.reports.effective(lambda path: "", log) == {
         "async_scheduling": "off",
         "speculation": "ngram",
         "speculative_tokens": 3,

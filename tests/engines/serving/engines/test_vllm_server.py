@@ -17,11 +17,12 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.launch.job import read_job
 from flagcore.engines.serving.load.result import Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.failures import log_text
-from flagcore.engines.serving.trial.job import read_job
-from flagcore.engines.serving.trial.program import LoadRunner, running_router, running_servers, shares
+from flagcore.engines.serving.trial.loads import LoadRunner, shares
+from flagcore.engines.serving.trial.program import running_servers
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
@@ -61,16 +62,16 @@ def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
     }
     with started(ENGINE, task(model), requested, tmp_path, PATIENCE) as server:
         assert server.wait() is None, server.log
-        reported = ENGINE.effective(server.fetch, server.log)
+        reported = ENGINE.reports.effective(server.fetch, server.log)
         assert {knob: reported[knob] for knob in requested} == requested
         assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
-        assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
+        assert ENGINE.reports.read_counters(server.fetch)["output_tokens"] == 9
 
 
-def tokens_of(url: str, model: str, prompt: list[int]) -> list[int]:
+def tokens_of(url: str, model: str, prompt: list[int], count: int = 16) -> list[int]:
     """The tokens of the most likely answer to a prompt."""
-    body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "return_token_ids": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
@@ -90,14 +91,13 @@ def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
     candidate = Candidate.of({**ENGINE.defaults(pair.task), "prefill_decode": "1xtp1+1xtp1"})
     ENGINE.launch(pair, candidate, str(tmp_path))
     job, deadline = read_job(tmp_path), time.monotonic() + PATIENCE
-    with (
-        running_servers(job, ENGINE, tmp_path, deadline) as servers,
-        running_router(job, servers, tmp_path, deadline) as router,
-    ):
-        assert [tokens_of(router[0].url, model, prompt) for prompt in prompts] == expected
+    with running_servers(job, ENGINE.reports, tmp_path, deadline) as servers:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            tokens_of(servers[0].url, model, prompt, count=1)
+            assert tokens_of(servers[1].url, model, prompt) == tokens
         assert "Inject KV cache of 384 tokens" in log_text(servers[1].log), "of the last prompt, three blocks"
-        (point,) = LoadRunner(job, ENGINE, servers, router, tmp_path, deadline).points()
-        ports = [int(str(each.url).rpartition(":")[2]) for each in (*servers, *router)]
+        (point,) = LoadRunner(job, ENGINE.reports, servers, (), tmp_path, deadline).points()
+        ports = [int(str(each.url).rpartition(":")[2]) for each in servers]
     assert point["repeats"][0]["completed"] == 32
     assert point["repeats"][0]["figures"]["output_tokens_per_s"] > 0
     assert all(listeners(port) == [] for port in ports)
@@ -119,11 +119,11 @@ def test_speculation_and_prefix_caching_act_on_text(model: str, tmp_path: Path) 
     trace.write_text("\n".join(map(json.dumps, text)))
     with started(ENGINE, task(model), requested, tmp_path, PATIENCE) as server:
         assert server.wait() is None, server.log
-        reported = ENGINE.effective(server.fetch, server.log)
-        start, load = ENGINE.read_counters(server.fetch), Load(trace=str(trace), num_prompts=6, concurrency=2)
+        reported = ENGINE.reports.effective(server.fetch, server.log)
+        start, load = ENGINE.reports.read_counters(server.fetch), Load(trace=str(trace), num_prompts=6, concurrency=2)
         target = Target(url=server.url)
         result = measure([target], load, model=model, vocab_size=8192, seed=1, timeout_s=PATIENCE)
-        found = shares(ENGINE, start, ENGINE.read_counters(server.fetch))
+        found = shares(ENGINE.reports, start, ENGINE.reports.read_counters(server.fetch))
     assert {knob: reported[knob] for knob in requested} == requested
     assert result.problems == ()
     assert result.requests[0].input_tokens == len("0.1\n" + text[0]["prompt"])

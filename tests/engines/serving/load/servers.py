@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class RequestTimes:
 
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
     in_flight: int = 0
     max_in_flight: int = 0
     stop: Callable[[], None] = lambda: None
@@ -108,6 +110,7 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
             request = json.loads(await reader.readexactly(length))
             counted = True
             served.bodies.append(request)
+            served.ids.append(b"".join(re.findall(rb"(?i)x-request-id: (.*)", head)).decode().strip())
             served.in_flight += 1
             served.max_in_flight = max(served.max_in_flight, served.in_flight)
             await behaviour(request, Wire(writer))

@@ -8,7 +8,8 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,6 @@ from tests.engines.serving.load.servers import (
     Body,
     Wire,
     after_each_answer,
-    finish,
     piece,
     pieces,
     serving,
@@ -42,191 +42,51 @@ def loaded(behaviour: Behaviour, timeout_s: float = 60.0) -> LoadResult:
         return send(served.url, timeout_s=timeout_s)
 
 
-async def cut_short(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(3, wire)
-    await finish(body, wire, made=3)
+Part = int | bytes | str | dict[str, Any] | Callable[[Body], Body]
+DONE, END, HANG_UP = "[DONE]", "the end", "hang up"
 
 
-async def stops_at_the_end_token(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(2, wire)
-    await finish(body, wire, made=2, reason="stop")
+def sends(*parts: Part, status: str = "200 OK", kind: str = "text/event-stream", chunked: bool = True) -> Behaviour:
+    """A server that sends a head and `parts`: as many pieces of text, bytes, events, END, or HANG_UP."""
+
+    async def behaviour(body: Body, wire: Wire) -> None:
+        await wire.head(status, kind, chunked=chunked)
+        for part in parts:
+            if part == END:
+                await wire.end()
+            elif part == HANG_UP:
+                wire.close_connection()
+            elif isinstance(part, bytes):
+                await wire.send(part)
+            elif isinstance(part, int):
+                await pieces(part, wire)
+            else:
+                await wire.event(part(body) if callable(part) else part)
+
+    return behaviour
 
 
-async def says_more_than_requested(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(7, wire)
-    await finish(body, wire, made=7)
+def raw(*parts: bytes | float) -> Behaviour:
+    """A server that sends bytes as they are, and waits for seconds."""
+
+    async def behaviour(body: Body, wire: Wire) -> None:
+        for part in parts:
+            await (wire.raw(part) if isinstance(part, bytes) else asyncio.sleep(part))
+
+    return behaviour
 
 
-async def reads_a_part_of_the_prompt(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(5, wire)
-    await wire.event(piece("", "length"))
-    await wire.event(usage(body, read=3))
-    await wire.event("[DONE]")
-    await wire.end()
+def finished(made: int | None = None, reason: str = "length", read: int | None = None) -> tuple[Part, ...]:
+    """The last parts of an answer."""
+    return piece("", reason), lambda body: usage(body, made, read), DONE, END
 
 
-async def error_in_the_stream(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(2, wire)
-    await wire.event({"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError"}})
-    await wire.event("[DONE]")
-    await wire.end()
+def counts(made: object) -> tuple[Part, ...]:
+    return 5, {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": made}}, DONE, END
 
 
-async def error_as_a_field_of_the_stream(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.send(b'error: {"code":500,"message":"failed to decode"}\n\n')
-    await wire.end()
-
-
-async def error_as_an_object(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event({"object": "error", "message": "out of blocks", "code": 500})
-    await wire.end()
-
-
-async def error_as_json_instead_of_a_stream(body: Body, wire: Wire) -> None:
-    await wire.head(kind="application/json")
-    await wire.send(json.dumps({"error": "model is loading"}).encode() + b"\n")
-    await wire.end()
-
-
-async def error_as_json_without_a_newline(body: Body, wire: Wire) -> None:
-    await wire.head(kind="application/json")
-    await wire.send(json.dumps({"error": {"message": "model is loading", "code": 503}}).encode())
-    await wire.end()
-
-
-async def answers_without_streaming(body: Body, wire: Wire) -> None:
-    await wire.head(kind="application/json")
-    await wire.send(json.dumps({**piece(" a" * 5, "length"), "usage": usage(body)["usage"]}).encode() + b"\n")
-    await wire.end()
-
-
-async def aborts(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(5, wire)
-    await finish(body, wire, reason="abort")
-
-
-async def too_long(body: Body, wire: Wire) -> None:
-    await wire.head("400 Bad Request", "application/json")
-    reported_text = {
-        "error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}
-    }
-    await wire.send(json.dumps(reported_text).encode())
-    await wire.end()
-
-
-async def unavailable(body: Body, wire: Wire) -> None:
-    await wire.head("503 Service Unavailable", "text/html")
-    await wire.send(b"<h1>Loading\n model</h1>")
-    await wire.end()
-
-
-async def not_found(body: Body, wire: Wire) -> None:
-    await wire.head("404 Not Found", "application/json")
-    await wire.send(json.dumps({"detail": "Not Found"}).encode())
-    await wire.end()
-
-
-async def garbage(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.send(b"\x00\xff\xfe nonsense\n\n")
-    await wire.end()
-
-
-async def event_that_is_cut_off(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(2, wire)
-    await wire.event('{"id": "x", "choices": [{"index": 0, "text": " a')
-    await finish(body, wire)
-
-
-async def event_that_is_no_object(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event("[1, 2]")
-    await finish(body, wire)
-
-
-async def event_without_choices(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event({"id": "x"})
-    await finish(body, wire)
-
-
-async def text_that_is_no_text(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event({"choices": [{"text": 5}]})
-    await finish(body, wire)
-
-
-async def line_without_end(body: Body, wire: Wire) -> None:
-    await wire.head()
-    for _ in range(40):
-        await wire.send(b"a" * (1 << 19))
-
-
-async def tokens_without_a_piece(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event(usage(body))
-    await wire.event("[DONE]")
-    await wire.end()
-
-
-async def no_usage(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(5, wire)
-    await wire.event(piece("", "length"))
-    await wire.event("[DONE]")
-    await wire.end()
-
-
-async def usage_without_a_count(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(5, wire)
-    await wire.event({"choices": [], "usage": {"completion_tokens": None}})
-    await wire.event("[DONE]")
-    await wire.end()
-
-
-async def hangs_up_at_once(body: Body, wire: Wire) -> None:
-    wire.close_connection()
-
-
-async def hangs_up_in_the_stream(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(3, wire)
-    wire.close_connection()
-
-
-async def closes_a_chunked_stream(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(3, wire)
-
-
-async def closes_a_plain_stream(body: Body, wire: Wire) -> None:
-    await wire.head(chunked=False)
-    await pieces(3, wire)
-
-
-async def ends_without_a_word(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(3, wire)
-    await wire.end()
-
-
-async def no_http(body: Body, wire: Wire) -> None:
-    await wire.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
-
-
-async def bad_chunks(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.raw(b"zz\r\nnot a chunk\r\n")
+def body_of(data: object, end: bytes = b"") -> bytes:
+    return json.dumps(data).encode() + end
 
 
 async def bad_chunks_later(body: Body, wire: Wire) -> None:
@@ -235,38 +95,9 @@ async def bad_chunks_later(body: Body, wire: Wire) -> None:
     await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
-async def all_but_the_end(body: Body, wire: Wire) -> None:
+async def bad_chunks(body: Body, wire: Wire) -> None:
     await wire.head()
-    await pieces(5, wire)
-    await wire.event(piece("", "length"))
-    await wire.event(usage(body))
-    await wire.end()
-
-
-def counted(made: object) -> Behaviour:
-    async def behave(body: Body, wire: Wire) -> None:
-        await wire.head()
-        await pieces(5, wire)
-        await wire.event({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": made}})
-        await wire.event("[DONE]")
-        await wire.end()
-
-    behave.__name__ = f"counts_{made}"
-    return behave
-
-
-async def resets_after_the_head(body: Body, wire: Wire) -> None:
-    await wire.head()
-    wire.close_connection()
-
-
-async def is_busy(body: Body, wire: Wire) -> None:
-    await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
-
-
-async def has_too_many_requests(body: Body, wire: Wire) -> None:
-    await wire.raw(b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 9999\r\n\r\nslow down")
-    await asyncio.sleep(600)
+    await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
 async def never_stops(body: Body, wire: Wire) -> None:
@@ -275,97 +106,84 @@ async def never_stops(body: Body, wire: Wire) -> None:
         await pieces(10, wire)
 
 
-async def counts_fewer_tokens_than_it_sends(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(7, wire)
-    await finish(body, wire, made=5)
+async def answers_without_streaming(body: Body, wire: Wire) -> None:
+    await sends(body_of({**piece(" a" * 5, "length"), "usage": usage(body)["usage"]}, b"\n"), END, kind=JSON)(
+        body, wire
+    )
 
 
-async def has_a_header_without_end(body: Body, wire: Wire) -> None:
-    await wire.raw(b"HTTP/1.1 200 OK\r\nX-Trace: " + b"a" * (1 << 20))
-    await asyncio.sleep(600)
-
-
-async def redirects(body: Body, wire: Wire) -> None:
-    await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
-
-
-async def compresses(body: Body, wire: Wire) -> None:
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n"
-    packed = gzip.compress(b"data: [DONE]\n\n")
-    await wire.raw(head + f"Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
-
-
-async def promises_more_than_it_sends(body: Body, wire: Wire) -> None:
-    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: {")
-
-
-async def two_choices_in_an_event(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]})
-    await finish(body, wire)
-
-
-async def two_choices_in_turn(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.event(piece())
-    await wire.event({**piece(), "choices": [{"index": 1, "text": " b", "finish_reason": None}]})
-    await finish(body, wire)
-
-
-MISBEHAVING = [
-    (all_but_the_end, ProblemKind.CONNECTION_LOST, "the stream ended after 6 events, without [DONE]"),
-    (counted(0), ProblemKind.NO_USAGE, "the server counts 0 tokens, but 5 events have text"),
-    (counted(-5), ProblemKind.NO_USAGE, "completion_tokens is -5"),
-    (counted(True), ProblemKind.NO_USAGE, "completion_tokens is True"),
-    (counted(5.0), ProblemKind.NO_USAGE, "completion_tokens is 5.0"),
-    (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
-    (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
-    (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
-    (has_too_many_requests, ProblemKind.STATUS, "HTTP 429 Too Many Requests: slow down"),
-    (never_stops, ProblemKind.WRONG_LENGTH, "max_tokens was ignored"),
-    (counts_fewer_tokens_than_it_sends, ProblemKind.NO_USAGE, "counts 5 tokens, but 7 events have text"),
-    (has_a_header_without_end, ProblemKind.BROKEN, "Got more than"),
-    (redirects, ProblemKind.STATUS, "HTTP 302 Found"),
-    (compresses, ProblemKind.BROKEN, "compressed (gzip)"),
-    (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
-    (two_choices_in_an_event, ProblemKind.BROKEN, "several choices"),
-    (two_choices_in_turn, ProblemKind.BROKEN, "several choices"),
-    (cut_short, ProblemKind.WRONG_LENGTH, "3 tokens instead of 5; prompt and answer do not fit into the context"),
-    (stops_at_the_end_token, ProblemKind.WRONG_LENGTH, "2 tokens instead of 5; ignore_eos"),
-    (says_more_than_requested, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens"),
-    (reads_a_part_of_the_prompt, ProblemKind.WRONG_LENGTH, "the server counts 3 prompt tokens, but 8 were sent"),
-    (error_in_the_stream, ProblemKind.ERROR, "EngineCore encountered an issue"),
-    (error_as_a_field_of_the_stream, ProblemKind.ERROR, "failed to decode"),
-    (error_as_an_object, ProblemKind.ERROR, "out of blocks"),
-    (error_as_json_instead_of_a_stream, ProblemKind.ERROR, "model is loading"),
-    (error_as_json_without_a_newline, ProblemKind.ERROR, "model is loading"),
-    (answers_without_streaming, ProblemKind.BROKEN, "the answer is not streamed: b'{"),
-    (aborts, ProblemKind.ERROR, "finish_reason is 'abort'"),
-    (too_long, ProblemKind.STATUS, "HTTP 400 Bad Request: This model's maximum context length is 4 tokens."),
-    (unavailable, ProblemKind.STATUS, "HTTP 503 Service Unavailable: <h1>Loading model</h1>"),
-    (not_found, ProblemKind.STATUS, "HTTP 404 Not Found: Not Found"),
-    (garbage, ProblemKind.BROKEN, "b'\\x00\\xff\\xfe nonsense'"),
-    (event_that_is_cut_off, ProblemKind.BROKEN, "an event is not JSON"),
-    (event_that_is_no_object, ProblemKind.BROKEN, "an event is not an object"),
-    (event_without_choices, ProblemKind.BROKEN, "an event has neither choices nor usage"),
-    (text_that_is_no_text, ProblemKind.BROKEN, "the text of a choice is int"),
-    (line_without_end, ProblemKind.BROKEN, "a line has no end"),
-    (tokens_without_a_piece, ProblemKind.BROKEN, "the server counts 5 tokens, but no event has any"),
-    (no_usage, ProblemKind.NO_USAGE, "without token counts"),
-    (usage_without_a_count, ProblemKind.NO_USAGE, "completion_tokens is None"),
-    (hangs_up_at_once, ProblemKind.CONNECTION_LOST, "after 0 events"),
-    (hangs_up_in_the_stream, ProblemKind.CONNECTION_LOST, ""),
-    (closes_a_chunked_stream, ProblemKind.CONNECTION_LOST, ""),
-    (closes_a_plain_stream, ProblemKind.CONNECTION_LOST, "the stream ended after 3 events, unfinished"),
-    (ends_without_a_word, ProblemKind.CONNECTION_LOST, "the stream ended after 3 events, unfinished"),
-    (no_http, ProblemKind.BROKEN, "does not answer in HTTP"),
-    (bad_chunks, ProblemKind.BROKEN, "does not answer in HTTP"),
-    (bad_chunks_later, ProblemKind.BROKEN, "does not answer in HTTP"),
+STREAM, JSON = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n", "application/json"
+PACKED = gzip.compress(b"data: [DONE]\n\n")
+TOO_LONG = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
+LOST, BROKEN, NO_USAGE = ProblemKind.CONNECTION_LOST, ProblemKind.BROKEN, ProblemKind.NO_USAGE
+WRONG, ERROR, STATUS = ProblemKind.WRONG_LENGTH, ProblemKind.ERROR, ProblemKind.STATUS
+cut_short = sends(3, *finished(made=3))
+no_usage = sends(5, piece("", "length"), DONE, END)
+MISBEHAVING: list[tuple[Behaviour, ProblemKind, str]] = [
+    (sends(5, piece("", "length"), usage, END), LOST, "the stream ended after 6 events, without [DONE]"),
+    (sends(*counts(0)), NO_USAGE, "the server counts 0 tokens, but 5 events have text"),
+    (sends(*counts(-5)), NO_USAGE, "completion_tokens is -5"),
+    (sends(*counts(True)), NO_USAGE, "completion_tokens is True"),
+    (sends(*counts(5.0)), NO_USAGE, "completion_tokens is 5.0"),
+    (sends(*counts(4)), WRONG, "4 tokens instead of 5"),
+    (sends(*counts(None)), NO_USAGE, "completion_tokens is None"),
+    (sends(HANG_UP), LOST, "after 0 events"),
+    (sends(3, HANG_UP), LOST, ""),
+    (sends(3), LOST, ""),
+    (sends(3, chunked=False), LOST, "the stream ended after 3 events, unfinished"),
+    (sends(3, END), LOST, "the stream ended after 3 events, unfinished"),
+    (raw(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 8\r\n\r\noverload"), STATUS, "HTTP 503 Service"),
+    (raw(b"HTTP/1.1 429 Too Many\r\nContent-Length: 9999\r\n\r\nslow down", 600.0), STATUS, "429 Too Many: slow down"),
+    (raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"), STATUS, "HTTP 302 Found"),
+    (raw(b"HTTP/1.1 200 OK\r\nX-Trace: " + b"a" * (1 << 20), 600.0), BROKEN, "Got more than"),
+    (
+        raw(STREAM + f"Content-Encoding: gzip\r\nContent-Length: {len(PACKED)}\r\n\r\n".encode() + PACKED),
+        BROKEN,
+        "(gzip)",
+    ),
+    (raw(STREAM + b"Content-Length: 999\r\n\r\ndata: {"), LOST, "after 0 events"),
+    (raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), BROKEN, "does not answer in HTTP"),
+    (raw(), LOST, "after 0 events"),
+    (bad_chunks, BROKEN, "does not answer in HTTP"),
+    (bad_chunks_later, BROKEN, "does not answer in HTTP"),
+    (never_stops, WRONG, "max_tokens was ignored"),
+    (sends(7, *finished(made=5)), NO_USAGE, "counts 5 tokens, but 7 events have text"),
+    (sends({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]}), BROKEN, "several choices"),
+    (sends(1, {**piece(), "choices": [{"index": 1, "text": " b", "finish_reason": None}]}), BROKEN, "several choices"),
+    (cut_short, WRONG, "3 tokens instead of 5; prompt and answer do not fit into the context"),
+    (sends(2, *finished(made=2, reason="stop")), WRONG, "2 tokens instead of 5; ignore_eos"),
+    (sends(7, *finished(made=7)), WRONG, "7 tokens instead of 5; max_tokens"),
+    (sends(5, *finished(read=3)), WRONG, "the server counts 3 prompt tokens, but 8 were sent"),
+    (sends(5, *finished(reason="abort")), ERROR, "finish_reason is 'abort'"),
+    (
+        sends(2, {"error": {"message": "EngineCore encountered an issue"}}, DONE, END),
+        ERROR,
+        "EngineCore encountered",
+    ),
+    (sends(b'error: {"code":500,"message":"failed to decode"}\n\n', END), ERROR, "failed to decode"),
+    (sends({"object": "error", "message": "out of blocks", "code": 500}, END), ERROR, "out of blocks"),
+    (sends(body_of({"error": "model is loading"}, b"\n"), END, kind=JSON), ERROR, "model is loading"),
+    (sends(body_of({"error": {"message": "model is loading"}}), END, kind=JSON), ERROR, "model is loading"),
+    (answers_without_streaming, BROKEN, "the answer is not streamed: b'{"),
+    (sends(body_of(TOO_LONG), END, status="400 Bad Request", kind=JSON), STATUS, "HTTP 400 Bad Request: This model's"),
+    (
+        sends(b"<h1>Loading\n model</h1>", END, status="503 X", kind="text/html"),
+        STATUS,
+        "503 X: <h1>Loading model</h1>",
+    ),
+    (sends(body_of({"detail": "Not Found"}), END, status="404 Not Found"), STATUS, "HTTP 404 Not Found: Not Found"),
+    (sends(b"\x00\xff\xfe nonsense\n\n", END), BROKEN, "b'\\x00\\xff\\xfe nonsense'"),
+    (sends(2, '{"id": "x", "choices": [{"index": 0, "text": " a', *finished()), BROKEN, "an event is not JSON"),
+    (sends("[1, 2]", *finished()), BROKEN, "an event is not an object"),
+    (sends({"id": "x"}, *finished()), BROKEN, "an event has neither choices nor usage"),
+    (sends({"choices": [{"text": 5}]}, *finished()), BROKEN, "the text of a choice is int"),
+    (sends(*[b"a" * (1 << 19)] * 40), BROKEN, "a line has no end"),
+    (sends(usage, DONE, END), BROKEN, "the server counts 5 tokens, but no event has any"),
+    (no_usage, NO_USAGE, "without token counts"),
 ]
 
 
-@pytest.mark.parametrize(("behaviour", "kind", "message"), MISBEHAVING, ids=[one[0].__name__ for one in MISBEHAVING])
+@pytest.mark.parametrize(("behaviour", "kind", "message"), MISBEHAVING)
 def test_server_that_misbehaves_gives_a_problem_of_its_class_and_no_figures(
     behaviour: Behaviour, kind: ProblemKind, message: str
 ) -> None:

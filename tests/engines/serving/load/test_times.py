@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_time_to_open_a_connection_does_not_count(monkeypatch: pytest.MonkeyPatc
 
 def test_answers_that_arrive_together_are_read_before_one_of_them_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     close = aiohttp.ClientResponse.release
-    received = []
+    received, blocked = [], threading.Event()
 
     def slow(self: aiohttp.ClientResponse) -> Any:
         time.sleep(DELAY_S)
@@ -55,7 +56,9 @@ def test_answers_that_arrive_together_are_read_before_one_of_them_is_closed(monk
     async def block() -> None:
         while len(received) < 2:
             await asyncio.sleep(0.001)
-        time.sleep(DELAY_S)
+        if not blocked.is_set():
+            blocked.set()
+            time.sleep(DELAY_S)
 
     start = asyncio.wait
 

@@ -29,17 +29,6 @@ SHAREGPT = [
         "conversations": [{"from": "human", "value": "z" * 7}, {"from": "gpt", "value": "w"}, {"from": "human"}],
     },
 ]
-BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45,ChatGPT,1087,230,1317,Conversation log
-118,GPT-4,417,0,417,Conversation log
-119.5,GPT-4,1360,301,1661,API log
-"""
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:17:03.9799600,4808,10
-2023-11-16 18:17:04.0319600,110,27
-2024-05-10 00:00:00+00:00,3180,8
-"""
 
 
 def written(folder: Path, rows: Iterable[Any] | str, name: str = "trace.jsonl") -> str:
@@ -64,53 +53,6 @@ def test_requests_are_sorted_by_time_with_all_their_fields(tmp_path: Path) -> No
     trace = read_trace(written(tmp_path, MOONCAKE[::-1]))
     assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
     assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
-
-
-def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, BURSTGPT, "BurstGPT_1.csv"))
-    assert columns(trace) == ([472, 1087, 1360], [18, 230, 301], [0.0, 40.0, 114.5])
-
-
-SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
-100,a,2,ChatGPT,20,5,25,Conversation log
-104,,1,GPT-4,900,3,903,API log
-109,,1,GPT-4,910,3,913,API log
-112,a,4,ChatGPT,40,6,46,Conversation log
-113,b,3,ChatGPT,50,7,57,Conversation log
-114,a,1,ChatGPT,60,8,68,Conversation log
-120,b,3,ChatGPT,30,9,39,Conversation log
-200000,b,3,ChatGPT,80,9,89,Conversation log
-"""
-
-
-def test_sessions_of_burstgpt_are_conversations_whose_prompts_grow(tmp_path: Path) -> None:
-    file = written(tmp_path, SESSIONS, "BurstGPT_3.csv")
-    assert read_trace(file).follows is None
-    trace = read_trace(file, turns=2)
-    assert trace.follows is not None
-    assert trace.think_s is not None
-    assert columns(trace) == (
-        [20, 40, 900, 910, 50, 60, 30, 80],
-        [5, 6, 3, 3, 7, 8, 9, 9],
-        [0.0, 0.0, 4.0, 9.0, 13.0, 14.0, 20.0, 199_900.0],
-    )
-    assert trace.follows.tolist() == [-1, 0, -1, -1, -1, -1, -1, -1]
-    assert trace.think_s.tolist() == [0.0, 10.0, *[0.0] * 6]
-    longer = read_trace(file, turns=3)
-    assert longer.follows is not None
-    assert longer.think_s is not None
-    assert longer.input_len.tolist()[:3] == [20, 40, 60]
-    assert longer.follows.tolist()[:3] == [-1, 0, 1]
-    assert longer.think_s.tolist()[:3] == [0.0, 10.0, 0.0]  # sent before the answer
-
-
-def test_azure_gives_lengths_and_seconds_of_dates(tmp_path: Path) -> None:
-    inputs, outputs, times = columns(read_trace(written(tmp_path, AZURE, "AzureLLMInferenceTrace_code.csv")))
-    assert (inputs, outputs) == ([4808, 110, 3180], [10, 27, 8])
-    assert times == pytest.approx([0.0, 0.052, 15_140_576.02004])
-    with pytest.raises(SpecError) as error:
-        read_trace(written(tmp_path, AZURE.replace("2024-05-10", "soon"), "bad.csv"))
-    assert "row 4" in str(error.value)
 
 
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
@@ -165,10 +107,11 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
     ("content", "name", "problem"),
     [
         ("", "a.jsonl", "it is empty"),
+        ("Timestamp,Request tokens\n1,2\n", "a.csv", "neither JSON nor JSON lines (line 1)"),
         ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
         ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
         ("[1, 2]", "a.json", "row 1 is not an object"),
-        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, text, conversations, messages, turns, input_len"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, text, conversations, messages, input_len"),
         ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
         ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
         ('{"input_length": "x", "output_length": 5}', "a.jsonl", "row 1: input_length is 'x', not a number"),
@@ -199,18 +142,10 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ),
         ('{"prompt": ["a"], "max_tokens": 5}', "a.jsonl", "row 1: prompt is ['a'], not a string"),
         (f'{{"input_length": {"9" * 400}, "output_length": 5}}', "a.jsonl", "row 1: input_length is 999"),
-        ('{"turns": [{"text": "a", "delay": -1}]}', "a.jsonl", "row 1: a delay is negative"),
-        ('{"turns": [{"text": "a", "delay": 1e300}]}', "a.jsonl", "row 1: a delay is negative or more than a day"),
         ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "a.jsonl", "row 1 has a turn whose"),
         ('{"conversations": "a"}', "a.jsonl", "row 1 has no list of turns"),
         ('{"conversations": []}', "a.jsonl", "has no request with both lengths"),
         ('{"conversations": [{"value": "a"}]}', "a.jsonl", "has no request with both lengths"),
-        ("a,b\n1,2\n", "a.csv", "it lacks the column 'Timestamp'"),
-        ("", "a.csv", "has no request with both lengths"),
-        ("0,GPT-4,100,20,120,API log\n", "a.csv", "it lacks the column 'Timestamp'"),
-        ("Timestamp,Request tokens,Response tokens\n1,2\n", "a.csv", "row 2 lacks Response tokens"),
-        ("Timestamp,Request tokens,Response tokens\nsoon,1,2\n", "a.csv", "Timestamp is 'soon', not a number"),
-        ("Timestamp,Request tokens,Response tokens\n1,x,2\n", "a.csv", "row 2: Request tokens is 'x'"),
     ],
 )
 def test_an_invalid_trace_file_is_reported_with_row_and_reason(
@@ -280,19 +215,6 @@ def test_turns_of_conversations_contain_all_turns_before(tmp_path: Path) -> None
     assert trace.output_len.tolist() == [1, 2, 1]
     assert read_trace(path).texts == ["a b", "x"]
     assert read_trace(path).follows is None
-
-
-def test_sessions_have_delays_and_keep_together_in_the_order_of_their_arrival(tmp_path: Path) -> None:
-    def session(name: str, at: int) -> dict[str, Any]:
-        turns = [{"text": f"{name}{k}", "delay": 1500 * k, "max_tokens": 5} for k in (0, 1)]
-        return {"session_id": name, "timestamp": at, "turns": turns}
-
-    trace = read_trace(written(tmp_path, "\n".join(json.dumps(session(*each)) for each in (("b", 9), ("a", 5)))), 2)
-    assert trace.texts == ["a0", "a0\na1", "b0", "b0\nb1"]
-    assert trace.think_s is not None
-    assert trace.think_s.tolist() == [0, 1.5, 0, 1.5]
-    assert trace.arrive_s is not None
-    assert trace.arrive_s.tolist() == pytest.approx([0, 0, 0.004, 0.004])
 
 
 def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 
 def test_the_first_line_with_a_cause_is_reported() -> None:
-    state, line = first_error(VLLM, VLLM_ENGINE.program.failures)
+    state, line = first_error(VLLM, VLLM_ENGINE.reports.failures)
     assert state is TrialState.INVALID
     assert "No common block size for 16" in line
 
@@ -50,7 +50,7 @@ def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_li
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
 def test_long_single_word_lines_are_searched(engine: Engine, line: str) -> None:
     log = f"{line}\n" * 2500 + "ValueError: at last"
-    assert first_error(log, engine.program.failures)[1] == "ValueError: at last"
+    assert first_error(log, engine.reports.failures)[1] == "ValueError: at last"
 
 
 def test_out_of_memory_is_classified_before_its_consequences() -> None:

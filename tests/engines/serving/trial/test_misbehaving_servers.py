@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fixed_machine import PINS
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TimeLimit, TrialState
@@ -19,14 +20,14 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
-from flagcore.stages.launch import launch
+from flagcore.tuner.stages.launch import launch
 from tests.engines.serving.trial import trials
 
 pytestmark = pytest.mark.slow
 
 WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
-    "slow": (TrialState.TIMED_OUT, "timed out: not answered within"),
+    "slow": (TrialState.TIMED_OUT, ": no token arrived"),
     "garbage": (TrialState.FAILED, "broken stream"),
     "error_in_200": (TrialState.FAILED, "EngineDeadError: the engine core is dead"),
     "busy": (TrialState.FAILED, "HTTP 503 Service Unavailable: overloaded"),
@@ -49,7 +50,7 @@ WRONG = {
 
 def all_gone(folder: Path) -> bool:
     """Whether no process of a trial in `folder` is left, nor a listener on a port that its servers had."""
-    ports = [int(file.stem.partition("-")[2]) for file in folder.glob("environment-*.json")]
+    ports = [int(file.stem.partition("-")[2]) for file in folder.rglob("environment-*.json")]
     left = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
     return not left and not any(listeners(port) for port in ports)
 
@@ -63,17 +64,31 @@ SHORT = ("dies", "never_healthy", "refuses", "out_of_memory", "garbage", "stale"
 )
 def test_a_failed_trial_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
     state, reason = WRONG[behaviour]
-    platform = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
-    done = trials.run(platform, tmp_path, parallel=4)
+    for seconds in (9.0, 27.0, 81.0) if state is TrialState.TIMED_OUT else (100.0,):  # a slow machine needs longer
+        folder = tmp_path / f"{seconds:.0f}"
+        folder.mkdir()
+        done = trials.run(trials.platform(folder, behaviour, seconds=seconds), folder, parallel=4)
+        if reason in str(done.reason):
+            break
     assert (done.state, done.measurement) == (state, None), done.reason
     assert reason in str(done.reason)
-    assert not (trials.trial_folder(tmp_path) / METRICS).exists()
+    assert not (trials.trial_folder(folder) / METRICS).exists()
     assert all_gone(tmp_path)
 
 
 def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, "talks"), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
+
+
+def test_a_load_that_does_not_end_in_time_is_measured_in_part(tmp_path: Path) -> None:
+    load = Load(input_len=16, output_len=8, num_prompts=4000, concurrency=4)  # 40 requests per second at most
+    done = trials.run(trials.platform(tmp_path, "queues", seconds=16.0, loads=(load,)), tmp_path)
+    assert done.measurement is not None, done.reason
+    assert 8 <= done.measurement.points[0]["answered"] < 1000
+    assert any("auto_tuner.control.max_time_per_task" in note for note in done.measurement.notes)
+    assert done.measurement.spread_s >= 0.1 * done.measurement.step_time_s
+    assert all_gone(tmp_path)
 
 
 def test_counters_that_were_reset_give_no_share(tmp_path: Path) -> None:
@@ -125,13 +140,12 @@ def test_tokens_are_counted_by_the_server_not_by_pieces(tmp_path: Path) -> None:
 
 
 def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two cores")
     done = trials.run(trials.platform(tmp_path, "well"), tmp_path, instances=2)
     assert done.state is TrialState.MEASURED, done.reason
     first, second = trials.servers(tmp_path)
-    assert len(first["cores"]) == len(second["cores"]) == 1
-    assert first["cores"] != second["cores"]
+    if PINS:
+        assert len(first["cores"]) == len(second["cores"]) == 1
+        assert first["cores"] != second["cores"]
     assert len({each["port"] for each in trials.requests_sent(tmp_path)}) == 2
 
 

@@ -14,8 +14,8 @@ from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.stages.launch import launch
-from flagcore.stages.measure import measure
+from flagcore.tuner.stages.launch import launch
+from flagcore.tuner.stages.measure import measure
 from tests.engines.serving.trial import trials
 from tests.engines.serving.trial.test_misbehaving_servers import all_gone
 

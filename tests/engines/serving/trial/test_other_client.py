@@ -20,6 +20,17 @@ def run(folder: Path, *words: str, instances: int = 1) -> Trial:
     return trials.run(trials.platform(folder, "well", client=(*CLIENT, *words)), folder, instances=instances)
 
 
+@pytest.fixture
+def _router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with the router's name, which answers as a server does."""
+    program = tmp_path / "bin" / "vllm-router"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {trials.SERVER} good "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+
+@pytest.mark.usefixtures("_router")
 @pytest.mark.parametrize("instances", [1, 2])
 def test_the_figures_of_its_report_match_the_trial(instances: int, tmp_path: Path) -> None:
     done = run(tmp_path, instances=instances)
@@ -27,6 +38,15 @@ def test_the_figures_of_its_report_match_the_trial(instances: int, tmp_path: Pat
     assert done.measurement is not None
     assert done.measurement.figures["output_tokens_per_s"] == 4.0
     assert done.measurement.figures["ttft_s.p99"] == pytest.approx(0.03)
+    assert (tmp_path / "trial" / "router.log").exists() == (instances > 1)
+    assert all_gone(tmp_path)
+
+
+def test_several_instances_need_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    done = run(tmp_path, instances=2)
+    assert (done.state, done.measurement) == (TrialState.INVALID, None)
+    assert "router cannot be started: vllm-router" in str(done.reason)
     assert all_gone(tmp_path)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flagcore.engines.serving.launch.server import Instance
 from flagcore.engines.serving.trial import servers
-from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.trial.servers import Server, free_port, is_owned_by, listeners
 
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.cluster import Cluster
 from flagcore.domain.model import Model
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
@@ -70,22 +68,6 @@ def test_two_instances_answer_all_requests_and_run_the_requested_settings(weight
     assert figures["kv_cache_tokens"] == 2 * 4 * 256
     assert 10 * 2**20 < (done.measurement.device_used_bytes or 0) < 2**30
     assert figures["output_tokens_per_s_per_device"] == pytest.approx(figures["output_tokens_per_s"] / 2)
-    assert all_gone(weights.parent)
-
-
-def test_unequal_instances_serve_in_parallel_with_separate_threads(weights: Path, tmp_path: Path) -> None:
-    where = platform(tmp_path, weights, loads=(dataclasses.replace(LOAD, num_prompts=18, concurrency=6),))
-    (group,) = where.task.cluster.groups
-    task = dataclasses.replace(where.task, cluster=Cluster(groups=(dataclasses.replace(group, devices_per_node=3),)))
-    done = trials.run(dataclasses.replace(where, task=task), tmp_path, instance_sizes="2+1", parallel=4)
-    assert done.state is TrialState.MEASURED, done.reason
-    logs = [(tmp_path / "trial" / f"instance-{number}.log").read_text() for number in (0, 1)]
-    assert [re.search(r"n_threads = (\d+)", log)[1] for log in logs] == ["2", "1"]  # type: ignore[index]
-    assert all("print_timing" in log for log in logs)
-    assert done.measurement is not None
-    assert "threads" not in done.measurement.effective
-    figures = done.measurement.figures
-    assert figures["output_tokens_per_s_per_device"] == pytest.approx(figures["output_tokens_per_s"] / 3)
     assert all_gone(weights.parent)
 
 

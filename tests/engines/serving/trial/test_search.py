@@ -15,13 +15,14 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.launch.job import Job
+from flagcore.engines.serving.launch.server import Instance
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.highest import RESOLUTION
 from flagcore.engines.serving.load.result import LoadResult
-from flagcore.engines.serving.trial import program
+from flagcore.engines.serving.trial import loads
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.job import Instance, Job
-from flagcore.engines.serving.trial.program import LoadRunner
+from flagcore.engines.serving.trial.loads import LoadRunner
 from flagcore.engines.serving.trial.servers import Server
 
 TRUE, LIMIT = 50.0, 0.5
@@ -102,10 +103,18 @@ class Sent(LoadRunner):
 
     def __init__(self) -> None:
         self.job = Job(engine="", instances=(), loads=(STEADY,), vocab_size=1, timeout_s=1.0)
-        self.engine, self.servers, self.all, self.is_cut_off = LLAMACPP, (), (), False
+        self.reports, self.servers, self.all, self.is_cut_off = LLAMACPP.reports, (), (), False
         self.names = list[str]()
 
-    def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
+    def _send(
+        self,
+        load: Load,
+        name: str,
+        seed: int,
+        limits: Mapping[str, float] | None = None,
+        *,
+        fewest: int | None = None,
+    ) -> LoadResult:
         self.names.append(name)
         return LoadResult(figures={"ttft_s.p99": 0.1}, duration_s=1.0, completed=1, failed=0, window=(0.2, 0.8))
 
@@ -123,7 +132,7 @@ def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
     seconds: float, repeats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(loads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     class Timed(Runner):
         def _measure(
@@ -136,6 +145,29 @@ def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
     runner.job = dataclasses.replace(runner.job, loads=(STEADY, dataclasses.replace(STEADY, is_steady=False)))
     runner.deadline = seconds
     assert [len(point["repeats"]) for point in runner.points()] == repeats
+
+
+def test_repeats_that_do_not_end_in_time_leave_those_before_them() -> None:
+    class Late(Runner):
+        def _measure(
+            self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+        ) -> dict[str, Any] | None:
+            self.seeds.append(seed)
+            if len(self.seeds) > self.measured:
+                raise TrialFailure(TrialState.TIMED_OUT, "too slow")
+            return {"figures": {}, "notes": []}
+
+        measured = 2
+
+    runner = Late(1.0, (), repeats=3)
+    (point,) = runner.points()
+    assert len(point["repeats"]) == 2
+    assert point["repeats"][-1]["notes"][0].startswith("2 of 3 repeats")
+    assert not runner.may_be_cut
+    runner = Late(1.0, (), repeats=3)
+    runner.measured = 0
+    with pytest.raises(TrialFailure, match="too slow"):
+        runner.points()
 
 
 class Refusing(Runner):
@@ -180,7 +212,15 @@ def test_a_load_that_does_not_end_in_time_leaves_those_before_it(state: TrialSta
 
 def test_a_warm_up_that_is_refused_is_sent_with_fewer_requests() -> None:
     class Small(Sent):
-        def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
+        def _send(
+            self,
+            load: Load,
+            name: str,
+            seed: int,
+            limits: Mapping[str, float] | None = None,
+            *,
+            fewest: int | None = None,
+        ) -> LoadResult:
             super()._send(load, f"{load.concurrency}", seed, limits)
             if load.concurrency == STEADY.concurrency:
                 raise Refusing.failure

@@ -1,4 +1,4 @@
-"""A trial of an instance that prefills, one that decodes, and a router: real processes of a server that tests play."""
+"""A trial of an instance that prefills and one that decodes: real processes of a server that tests play."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
+from flagcore.engines.serving.launch.job import Job
+from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.load.routing import FOLDER
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.job import Instance, Job, Router
 from flagcore.engines.serving.trial.program import run
 from flagcore.engines.serving.trial.servers import listeners
 from tests.engines.serving.trial.trials import SERVER, requests_sent
@@ -21,10 +23,10 @@ from tests.engines.serving.trial.trials import SERVER, requests_sent
 pytestmark = pytest.mark.slow
 
 LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
-ENGINE = "flagcore.engines.serving.llamacpp.profile:WORKLOAD"
+ENGINE = "flagcore.engines.serving.llamacpp.reports:REPORTS"
 
 
-def job(folder: Path, behaviour: str, router: Router | None = None) -> Job:
+def job(folder: Path, behaviour: str) -> Job:
     """A job with one instance of each kind; the one that decodes has `behaviour`."""
     instances = [
         Instance(argv=(sys.executable, str(SERVER), each, "--port", "{port}", "--parallel", "4"), kind=kind)
@@ -37,7 +39,7 @@ def job(folder: Path, behaviour: str, router: Router | None = None) -> Job:
         vocab_size=100,
         timeout_s=60.0,
         directory=str(folder),
-        router=router or Router.own("folder"),
+        protocol=FOLDER,
     )
 
 
@@ -49,18 +51,10 @@ def test_each_request_passes_both_instances_and_all_processes_end(tmp_path: Path
     assert len(ports) == 2
     assert len(set(ports.values())) == 1
     assert all(listeners(port) == [] for port in ports)
-    assert (tmp_path / "router.log").exists()
 
 
-def test_a_dead_instance_behind_the_router_is_named(tmp_path: Path) -> None:
+def test_a_dead_instance_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrialFailure) as caught:
         run(job(tmp_path, "dies"), tmp_path)
     assert caught.value.state is TrialState.FAILED
     assert "instance 1" in str(caught.value)
-
-
-def test_a_router_that_cannot_start_is_named(tmp_path: Path) -> None:
-    broken = Router(argv=(sys.executable, "-c", "raise SystemExit(3)"), prefill=(), decode=(), protocol="folder")
-    with pytest.raises(TrialFailure) as caught:
-        run(job(tmp_path, "good", broken), tmp_path)
-    assert "router" in str(caught.value)

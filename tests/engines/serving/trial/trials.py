@@ -17,8 +17,8 @@ from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.local import LAUNCHER
-from flagcore.stages.launch import launch
-from flagcore.stages.measure import measure
+from flagcore.tuner.stages.launch import launch
+from flagcore.tuner.stages.measure import measure
 from tests.engines.serving.engines.tasks import serving
 from tests.small import platform as small_platform
 

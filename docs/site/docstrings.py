@@ -1,0 +1,51 @@
+"""Texts of the reference from docstrings: the results of the Python API, and the hooks of plugins."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import flagcore
+from flagcore import hooks
+
+GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
+HOOKS = {name: hook for group in GROUPS for name, hook in vars(group).items() if name.startswith("flagcore_")}
+"""The specification of each hook, in the order of flagcore/hooks.py."""
+INTERNAL = ("knobs", "labels", "search_state")
+"""Fields that only flagcore's own text of a result uses."""
+
+
+def render_result(mark: str) -> str:
+    """Return the docstring of a class of results, and its fields with their types: `python CLASS`.
+
+    `python functions` is the table of all functions with their signatures.
+    """
+    if mark == "python functions":
+        return _functions()
+    kind: Any = getattr(flagcore, mark.split()[1])
+    rows = [(each.name, str(each.type)) for each in fields(kind)]
+    rows += [
+        (name, f"{inspect.signature(each.fget).return_annotation}")
+        for name, each in vars(kind).items()
+        if isinstance(each, property) and each.fget
+    ]
+    listed = ", ".join(f"`{name}: {text}`" for name, text in rows if name not in INTERNAL)
+    return f"{inspect.cleandoc(kind.__doc__)}\n\nFields: {listed}."
+
+
+def render_hook(mark: str) -> str:
+    """Return the docstring of a hook: `hook NAME`."""
+    return inspect.cleandoc(HOOKS[mark.split()[1]].__doc__ or "")
+
+
+def _functions() -> str:
+    rows = ["| function | what it does |", "| --- | --- |"]
+    for name in flagcore.__all__:
+        found = getattr(flagcore, name)
+        if inspect.isfunction(found):
+            parameters = ", ".join(inspect.signature(found).parameters)
+            text = " ".join(inspect.cleandoc(found.__doc__ or "").split("\n\nRaises")[0].split())
+            returned = inspect.signature(found).return_annotation
+            rows.append(f"| `{name}({parameters}) -> {returned}` | {text} |")
+    return "\n".join(rows)

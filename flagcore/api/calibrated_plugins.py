@@ -1,0 +1,254 @@
+"""Chips and costs from the user's calibrations, chips that no plugin lists, and the load during a calibration."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flagcore.contracts import CollectiveCosts
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.errors import NoDevice, RunError
+from flagcore.i18n import _
+from flagcore.physics.collectives.costs import Collectives, topology_of
+from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
+from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.plugins import LoadedPlugins
+from flagcore.plugins.installed import PluginFailure
+from flagcore.plugins.loader import Plugin
+from flagcore.tuner.calibration import Calibration, Calibrations, collective_table, kernel_table
+from flagcore.vendorkit.machine import TorchReport, query_torch
+
+CALIBRATED = "calibration"
+"""Source name of a chip that is only in a calibration."""
+
+
+class CalibratedPlugins(LoadedPlugins):
+    """`LoadedPlugins` with kernel and collective times from the calibration of a chip, if there is one.
+
+    `warn` is called once with a line for each calibration in use, for a calibration of fewer devices than a node has,
+    and for each unreadable file of another chip.
+    """
+
+    def __init__(
+        self,
+        plugins: Iterable[Plugin],
+        failures: Iterable[PluginFailure],
+        calibrations: Calibrations,
+        warn: Callable[[str], object],
+    ) -> None:
+        super().__init__(plugins, failures)
+        self._calibrations, self._warn = calibrations, warn
+        self._found: dict[str, Calibration | None] = {}
+        self._calibrated_on_few: set[str] = set()
+        self._support: dict[str, EngineSupport] = {}
+
+    def _known_chips(self) -> dict[str, tuple[Chip, str]]:
+        """Return the chips of the plugins, and the calibrated chips that no plugin lists."""
+        if self._catalogue is None:
+            catalogue = super()._known_chips()
+            saved: tuple[tuple[Path, Calibration], ...] = ()
+            with suppress(RunError):  # reported when its times are read
+                saved = self._calibrations.all()
+            for _file, calibration in reversed(saved):
+                if calibration.facts is not None and normalize_name(calibration.chip) not in catalogue:
+                    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+                        chip = chip_of(calibration)
+                        catalogue[normalize_name(calibration.chip)] = (chip, CALIBRATED)
+                        self._chips.append(chip)
+                        kind, backend = (
+                            str(calibration.facts.get(key)) for key in ("device_type", "distributed_backend")
+                        )
+                        self._support[chip.name] = support_of(kind, backend, chip.name)
+        return super()._known_chips()
+
+    def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
+        """Return the plugins' answer, or torch's report for a chip that only a calibration has."""
+        answer = super().engine_support(chip, engine, engine_version)
+        return answer if answer.device_type else self._support.get(chip.name, answer)
+
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
+        """Return the calibration on top of the plugins' costs and the roofline. Raises RunError."""
+        known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
+        if calibration is None:
+            return known
+        fallbacks = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
+        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *fallbacks))
+
+    def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
+        """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
+        known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
+        if calibration is not None:
+            self._warn_about_few(group, calibration)
+        table = collective_table(calibration) if calibration else None
+        if table is None:
+            return known
+        levels = self.topology(group) or topology_of(group)
+        collectives = Collectives(topology=levels, table=table)
+        return CollectiveCostStack((collectives, known or Collectives(topology=levels)))
+
+    def _calibration(self, chip: Chip) -> Calibration | None:
+        if chip.name not in self._found:
+            calibration = self._calibrations.find(chip, _installed_torch())
+            if not self._found:
+                for _file, error in self._calibrations.skipped_files():
+                    self._warn(str(error))
+            self._found[chip.name] = calibration[1] if calibration else None
+            if calibration:
+                date, others = calibration[1].date[:10], busy(calibration[1].others or 0.0)
+                message = _("{chip} is predicted from its calibration of {date}", chip=chip.name, date=date)
+                self._warn("; ".join([f"{message} ({calibration[0]})", *others]))
+        return self._found[chip.name]
+
+    def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
+        name, max_devices = group.chip.name, calibration.devices
+        if max_devices < group.devices_per_node and name not in self._calibrated_on_few:
+            self._calibrated_on_few.add(name)
+            text = _(
+                "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
+                chip=name,
+                count=max_devices,
+                total=group.devices_per_node,
+            )
+            self._warn(text)
+
+
+def _curve(costs: KernelCostStack | None) -> Curve:
+    curve = getattr(costs.sources[0][1], "curve", None) if costs else None
+    return curve if isinstance(curve, Curve) else Curve()
+
+
+def _installed_torch() -> str | None:
+    with suppress(PackageNotFoundError):
+        return version("torch")
+    return None
+
+
+SECONDS = 60.0
+"""Timeout of importing torch with a vendor's driver."""
+
+VENDOR = "uncatalogued"
+
+
+def accelerator_report() -> TorchReport | None:
+    """Return torch's report of the accelerator of this machine; None without torch or without an accelerator."""
+    if (_installed_torch() or "").endswith("+cpu"):
+        return None
+    report = query_torch("any", timeout_seconds=SECONDS)
+    return report if report and report.devices else None
+
+
+def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
+    """Return the chip of this machine that no plugin lists, its engine support, and its devices; None if there is none.
+
+    Raises NoDevice for devices that a plugin lists but torch cannot use, because nothing can be measured on them.
+    """
+    unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    torch_report = accelerator_report()
+    if torch_report and not unknown_devices:
+        unknown_devices = [device for device in torch_report.devices if loaded.find_chip(device.chip) is None]
+    if not unknown_devices:
+        return None
+    name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
+    if torch_report is None:
+        problem = _("no installed plugin lists {chip}, and torch finds no accelerator on this machine", chip=name)
+        raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
+    same_chip = tuple(device for device in unknown_devices if device.chip == name)
+    memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)
+    source = Source(kind="measured", detail="reported by torch")
+    memory_fact = Fact(value=float(memory), source=source) if memory else None
+    chip = Chip(name=name, vendor=VENDOR, memory_bytes=memory_fact, devices_per_node=len(same_chip))
+    return chip, support_of(torch_report.kind, torch_report.backend, name), same_chip
+
+
+def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
+    """Return the facts of a chip that no plugin lists as plain data for its calibration."""
+    return {
+        "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
+        "devices_per_node": chip.devices_per_node,
+        "device_type": support.device_type,
+        "distributed_backend": support.distributed_backend,
+    }
+
+
+def chip_of(calibration: Calibration) -> Chip:
+    """Return a chip that no plugin lists from its calibration.
+
+    Its peak rates are estimated: the rate of the largest measured kernels over the share of the peak that such kernels
+    reach on other chips. The roofline uses them for kernels without a measurement.
+    """
+    facts = calibration.facts or {}
+    source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
+    rates: dict[str, float] = {}
+    for row in calibration.rows:
+        if row.get("kernel") == "gemm":
+            rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
+            rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
+    bytes_per_second = [
+        1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"
+    ]
+    return Chip(
+        name=calibration.chip,
+        vendor=VENDOR,
+        memory_bytes=_fact(facts.get("memory_bytes"), source),
+        memory_bandwidth_bytes_per_second=_fact(max(bytes_per_second, default=0.0) / Curve().memory_share, source),
+        dense_flops_per_second={
+            name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
+        },
+        devices_per_node=int(facts.get("devices_per_node") or 1),
+    )
+
+
+def support_of(kind: str, backend: str, name: str) -> EngineSupport:
+    """Return the engine support of a chip that no plugin lists: untested, with the backend that torch reports."""
+    reason = f"no installed plugin lists {name}; torch calls it {kind}"
+    return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
+
+
+def _fact(value: object, source: Source) -> Fact | None:
+    return Fact(value=float(value), source=source) if isinstance(value, (int, float)) and value > 0 else None
+
+
+BUSY = 0.1
+"""Minimum share of the processors used by other processes that causes a warning."""
+
+
+def busy(others: float) -> list[str]:
+    """Return a warning if other processes used the share `others` of the processors, empty if it is small."""
+    if others < BUSY:
+        return []
+    return [f"other programs used {others:.0%} of the processors: measure again on an idle machine"]
+
+
+class Load:
+    """CPU use of other processes since the start: the total without this process and its children.
+
+    Children count once they have ended and were waited for.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._idle, self._own = _read_times()
+
+    def used_by_others(self) -> float:
+        """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
+        total, idle, own = (
+            now - then for now, then in zip(_read_times(), (self._all, self._idle, self._own), strict=True)
+        )
+        return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
+
+
+def _read_times() -> tuple[float, float, float]:
+    """Return the seconds of all processors, those without work, and those of this process and its children."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return total, idle, sum(each.ru_utime + each.ru_stime for each in used)

@@ -1,0 +1,157 @@
+"""Parse a candidate as a user types it (`tp=2, mbs 16, dist-opt`), and find the rules that it breaks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+from unicodedata import normalize
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
+from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import _, did_you_mean
+from flagcore.report.text import details, knob_of
+from flagcore.tuner.problem import Problem, candidate_columns
+from flagcore.tuner.stages.build import canonical
+
+YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
+QUOTE = '"'
+MAX_TEXT = 80
+"""Maximum length of the input that a message repeats."""
+
+
+def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+    """Return the columns of the candidate in `text`, and the values of the knobs that it names.
+
+    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may be used alone, or
+    after `no`. A missing knob has its only value in the space, if this has an effect with the named knobs, else the
+    engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
+    """
+    task, axes = problem.platform.task, problem.legality.axes
+    given_values = _knob_values(text, axes, problem.knobs)
+    for axis in axes:
+        value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
+        if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
+            raise UsageError(
+                _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
+            )
+    fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
+    try:
+        whole, plain = (
+            candidate_columns(task, workload, values) for values in ({**fixed_values, **given_values}, given_values)
+        )
+    except SpecError as error:
+        wrong_axes = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
+        raise UsageError("; ".join([str(error), *map(values_of, wrong_axes)])) from None
+    implied_flags = [
+        axis.knob
+        for axis in axes
+        if axis.is_flag and axis.knob not in given_values and (axis.knob not in fixed_values or plain[axis.knob][0])
+    ]
+    columns = {axis.knob: (plain if axis.knob in implied_flags else whole)[axis.knob] for axis in axes}
+    canonical_columns = canonical(columns, problem.legality.merges)
+    return {knob: (columns if knob in given_values else canonical_columns)[knob] for knob in columns}, frozenset(
+        given_values
+    )
+
+
+def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
+    """Return the candidate in columns of one row."""
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
+
+
+def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
+    """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
+    values = as_candidate(problem.space.axes, columns).as_dict()
+    return [
+        {"rule": rule.name, "message": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
+        for rule in problem.legality.rules
+        if bool(rule.broken(columns).any())
+    ]
+
+
+def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
+    by_name = {axis.knob.casefold(): axis for axis in axes}
+    by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
+    given: dict[str, KnobValue] = {}
+    for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
+        if value is None and not off and not axis.is_flag:
+            raise UsageError(
+                _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
+            )
+        if off or value is None:
+            values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
+        elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
+            if len(value.split()) > len(further):
+                raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
+            pairs = zip(further, value.split(), strict=False)
+            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
+        else:
+            values = {axis.knob: _value(value, axis)}
+        if twice := given.keys() & values:
+            raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
+        given |= values
+    if not given:
+        raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
+    return given
+
+
+def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
+    """Yield the text, whether it is negated (`no`), the axis and the value of each knob that a text names."""
+    names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
+    begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
+    for part in re.split(r"\s*,\s*", _from_json(text).strip()):
+        matches = list(begin.finditer(part))
+        if part and (not matches or matches[0].start() > 0):
+            name = re.split(r"[\s=]", part)[0].casefold()
+            hint = did_you_mean(name[:MAX_TEXT], by_name, cutoff=0.7)
+            problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MAX_TEXT])
+            raise UsageError("; ".join(filter(None, [problem, hint, listed])))
+        for each, following in zip_longest(matches, matches[1:]):
+            value_end = following.start() if following else len(part)
+            value = part[each.end() : value_end].strip()
+            value_text = value.removeprefix("=").strip() if value else None
+            yield part[each.start() : value_end].strip(), bool(each[1]), by_name[each[2].casefold()], value_text
+
+
+def _from_json(text: str) -> str:
+    """Return a JSON object of knobs as `knob=value`, any other text with ASCII punctuation. Raises UsageError."""
+    if not text.strip().startswith("{"):
+        return normalize("NFKC", text)
+    try:
+        knobs = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            _("{text!r} is not a JSON object of knobs: {reason}", text=text[:MAX_TEXT], reason=error)
+        ) from None
+    return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
+
+
+def _value(text: str, axis: Axis) -> KnobValue:
+    folded = text.strip("'\"").casefold()
+    if axis.is_flag:
+        if folded in YES or folded in NO:
+            return folded in YES
+        raise UsageError(_("{knob} = {value} is neither true nor false", knob=axis.knob, value=text))
+    if folded in UNSET:
+        return axis.neutral
+    if re.fullmatch(r"-?\d{1,18}", folded) and not axis.words:
+        return int(folded)
+    return next((word for word in axis.words if word is not None and word.casefold() == folded), text)
+
+
+def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
+    labels = {axis.knob: knob_of(axis.knob, knobs).label for axis in axes}
+    names = (f"{name} ({label})" if label else name for name, label in labels.items())
+    return _("knobs: {names}", names=", ".join(names))
+
+
+def values_of(axis: Axis) -> str:
+    """Return the first value of a knob in the space."""
+    value_list = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
+    return _("the space has {values}", values=value_list + (", ..." if len(axis.values) > 12 else ""))

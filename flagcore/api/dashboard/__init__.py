@@ -1,1 +1,0 @@
-"""`flag dashboard`: running and finished runs in a browser."""

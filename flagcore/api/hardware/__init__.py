@@ -1,1 +1,0 @@
-"""Devices, chips and calibrations of this machine."""

@@ -1,1 +1,0 @@
-"""Import the configuration and the measurements of another tuner."""

@@ -1,0 +1,400 @@
+"""Specs as users pass them, their plugins, and warnings to the logger `flagcore`, by default on stderr."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from flagcore.api.calibrated_plugins import CalibratedPlugins
+from flagcore.contracts import (
+    Workload,
+)
+from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
+from flagcore.domain.effects import engine_task
+from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.prediction import Labels
+from flagcore.domain.secrets import secrets_in_data
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import AUTO, HOSTFILE, Spec, Task, TrainSpec
+from flagcore.errors import FlagError, SpecError, join_errors
+from flagcore.i18n import N_, _
+from flagcore.plugins import (
+    LAUNCHERS,
+    STRATEGIES,
+    LoadedPlugins,
+    engines,
+    launcher,
+    load_plugins,
+    names,
+    strategy,
+    workload_of,
+)
+from flagcore.report.formats import as_yaml
+from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec.clusters import without_spares
+from flagcore.spec.convert import check_engines
+from flagcore.spec.plain_data import KeyPath, plain, spec_error
+from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.validate import convert_all
+from flagcore.tuner.calibration import Calibrations
+from flagcore.tuner.problem import Problem, rows_by_time, sizes_fixed_at_one
+from flagcore.tuner.store.directory import write
+
+SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
+"""A spec: a file, or its content. Relative paths in data start at the working directory."""
+
+DEVICE_KNOBS = ("instances", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+"""Knobs that increase the devices of a server, for advice."""
+
+UNNAMED = Path("spec")
+"""Name of a spec without a file, in messages and for the folder of its run."""
+
+
+def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
+    """Return the file of a spec, and its content: `data`, if given. Raises SpecError."""
+    if isinstance(spec, Mapping):
+        return UNNAMED, dict(plain(spec if data is None else data, file=str(UNNAMED)))
+    file = Path(spec)
+    return file, spec_as_data(file) if data is None else dict(data)
+
+
+RUNS = Path("runs")
+"""The default folder of runs."""
+
+
+def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
+    """Return a spec's data with this fidelity; None removes the fidelity."""
+    tuner = data.get("auto_tuner") or {}
+    old_control = tuner.get("control") or {}
+    control = {key: value for key, value in old_control.items() if key != "fidelity"}
+    control |= {} if fidelity is None else {"fidelity": fidelity}
+    return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def with_objective(data: Mapping[str, Any], objective: str | None) -> dict[str, Any]:
+    """Return a spec's data with this objective; None keeps that of the spec."""
+    if objective is None:
+        return dict(data)
+    return {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "objective": objective}}
+
+
+def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
+    resolved = dict(data)
+    if isinstance(data.get("model"), str):
+        resolved["model"] = str((base / data["model"]).resolve())
+    for kind in ("train", "serve"):
+        work = dict(data.get(kind) or {})
+        if work.get("command"):
+            resolved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(resolved.get("serve") or {})
+    if serve.get("weights"):
+        serve["weights"] = str((base / serve["weights"]).resolve())
+    if (serve.get("profile") or {}).get("trace"):
+        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
+    if serve:
+        resolved["serve"] = serve
+    cluster = data.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("hostfile"):
+        resolved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return resolved
+
+
+def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
+    """Write a spec's data, with absolute paths, to the folder of a run. Raises RunError."""
+    text = as_yaml(with_absolute_paths(data, base)) + "\n"
+    write(folder / "spec.yaml", text, private=bool(secrets_in_data(data)))
+
+
+def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+    """Return the properties that must not change when a run is resumed: spec, model, hardware, start of trials."""
+    cluster = problem.platform.task.cluster
+    group = cluster.groups[0]
+    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
+    if others := cluster.groups[1:]:
+        hardware["others"] = [[each.chip.name, each.nodes, each.devices_per_node] for each in others]
+    platform = problem.platform
+    engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
+    environment_and_engine = {"environment": dict(platform.environment), "engine": engine}
+    return {
+        "spec": with_fidelity(data),
+        "model": asdict(platform.task.spec.model),
+        "hardware": hardware,
+        "plugins say": environment_and_engine,
+        **({"precision": platform.task.spec.work.precision} if platform.precision_reason else {}),
+    }
+
+
+def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
+    """Return the knobs of a spec's engine by name, empty if the engine is not installed.
+
+    For `used` knobs that the engine does not have, the plugins are called, except for those in `without`. None calls no
+    plugin.
+    """
+    engine, knobs = _engine_name(data), {}
+    if engine is not None:
+        with suppress(FlagError, KeyError):
+            knobs = {knob.name: knob for knob in engines()[engine].knobs}
+        if without is not None and set(used) - knobs.keys():
+            knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
+    return knobs
+
+
+def labels_of_spec(data: Mapping[str, Any]) -> Labels:
+    """Return the labels of the engine of a spec or job record, empty if the engine is not installed.
+
+    A job record without an engine has the first training engine.
+    """
+    installed = engines()
+    with suppress(FlagError, KeyError, StopIteration):
+        name = _engine_name(data) or next(name for name, engine in installed.items() if engine.kind == "train")
+        return installed[name].labels
+    return Labels()
+
+
+def _engine_name(data: Mapping[str, Any]) -> str | None:
+    """Return the name of a spec's first engine; None without an engine."""
+    sections = (data.get(kind) for kind in ("train", "serve"))
+    engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
+    engine = engine[0] if isinstance(engine, list) and engine else engine
+    return engine if isinstance(engine, str) else None
+
+
+LOG = logging.getLogger("flagcore")
+
+
+@contextmanager
+def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
+    """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
+    loaded = load_plugins(without)
+    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
+    try:
+        yield calibrated
+    finally:
+        warn(calibrated.failures)
+
+
+def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
+    """Return plain data as a spec. Raises SpecError.
+
+    Plugins are called for their knobs only if the space has a knob that the engine does not have.
+    """
+    train, tuner = data.get("train"), data.get("auto_tuner")
+    sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
+    space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
+    engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
+    plugin_knobs: Sequence[Knob] = ()
+    installed = engines()
+    if space_names and isinstance(engine, str) and engine in installed:
+        engine_names = {name for knob in installed[engine].knobs for name in knob.names}
+        plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
+        plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
+    parts: dict[str, Callable[[], object]] = {
+        "spec": lambda: parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
+    }
+    for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
+        name = tuner.get(key) if isinstance(tuner, Mapping) else None
+        if isinstance(name, str) and name not in names(group):
+            parts[key] = partial(_require_installed, named_object, name, file)
+    with _with_unknown_chips(data.get("cluster"), file, without):
+        spec: Spec = convert_all(parts)["spec"]
+    if not (isinstance(tuner, Mapping) and "launcher" in tuner):
+        spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
+    spec = _with_hosts(spec)
+    if problem := _min_nodes_problem(spec):
+        raise SpecError(key="cluster.min_nodes", value=spec.cluster.min_nodes, problem=problem, fix=_("leave it out"))
+    return spec
+
+
+def _min_nodes_problem(spec: Spec) -> str:
+    """Return why trials cannot continue on fewer nodes, empty if they can or need not."""
+    if spec.cluster.min_nodes is None:
+        return ""
+    if not workload_of(spec.work).replicas:
+        return _("needs an engine with data-parallel replicas")
+    if not spec.on_each_host:
+        return _("needs auto_tuner.launcher and hosts")
+    if not spec.sizes[:-1]:
+        text = N_("allows no number below cluster.nodes = {nodes} that divides the global batch")
+        return _(text, nodes=spec.cluster.nodes)
+    return ""
+
+
+def _with_launcher(spec: Spec, any_number: bool) -> Spec:
+    """Return a job for several nodes with the launcher of the current allocation, if there is one.
+
+    A job with a `train.command` is unchanged, because the command may start all nodes itself.
+    """
+    cluster, work = spec.cluster, spec.work
+    needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
+    if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
+        return spec
+    launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
+    found = (name for name, each in launchers if each.has_allocation())
+    return replace(spec, launcher=next(found, spec.launcher))
+
+
+def _with_hosts(spec: Spec) -> Spec:
+    """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
+    cluster, finder = spec.cluster, launcher(spec.launcher)
+    at_most = max(spec.trial_nodes) + cluster.spares
+    hosts = () if cluster.hosts else finder.find_hosts(at_most)
+    if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
+        section = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
+        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
+    if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
+        return spec
+    count = without_spares(hosts, cluster.spares)
+    if max(spec.trial_nodes) > count:
+        host_names = ", ".join(hosts)
+        problem = _(
+            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
+        )
+        raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
+    nodes = cluster.nodes if cluster.nodes > 1 else count
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
+
+
+@contextmanager
+def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
+    """Add the errors of unknown chips to a SpecError. For a valid spec, `discover` reports them."""
+    try:
+        yield
+    except SpecError as error:
+        raise join_errors([*error.problems, *_unknown_chips(cluster, file, without)]) from None
+
+
+def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[SpecError]:
+    sections: list[tuple[KeyPath, Any]] = [(("cluster",), cluster)]
+    if isinstance(cluster, Mapping) and isinstance(cluster.get("groups"), list):
+        sections = [(("cluster", "groups", place), group) for place, group in enumerate(cluster["groups"])]
+    chips = load_plugins(without).chips()
+    for at, section in sections:
+        name = section.get("chip") if isinstance(section, Mapping) else None
+        if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in chips):
+            problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
+            yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
+
+
+def check_chips(cluster: object) -> None:
+    """Raise SpecError for a chip of a spec's cluster that no installed plugin has."""
+    if problems := list(_unknown_chips(cluster, "", ())):
+        raise join_errors(problems)
+
+
+def _require_installed(named_object: Callable[[str], object], name: str, file: str) -> None:
+    try:
+        named_object(name)
+    except SpecError as error:
+        raise spec_error(error.key, error.problem, value=error.value, fix=error.fix, file=file) from None
+
+
+def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
+    """Raise SpecError for an invalid spec with one or several engines.
+
+    If at least one of several engines is valid, there is no error: the others are skipped.
+    """
+    several, failed = engines_of(data), list[SpecError]()
+    if len(several) < 2:
+        parsed(data, file=str(file), base=base, without=without)
+        return
+    with _with_unknown_chips(data.get("cluster"), str(file), without):
+        check_engines(data, file=str(file), engines=engines())
+    for name in several:
+        try:
+            parsed(select_engine(data, name), file=str(file), base=base, without=without)
+        except SpecError as error:
+            failed.append(error)
+    if len(failed) == len(several):
+        raise failed[0]
+
+
+def warn_about_problem(problem: Problem, workload: Workload) -> None:
+    """Warn of engines that are untested on the chip, of devices that no candidate or not the fastest uses, of a slow
+    precision, of environment variables that differ from those of plugins, of sizes that a rule fixes to 1, of disabled
+    pruning rules, of settings without effect, and of flags that cannot be checked.
+    """
+    support, task = problem.platform.support, problem.platform.task
+    engine, lines = task.spec.work.engine, list[object]()
+    unknown = support.reason if support.support is Support.UNKNOWN else ""
+    if reasons := [reason for reason in (unknown, workload.untested) if reason]:
+        names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
+        lines.append(_("{engine} on {chip}: untested; {reason}", **names))
+    lines += [*_idle_devices(problem, workload), *_family_names(task), *_slow_precision(task)]
+    lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
+    lines += workload.spec_warnings(task.spec)
+    if isinstance(task.spec.work, ServeSpec):
+        lines += _unchecked_flags(task.spec.work, task.spec, workload)
+    warn(lines)
+
+
+def _family_names(task: Task) -> list[str]:
+    """Return a note for each chip that a spec names by its family."""
+    sections = task.spec.cluster.groups or (task.spec.cluster,)
+    chips = zip((each.chip for each in sections), (group.chip for group in task.cluster.groups), strict=False)
+    return [
+        _("chip {name} means {chip}; name another variant by its own name", name=name, chip=chip.name)
+        for name, chip in chips
+        if name != AUTO and not chip.has_name(name)
+    ]
+
+
+def _slow_precision(task: Task) -> list[str]:
+    """Return a warning for each chip on which products in the precision of a training job are much slower than fp32."""
+    if not isinstance(task.spec.work, TrainSpec):
+        return []
+    precision = task.spec.train.precision
+    slow = {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}
+    text = N_("products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto")
+    names = ({"chip": chip, "ratio": f"{ratio:.2g}"} for chip, ratio in slow.items() if ratio >= MUCH_SLOWER)
+    return [_(text, precision=precision, **each) for each in names]
+
+
+def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
+    """Return a warning if no candidate, also if all are pruned, or not the fastest predicted one, uses all devices
+    that a trial may use.
+    """
+    work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
+    columns = problem.space.columns(rows) if rows.size else problem.space.columns()
+    if not isinstance(work, ServeSpec) or not len(problem.space):
+        return []
+    used = workload.device_counts(engine_task(task), columns)
+    usable_count = work.cards or task.cluster.devices
+    if (max_used := int(used.max())) < usable_count:
+        text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
+        listed = [name for name in DEVICE_KNOBS if name in problem.knobs and task.spec.space.get(name) != AUTO]
+        change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
+        return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
+    first = int(rows_by_time(problem)[0]) if rows.size else None
+    if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
+        fastest = int(used[rows == first][0])
+        text = _("the fastest predicted candidate uses {used} of {usable} devices", used=fastest, usable=usable_count)
+        return [text] if fastest < usable_count else []
+    return []
+
+
+def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
+    """Return a warning that the flags of an engine are not checked, if the engine is not installed."""
+    if not serve.engine_args:
+        return []
+    try:
+        installed_version = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
+    except FlagError:
+        installed_version = ""
+    flags = ", ".join(serve.engine_args)
+    text = f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"
+    return [text] if installed_version == "" else []
+
+
+def warn(problems: Iterable[object]) -> None:
+    """Log a warning for each problem."""
+    for problem in problems:
+        LOG.warning("%s", problem)

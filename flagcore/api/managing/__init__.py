@@ -1,0 +1,1 @@
+"""Manage hosts, devices, calibrations, specs and runs."""

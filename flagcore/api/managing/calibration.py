@@ -1,0 +1,242 @@
+"""Measure the devices of this machine, and save the results for predictions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flagcore import __version__, plugins
+from flagcore.api.calibrated_plugins import VENDOR, Load, busy, facts_of, uncatalogued
+from flagcore.api.inputs import loaded_plugins, warn
+from flagcore.contracts import RunningLaunch
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.engine import EngineSupport, device_variables
+from flagcore.domain.launch import Exit, Launch
+from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
+from flagcore.i18n import _, did_you_mean
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.page.run import tail
+from flagcore.tuner.calibration import Calibration, Calibrations, Experience
+from flagcore.tuner.stages.discover import best_chip
+
+PROGRAM = "flagcore.engines.microbench"
+SECONDS = 90.0
+GRACE_SECONDS = 120.0
+"""Additional seconds for the start and the end of the program."""
+
+UNPUBLISHED = ("bf16", "fp16", "fp32")
+"""Precisions to measure on a chip without published rates."""
+
+
+def calibrate(
+    *,
+    seconds: float = SECONDS,
+    devices: int | None = None,
+    without: Collection[str] = (),
+    on_start: Callable[[str], object] | None = None,
+) -> tuple[Calibration, Path]:
+    """Measure kernels and collectives on this machine's devices for about `seconds`, and save the result.
+
+    `devices` is the number of devices to use, by default all. Later predictions for the chip use the result. `on_start`
+    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if there is
+    no usable device, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
+    Interrupted.
+    """
+    if find_spec("torch") is None:
+        raise NoDevice(_("torch is not installed; install its build for this device"))
+    with loaded_plugins(without) as loaded:
+        chip, support, chip_devices, engine = target(loaded)
+        if devices is not None and devices > len(chip_devices):
+            text = _(
+                "--devices {asked}: this machine has {count} x {chip}",
+                asked=devices,
+                count=len(chip_devices),
+                chip=chip.name,
+            )
+            raise UsageError(text)
+        count = devices or len(chip_devices)
+        environment = {**loaded.environment(chip, engine), **device_variables(support, chip_devices[:count])}
+    calibrations_of_user = Calibrations.of_user()
+    calibrations_of_user.check_writable()
+    if on_start is not None:
+        on_start(
+            _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
+        )
+    load = Load()
+    measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
+    other_load = load.used_by_others()
+    warn(busy(other_load))
+    calibration = _calibration(chip, chip_devices[0], count, measurements, other_load)
+    if chip.vendor == VENDOR:
+        calibration = replace(calibration, facts=facts_of(chip, support))
+    return calibration, calibrations_of_user.save(calibration)
+
+
+def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Run the program with a job and return its measurements. Raises RunError."""
+    with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
+        file, output = Path(folder, "job.json"), Path(folder, "found.json")
+        file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
+        _run(
+            Launch(
+                argv=(sys.executable, "-m", PROGRAM, str(file)),
+                folder=folder,
+                environment=environment,
+                timeout_seconds=2.0 * job["seconds"] + GRACE_SECONDS,
+            )
+        )
+        try:
+            found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(_("the measurement has no result: {reason}", reason=error)) from None
+    return found
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """Return a record for each saved calibration, and warn of files that cannot be read. Raises RunError."""
+    saved = Calibrations.of_user()
+    warn(error for _, error in saved.skipped_files())
+    return [
+        {
+            "chip": each.chip,
+            "devices": each.devices,
+            "torch": each.torch,
+            "driver": each.driver or None,
+            "date": each.date,
+            "kernels": sum("kernel" in row for row in each.rows),
+            "collectives": sum("collective" in row for row in each.rows),
+            "file": str(path),
+        }
+        for path, each in saved.all()
+    ]
+
+
+def summary(calibration: Calibration) -> list[dict[str, Any]]:
+    """Return one record per kind of kernel: the number of measurements, the best rate (for `launch` the time), the
+    spread.
+
+    The spread is the median over the kernels of the interquartile range of the samples, in percent of their median.
+    """
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in calibration.rows:
+        name = str(row.get("kernel") or row["collective"])
+        kernel_name = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
+        kinds.setdefault((name, kernel_name), []).append(row)
+    records = []
+    for (name, kernel_name), rows in kinds.items():
+        best, unit = _best(name, rows)
+        spread = 100.0 * median(float(row["spread"]) for row in rows)
+        figures = {"measured": len(rows), "best": best, "unit": unit, "spread_percent": spread}
+        records.append({"what": f"{name} {kernel_name}", **figures})
+    return records
+
+
+def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
+    if name == "launch":
+        return min(float(row["us"]) for row in rows), "us"
+    if "bytes" in rows[0]:
+        return max(float(row["bytes"]) / float(row["us"]) for row in rows) / 1e3, "GB/s"
+    if name == "gemm":
+        return max(2e-6 * row["m"] * row["n"] * row["k"] / row["us"] for row in rows), "TFLOP/s"
+    products = 1e-6 * (10.0 if name == "attention_backward" else 4.0) * 0.5
+    work = (products * r["batch"] * r["heads"] * r["queries"] * r["keys"] * r["head_dim"] / r["us"] for r in rows)
+    return max(work), "TFLOP/s"
+
+
+def forget(chip: str) -> list[str]:
+    """Delete the calibrations and the experience of `chip`, and return their files. Raises RunError, UsageError without
+    files.
+    """
+    calibrations = Calibrations.of_user()
+    deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
+    if deleted_files:
+        return [str(path) for path in deleted_files]
+    names = sorted({each.chip for _, each in calibrations.all()})
+    saved = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
+    hint = did_you_mean(chip, names) or saved
+    raise UsageError(
+        _("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=calibrations.folder, hint=hint)
+    )
+
+
+def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
+    """Return the chip to measure, its engine support, its devices, and the name of the engine.
+
+    A chip that no plugin lists takes precedence over a plain CPU.
+    """
+    detected_devices = loaded.devices()
+    known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
+    engines = tuple(plugins.engines())  # those of flagcore first
+    training_engine = next((name for name in engines if plugins.kind_of(name) == "train"), "")
+    if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
+        uncatalogued_chip := uncatalogued(loaded)
+    ):
+        return (*uncatalogued_chip, training_engine)
+    reasons = []
+    for engine in engines:
+        chip = best_chip(detected_devices, loaded, engine)
+        support = loaded.engine_support(chip, engine)
+        if support.device_type is not None and support.distributed_backend is not None:
+            return chip, support, tuple(device for device in detected_devices if chip.has_name(device.chip)), engine
+        reasons.append(support.reason)
+    raise NoDevice("; ".join(reasons) or _("no engine is installed"))
+
+
+def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
+    memory = [device.memory_bytes for device in here if device.memory_bytes]
+    memory_fact = chip.memory_bytes
+    return {
+        "kind": support.device_type,
+        "backend": support.distributed_backend,
+        "preload": list(support.preload),
+        "devices": count,
+        "shared": support.shared_devices,
+        "threads": len(here) // count,
+        "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
+        "memory_bytes": min(memory) if memory else int(memory_fact.value) if memory_fact else 1 << 30,
+        "seconds": seconds,
+    }
+
+
+def _run(launch: Launch) -> None:
+    """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
+    trial: RunningLaunch | None = None
+    exit_record: Exit | None = None
+    try:
+        trial = plugins.launcher("local").start(launch)
+        while exit_record is None:
+            exit_record = trial.wait(60.0)
+    except KeyboardInterrupt:
+        raise Interrupted(_("interrupted; nothing was saved")) from None
+    finally:
+        if trial is not None and exit_record is None:
+            trial.stop()
+    if exit_record.code == 0:
+        return
+    last_line = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
+    status = _("timed out") if exit_record.ended_by == "timeout" else _("exit status {code}", code=exit_record.code)
+    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last_line]))))
+
+
+def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
+    method = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    return Calibration(
+        chip=chip.name,
+        aliases=chip.aliases,
+        driver=device.driver,
+        torch=str(found["torch"]),
+        devices=count,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        how=f"{method}, {platform.platform()}, others on {others:.0%} of the processors",
+        rows=tuple(found["rows"]),
+        others=others,
+    )

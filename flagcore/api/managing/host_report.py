@@ -1,0 +1,181 @@
+"""Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.managing.host_report FILE...`.
+
+With `watch` instead, it prints the telemetry of each device every second until it is ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.inputs import loaded_plugins
+from flagcore.api.managing.calibration import target
+from flagcore.api.managing.inspection import doctor
+from flagcore.contracts import Telemetry, device_use
+from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.errors import FlagError, NoDevice
+from flagcore.launchers.agents import shared_variables
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.stages.devices import busy_reason
+
+PERIOD_SECONDS = 1.0
+HASHED_BYTES = 1 << 20
+"""For larger files, only the size and the beginning are hashed."""
+
+
+def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
+    """Return the devices of this machine, the versions of installed packages of engines, and torch's devices."""
+    versions = {each["name"]: each["version"] for each in doctor(measure=False) if each["version"]}
+    return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
+
+
+def digest(path: str) -> str:
+    """Return a hash of a file, or of the files in a folder; empty if it is missing."""
+    if not os.path.exists(path):
+        return ""
+    digest_of_files = hashlib.sha256()
+    try:
+        for each in sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]:
+            if each.is_file():
+                digest_of_files.update(f"{each.name} {each.stat().st_size}\n".encode())
+                with each.open("rb") as file:
+                    digest_of_files.update(file.read(HASHED_BYTES))
+    except OSError:
+        return ""
+    return digest_of_files.hexdigest()
+
+
+def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
+    """Return the devices that torch uses here, one for all cores of a CPU; None without torch."""
+    if find_spec("torch") is None:
+        return None
+    with suppress(FlagError):
+        _, support, chip_devices, _ = target(loaded)
+        devices = 1 if support.shared_devices else len(chip_devices)
+        arguments = {
+            "kind": support.device_type,
+            "backend": support.distributed_backend,
+            "preload": list(support.preload),
+        }
+        return {**arguments, "devices": devices}
+    return None
+
+
+def reading(reader: Telemetry | None) -> dict[str, Any]:
+    """Return the figures and the users of a device; `lost` if it does not respond, empty if unknown."""
+    try:
+        if reader is None:
+            return {}
+        figures = {name: float(value) for name, value in reader.sample().items()}
+        return {"figures": figures, "use": asdict(device_use(reader))}
+    except LookupError:
+        return {"lost": True}
+    except NoDevice as error:  # what a plugin raised
+        return {"lost": True} if isinstance(error.__cause__, LookupError) else {}
+    except (FlagError, TypeError, ValueError):
+        return {}
+
+
+def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
+    """Return the memory in use on a device without tensors; 0 if its chip is unknown."""
+    chip, engine = loaded.find_chip(device.chip), next(iter(plugins.engines()), "")
+    model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
+    return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
+
+
+def busy(device: Device, reader: Telemetry | None, idle: float = 0.0) -> str:
+    """Return why a trial cannot use a device of which `idle` bytes are always in use; empty if it can, or if the memory
+    is the machine's.
+    """
+    found = reading(reader)
+    if found.get("lost"):
+        return "does not respond"
+    if reader is None or not found or found["use"]["free_bytes"] is not None:
+        return ""
+    memory_bytes = float(device.memory_bytes or nan)
+    return busy_reason(device, reader, found["figures"].get(MEMORY_IN_USE, nan), memory_bytes, idle)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the report, or watch the devices."""
+    watch = list(arguments) == ["watch"]
+    with loaded_plugins(()) as loaded:
+        devices = loaded.devices()
+        readers = [loaded.telemetry(device) for device in devices]
+        if not watch:
+            files = {path: digest(path) for path in arguments}
+            in_use = [
+                f"{device.title} {reason}"
+                for device, reader in zip(devices, readers, strict=True)
+                if (reason := busy(device, reader, idle_bytes(loaded, device)))
+            ]
+            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files, "busy": in_use}))
+    while watch:
+        print(json.dumps([reading(reader) for reader in readers]), flush=True)
+        time.sleep(PERIOD_SECONDS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+PROGRAM = "flagcore.api.managing.host_report"
+LAG_SECONDS = PERIOD_SECONDS + 0.7
+"""Maximum age of a current reading: the period plus the time of the transfer."""
+STALE_SECONDS = 10.0
+"""Maximum age of a reading. Older readings count as unknown, because the host does not respond."""
+
+
+def host_telemetry(launcher: HostsLauncher, devices: Sequence[Device]) -> Callable[[Device], HostDevice]:
+    """Watch the hosts of `devices` while the launcher keeps its agents. Return what reads a device."""
+    if launcher.agents and devices:
+        launcher.agents.watch_devices((sys.executable, "-m", PROGRAM, "watch"), shared_variables())
+    by_host: dict[str, list[Device]] = {}
+    for device in devices:
+        by_host.setdefault(device.host, []).append(device)
+    return lambda device: HostDevice(launcher, device, by_host[device.host].index(device))
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevice:
+    """Telemetry of one device on another host, the device at a `place` of its readings."""
+
+    launcher: HostsLauncher
+    device: Device
+    place: int
+
+    def sample(self) -> Mapping[str, float]:
+        """Return the figures of the last second. Raises LookupError if the device does not respond."""
+        figures = self._reading()
+        if figures.get("lost"):
+            raise LookupError(self.device.title)
+        return {name: float(value) for name, value in dict(figures.get("figures", {})).items()}
+
+    def use(self) -> DeviceUse:
+        """Return the processes that used the device in the last second."""
+        use_fields = dict(self._reading().get("use", {}))
+        return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})
+
+    def _reading(self) -> Mapping[str, Any]:
+        """Return the last reading of the device since the end of the last trial; empty if unknown."""
+        time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
+        at, readings = self.launcher.agents.reading(self.device.host) if self.launcher.agents else (-math.inf, ())
+        is_current = time.monotonic() - at < STALE_SECONDS and self.place < len(readings)
+        return readings[self.place] if is_current else {}

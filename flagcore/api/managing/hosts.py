@@ -1,0 +1,353 @@
+"""Checks the hosts of a cluster before the first trial: reachable, equal, and with the devices of the spec.
+
+It also checks that hosts can connect to the first one, and compares their speed: a matrix product on each device, and
+an all-reduce between neighbors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.inputs import warn
+from flagcore.contracts import Launcher
+from flagcore.domain.chip import Device
+from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, slow_devices
+from flagcore.domain.launch import HOSTS, Launch, log_tail
+from flagcore.errors import LaunchError, NoDevice, UsageError
+from flagcore.i18n import N_, _
+from flagcore.launchers import rendezvous
+from flagcore.launchers.hosts import MAX_LOSSES, HostLost, HostsLauncher
+from flagcore.spec.clusters import read_hosts
+
+PROGRAM = "flagcore.api.managing.host_report"
+AT_ONCE = 64
+"""Maximum number of hosts to check at the same time."""
+MAX_COMPARED = 64
+"""Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
+SECONDS = 120.0
+MAX_CLOCK_SECONDS = 5.0
+"""Maximum difference of clocks without a warning. Certificates and logs of distributed jobs depend on clocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReport:
+    """The report of a host. `problem` is the reason why it cannot be used, empty if it can.
+
+    `clock_s` is how far its clock is ahead. Without flagcore on the host, `devices` and `versions` are None. `torch`
+    has the device type and the backend of torch, None without torch. `files` are digests of files and folders, empty
+    for missing ones. `busy` has a line per device that does not respond, or whose memory others use. Hosts of one
+    `kind` must have the same devices and versions.
+    """
+
+    host: str
+    problem: str = ""
+    devices: tuple[Device, ...] | None = None
+    versions: Mapping[str, str] | None = None
+    torch: Mapping[str, Any] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    busy: tuple[str, ...] = ()
+    kind: str = ""
+    python: str = ""
+    clock_s: float = 0.0
+    free_disk_bytes: int = 0
+
+    @property
+    def chips(self) -> Counter[str]:
+        """The number of devices of each chip."""
+        return Counter(device.chip for device in self.devices or ())
+
+
+def inspect_hosts(
+    launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = (), kinds: Mapping[str, str] | None = None
+) -> list[HostReport]:
+    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`.
+
+    `kinds` are the kinds of hosts, if there are several.
+    """
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        reports = pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts)
+        return [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
+
+
+def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
+    own_launcher = launcher.for_checks()
+    argv = (sys.executable, "-m", PROGRAM, *files)
+    try:
+        trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
+    except LaunchError as error:
+        return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
+    hello, ready = trial.connections[0].hello or {}, trial.connections[0].ready or {}
+    clock = float(hello["time"]) - time.time()
+    exit_record = trial.wait(SECONDS + 30) or trial.stop()
+    host_report = HostReport(
+        host=host,
+        problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
+        python=str(hello["python"]),
+        clock_s=clock,
+        free_disk_bytes=ready["free_disk_bytes"],
+    )
+    try:
+        figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
+        devices = tuple(Device(**{**each, "host": host}) for each in figures["devices"])
+        versions, torch = dict(figures["versions"]), figures["torch"]
+        host_report = replace(host_report, devices=devices, versions=versions, files=dict(figures["files"]))
+        return replace(host_report, torch=None if torch is None else dict(torch), busy=tuple(figures["busy"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return host_report
+
+
+def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
+    """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
+
+    Raises SpecError for an unreadable file, UsageError for a launcher without hosts.
+    """
+    kinds = {line.host: line.kind for line in read_hosts(hostfile, file=str(hostfile))}
+    host_launcher = plugins.launcher(launcher)
+    if not isinstance(host_launcher, HostsLauncher):
+        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
+        raise UsageError(_(text, launcher=launcher))
+    reports = inspect_hosts(host_launcher, host_launcher.hold(tuple(kinds)), kinds=kinds)
+    reports = _with_ports(host_launcher, reports, {})
+    warn(host_warnings(reports))
+    speeds = {each.host: each for each in _speeds(host_launcher, reports)}
+    return [_record(report, reports, speeds.get(report.host)) for report in reports]
+
+
+def _with_ports(
+    launcher: HostsLauncher, reports: Sequence[HostReport], variables: Mapping[str, str]
+) -> list[HostReport]:
+    """Return reports with the problems of usable hosts that cannot connect to the first of them."""
+    hosts = [report.host for report in reports if not list(host_problems(report, reports))]
+    problems = port_problems(launcher, hosts, variables) if len(hosts) > 1 else {}
+    return [replace(report, problem=problems.get(report.host, report.problem)) for report in reports]
+
+
+def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
+    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks.
+
+    Hosts of different kinds are not compared.
+    """
+    usable_reports = [report for report in reports if not list(host_problems(report, reports))]
+    if len(kinds := dict.fromkeys(report.kind for report in usable_reports)) > 1:
+        of_kinds = ([report for report in usable_reports if report.kind == kind] for kind in kinds)
+        return [speed for of_kind in of_kinds for speed in _speeds(launcher, of_kind)]
+    job = usable_reports[0].torch if usable_reports else None
+    if job is None or any(report.torch != job for report in usable_reports):
+        return []
+    try:
+        speeds = measure_speed(launcher, [report.host for report in usable_reports], job)
+    except LaunchError as error:
+        warn([_("the hosts cannot be compared: {reason}", reason=error)])
+        return []
+    warn(slow_hosts(speeds, cores=job["kind"] == "cpu"))
+    return speeds
+
+
+def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
+    link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
+    problems = list(host_problems(report, reports))
+    return {
+        "host": report.host,
+        "ok": not problems,
+        "problem": "; ".join(problems),
+        "devices": _names(report) if report.devices is not None else None,
+        "python": report.python,
+        "clock_s": report.clock_s,
+        "free_disk_gib": report.free_disk_bytes / 2**30,
+        "product_ms": 1e3 * max(products) if products else None,
+        "all_reduce_ms": 1e3 * link_s if link_s is not None else None,
+        "versions": report.versions,
+    }
+
+
+def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
+    """Raise NoDevice if a launcher for several hosts has none."""
+    if isinstance(launcher, HostsLauncher) and not hosts:
+        raise NoDevice(launcher.no_hosts)
+
+
+def require_hosts(
+    launcher: HostsLauncher,
+    hosts: Sequence[str],
+    spares: int = 0,
+    files: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    compare: bool = False,
+) -> tuple[tuple[str, ...], tuple[Device, ...]]:
+    """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
+
+    `files` must be the same on all hosts, devices and versions on hosts of one kind (`kinds`). If hosts have to connect
+    to the first one, `variables` may set the port. Up to `spares` unusable hosts are skipped with a warning. With
+    `compare`, slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if more are
+    unusable.
+    """
+    hosts = launcher.hold(hosts)
+    reports = inspect_hosts(launcher, hosts, files, kinds)
+    if variables is not None:
+        reports = _with_ports(launcher, reports, variables)
+    problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
+    unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
+    if len(unusable_hosts) > spares:
+        raise NoDevice("; ".join(unusable_hosts))
+    launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    usable_reports = [report for report in reports if not problems[report.host]]
+    launcher.reached.update(report.host for report in usable_reports)
+    warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
+    warn(host_warnings(usable_reports))
+    if compare and 1 < len(usable_reports) <= MAX_COMPARED:
+        _speeds(launcher, usable_reports)
+    return hosts, tuple(device for report in usable_reports for device in report.devices or ())
+
+
+def host_problems(
+    report: HostReport, reports: Sequence[HostReport], groups: Sequence[Sequence[str]] = ()
+) -> Iterator[str]:
+    """Yield why a host cannot run trials together with the others, one line each.
+
+    Its devices must be those of the other hosts or, with `groups`, of the other hosts of its group.
+    """
+    if report.problem:
+        yield report.problem
+        return
+    usable = [each for each in reports if not each.problem]
+    first = next(each for each in usable if each.kind == report.kind)
+    if report.devices is not None and first.devices is not None and report.chips != first.chips:
+        yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
+    for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
+        own, other = (report.versions or {})[name], (first.versions or {})[name]
+        if own != other:
+            text = N_("{package} {version}, but {host} has {other}")
+            yield _(text, package=name, version=own, host=first.host, other=other)
+    for path, content in report.files.items():
+        if not content:
+            yield _("{path} is missing", path=path)
+        elif usable[0].files.get(path) not in (content, ""):
+            yield _("{path} differs from the one on {host}", path=path, host=usable[0].host)
+
+
+def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
+    """Yield warnings about usable hosts."""
+    for report in reports:
+        if abs(report.clock_s) > MAX_CLOCK_SECONDS:
+            yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
+        yield from (f"{report.host}: {line}" for line in report.busy)
+        if report.devices is None and not report.problem:
+            yield _("{host}: flagcore is not installed on this host, so its devices are not checked", host=report.host)
+
+
+def _names(report: HostReport) -> str:
+    return ", ".join(f"{count} x {chip}" for chip, count in report.chips.items()) or _("no device")
+
+
+PORT_SECONDS = 60.0
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def port_problems(launcher: HostsLauncher, hosts: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the problem of each host that cannot connect to the first one, or of the first one itself.
+
+    The port is MASTER_PORT of `variables`, else a free port. Raises LaunchError if no host can start the check.
+    """
+    given = {name: variables[name] for name in RENDEZVOUS if name in variables}
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
+        argv = (sys.executable, "-I", "-S", shutil.copy(rendezvous.__file__, folder))
+        launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=given, timeout_seconds=PORT_SECONDS)
+        try:
+            trial = launcher.for_checks().start(launch)
+        except HostLost as lost:
+            return {lost.host: str(lost).partition(": ")[2]}
+        ended = trial.wait(PORT_SECONDS) or trial.stop()
+        if ended.lost_host:
+            return {ended.lost_host: ended.detail.partition(": ")[2]}
+        lines = {host: log_tail(f"{folder}/{HOSTS}/{host}").partition("\n")[0] for host in hosts}
+    reasons = {host: line.split(None, 1) for host, line in lines.items() if " " in line}
+    first, others = hosts[0], hosts[1:]
+    if first in reasons:
+        port, reason = reasons[first]
+        return {first: _("port {port} cannot be used: {reason}", port=port, reason=reason)}
+    if reasons.keys() == set(others):
+        port, reason = reasons[others[0]]
+        text = _("the other hosts cannot connect to port {port}: {reason}", port=port, reason=reason)
+        return {first: text}
+    return {
+        host: _("cannot connect to port {port} of {first}: {reason}", port=port, first=first, reason=reason)
+        for host, (port, reason) in reasons.items()
+    }
+
+
+SPEED_PROGRAM = "flagcore.engines.microbench.hosts"
+SPEED_SECONDS = 180.0
+SLOW_LINK_RATIO = 2.0
+"""A host's network is slow if its fastest all-reduce takes this many times the median of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSpeed:
+    """Seconds of a matrix product on each device of a host, and of its fastest all-reduce with a neighbor, if any."""
+
+    host: str
+    products_s: tuple[float, ...]
+    link_s: float | None
+
+
+def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
+    """Return the speed of each host. `job` names the device type and the backend of torch. Raises LaunchError if the
+    hosts cannot connect.
+    """
+    words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
+    variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
+        argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
+        trial = launcher.for_checks().start(
+            Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SPEED_SECONDS)
+        )
+        try:
+            exit_record = trial.wait(SPEED_SECONDS + 30.0)
+        finally:
+            trial.stop()
+        if exit_record is None or exit_record.code:
+            lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
+            reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
+            raise LaunchError(reasons[-1][:300])
+        return [_read_speed(host, Path(folder, HOSTS, host, "stdout.log")) for host in hosts]
+
+
+def _read_speed(host: str, log: Path) -> HostSpeed:
+    try:
+        figures = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
+        links = [float(each) for each in figures["links_s"].values()]
+        products = tuple(float(each) for each in figures["products_s"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise LaunchError(f"{host}: no result ({type(error).__name__})") from None
+    return HostSpeed(host=host, products_s=products, link_s=min(links, default=None))
+
+
+def slow_hosts(speeds: Sequence[HostSpeed], *, cores: bool) -> Iterator[str]:
+    """Yield a line for each slow device, and for each host whose network is slow."""
+    hosts = [each.host for each in speeds]
+    per_host = max((len(each.products_s) for each in speeds), default=1)
+    devices = [
+        {"device": node * per_host + place, SPEED_TEST: seconds}
+        for node, each in enumerate(speeds)
+        for place, seconds in enumerate(each.products_s)
+    ]
+    yield from slow_devices(devices, per_host, SLOW_CORE_RATIO if cores else SLOW_RATIO, hosts)
+    for each in speeds:
+        other_links_s = [other.link_s for other in speeds if other is not each and other.link_s is not None]
+        if each.link_s is not None and other_links_s and each.link_s > SLOW_LINK_RATIO * median(other_links_s):
+            ratio = f"{each.link_s / median(other_links_s):.3g}"
+            yield _("{host}: its network takes {ratio}x the median of the others", host=each.host, ratio=ratio)

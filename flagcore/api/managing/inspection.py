@@ -1,0 +1,265 @@
+"""The installation: devices, plugins, engines, and missing packages."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from flagcore import __version__, plugins
+from flagcore.api.inputs import loaded_plugins
+from flagcore.contracts import description_of, device_use
+from flagcore.domain.chip import TRAINED, Chip, Device, Fact, Support, slowness, usual_precision
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.errors import FlagError, NoDevice
+from flagcore.i18n import _
+from flagcore.vendorkit.machine import import_problem
+
+IMPORT_SECONDS = 60.0
+"""Time limit of the modules that a chip's engines import first."""
+
+
+def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the devices of this machine with facts about their chips. Raises NoDevice without a device."""
+    with loaded_plugins(without) as loaded:
+        found_devices = loaded.devices()
+        if not found_devices:
+            names = ", ".join(plugin.name for plugin in loaded.plugins)
+            raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
+        known = {device.chip: loaded.find_chip(device.chip) for device in found_devices}
+        chips = {name: chip and loaded.measured_chip(chip) for name, chip in known.items()}
+        return [_device(loaded, device, chips[device.chip]) for device in found_devices]
+
+
+def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
+    loaded_plugins = plugins.load_plugins(without)
+    undetected_vendors = loaded_plugins.detection_failures()
+    chips = loaded_plugins.chips()
+    records: list[dict[str, Any]] = []
+    for plugin in loaded_plugins.plugins:
+        maturity = loaded_plugins.maturity(plugin)
+        records.append(
+            {
+                "name": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "status": "loaded",
+                "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
+                "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
+                "warnings": list(plugin.warnings),
+                "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+                "undetected": undetected_vendors.get(plugin.name),
+            }
+        )
+    names = {record["name"] for record in records}
+    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
+    for failure in loaded_plugins.failures:
+        if failure.name not in names:
+            identity = {"name": failure.name, "distribution": failure.distribution}
+            records.append({**identity, **empty, "problem": str(failure), "undetected": None})
+    return records
+
+
+def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record per chip of the plugins, with aliases and facts; unknown facts are None."""
+    with loaded_plugins(without) as loaded:
+        return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
+
+
+def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
+    """Return one record per requirement: its purpose, its version or None, and the fix.
+
+    With `measure`, a plugin may measure the rates of a chip if they are not known yet, which takes seconds. `ok` is
+    true, false, or "untested" for an engine that was never tested, or not on the chip.
+    """
+    records = [
+        _requirement_record("flagcore", _("the tuner"), __version__, ""),
+        _requirement_record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
+    ]
+    with loaded_plugins(()) as loaded:
+        known = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        chips_by_name = {name: loaded.measured_chip(chip) if measure else chip for name, chip in known.items()}
+        for name in plugins.names(plugins.WORKLOADS):
+            records += _engine(name, loaded, tuple(chips_by_name.values()))
+        records += _support(loaded, tuple(chips_by_name.values()))
+    for record in plugin_table():
+        name, found = record["distribution"] or record["name"], record["version"]
+        records.append(
+            _requirement_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or "")
+        )
+        if record["undetected"]:
+            records.append(
+                _requirement_record(
+                    name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]
+                )
+            )
+    return records
+
+
+def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield one record per module that an engine needs. The fix is the build of the vendor of `chips`, if any."""
+    try:
+        engine = plugins.workload(name)
+    except FlagError as error:
+        yield _requirement_record(name, _("engine"), None, str(error))
+        return
+    builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
+    fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
+    for module, requirement in engine.modules.items():
+        purpose = _("engine {name} ({module})", name=name, module=module)
+        yield _untested(_requirement(Requirement(requirement), purpose, fix), engine.untested)
+
+
+def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield the support of each engine on each kind of chip found here, and what is wrong with the chip's stack."""
+    for chip in chips:
+        if rates := _rates_text(chip):
+            yield _requirement_record(chip.name, _("rates of products"), rates, "")
+        preload: dict[tuple[str, ...], str] = {}
+        for engine in plugins.names(plugins.WORKLOADS):
+            answer, reason = loaded.engine_support(chip, engine), ""
+            with suppress(FlagError):
+                reason = plugins.workload(engine).untested
+            if answer.support is Support.UNKNOWN:
+                reason = answer.reason
+            fix = f"{answer.support.value}: {answer.reason}"
+            runs = answer.support in (Support.YES, Support.UNKNOWN)
+            part = _requirement_record(
+                chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
+            )
+            yield _untested(part, reason)
+            if answer.preload:
+                preload.setdefault(answer.preload, engine)
+        for modules, engine in preload.items():
+            problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
+            purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
+            yield _requirement_record(chip.name, purpose, None if problem else _("imported"), problem)
+        for problem in loaded.health(chip):
+            yield _requirement_record(chip.name, _("software of the chip"), None, problem)
+
+
+def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
+    def scaled(fact: Fact | None, unit: float) -> float | None:
+        return fact.value / unit if fact else None
+
+    best = usual_precision(chip)
+    return {
+        "chip": chip.name,
+        "plugin": loaded.owner(chip.name),
+        "aliases": list(chip.aliases),
+        "architecture": chip.architecture or None,
+        "memory_gib": scaled(chip.memory_bytes, 2**30),
+        "memory_gbytes_per_second": scaled(chip.memory_bandwidth_bytes_per_second, 1e9),
+        "peak_tflops": chip.dense_flops_per_second[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "precisions": list(chip.dense_flops_per_second),
+        "devices_per_node": chip.devices_per_node,
+        "devices_per_card": chip.devices_per_card,
+        "link": chip.link.name if chip.link else None,
+        "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
+        "host_gbytes_per_second": scaled(chip.host_bytes_per_second, 1e9),
+        "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
+        "tdp_watts": scaled(chip.tdp_watts, 1.0),
+    }
+
+
+def _rates(chip: Chip) -> list[dict[str, Any]]:
+    """Return a record for each precision of a chip: its peak and source, and how many times it is slower than fp32."""
+    return [
+        {
+            "precision": name,
+            "tflops": fact.value / 1e12,
+            "source": fact.source.kind,
+            "detail": fact.source.detail,
+            "times_slower_than_fp32": max(slowness(chip, name), 1.0),
+        }
+        for name, fact in chip.dense_flops_per_second.items()
+    ]
+
+
+def _slow_text(chip: Chip) -> str:
+    """Return the rates of the precisions without a fast kernel; empty if all are fast."""
+    return "; ".join(
+        _(
+            "{precision}: {rate}, {ratio} times slower than fp32",
+            precision=each["precision"],
+            rate=_rate_text(each["tflops"]),
+            ratio=f"{each['times_slower_than_fp32']:.2g}",
+        )
+        for each in _rates(chip)
+        if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0
+    )
+
+
+def _rates_text(chip: Chip) -> str:
+    fast = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] == 1.0]
+    texts = [f"{each['precision']}: {_rate_text(each['tflops'])} ({_(each['source'])})" for each in fast]
+    return "; ".join(filter(None, [*texts, _slow_text(chip)]))
+
+
+def _rate_text(tflops: float) -> str:
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 1.0 else f"{1e3 * tflops:.{0 if tflops >= 0.01 else 1}f} GFLOP/s"
+
+
+def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) -> dict[str, Any]:
+    flops = chip.dense_flops_per_second if chip else {}
+    best = usual_precision(chip) if chip else None
+    return {
+        "index": device.index,
+        "name": device.chip,
+        "chip": chip.name if chip else None,
+        "plugin": loaded.owner(device.chip) if chip else loaded.finder(device),
+        "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
+        **_now(loaded, device),
+        "peak_tflops": flops[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "peak_source": flops[best].source.kind if best else None,
+        "peak_detail": flops[best].source.detail if best else None,
+        "rates": _rates(chip) if chip else [],
+        "slow_precisions": (_slow_text(chip) if chip else "") or None,
+        "driver": device.driver or None,
+        "aliases": list(chip.aliases) if chip else [],
+    }
+
+
+def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
+    """Return the users and the identity of a device from its telemetry; None for unknown values."""
+    figures: Mapping[str, float] = {}
+    use, known = DeviceUse(), {"uuid": device.uuid}
+    if reader := loaded.telemetry(device):
+        with suppress(FlagError, LookupError):
+            figures = reader.sample()
+            use, known = device_use(reader), {**known, **description_of(reader)}
+    in_use = figures.get(MEMORY_IN_USE)
+    return {
+        "in_use_gib": None if in_use is None else in_use / 2**30,
+        "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
+        **{name: known.get(name) or None for name in ("uuid", "bus", "links")},
+    }
+
+
+def _requirement_record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+    """Return a record of `doctor`; by default it is ok if a version was found."""
+    ok = found is not None if ok is None else ok
+    return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
+
+
+def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return a record of `doctor` that is ok as untested, if there is a reason."""
+    return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
+
+
+def _requirement(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
+    """Return a record of an installed distribution, not ok if it is missing or has another version."""
+    try:
+        installed = version(wanted.name)
+    except PackageNotFoundError:
+        installed = None
+    ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
+    return _requirement_record(wanted.name, purpose, installed, fix, ok)

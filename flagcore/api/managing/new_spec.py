@@ -1,0 +1,208 @@
+"""New specs: from a command of an engine, a running process, or a few values."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.inputs import check_chips, validate_engines
+from flagcore.contracts import ImportNote
+from flagcore.domain.secrets import REDACTED, is_secret, redact_arguments, redact_text
+from flagcore.errors import SpecError, SpecErrors, UsageError
+from flagcore.i18n import _
+from flagcore.spec.importing import commented_yaml
+from flagcore.spec.models import model_from
+from flagcore.spec.schema import ClusterSection, CommonSection, TrainSection
+from flagcore.spec.serve_schema import ProfileSection, ServeSection
+from flagcore.spec.validate import Section
+
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedCommand:
+    """The data of a spec, with absolute paths, and notes on the arguments of the command."""
+
+    data: dict[str, Any]
+    notes: tuple[ImportNote, ...]
+
+    def as_yaml(self) -> str:
+        """Return the spec as YAML, with the notes as comments."""
+        return commented_yaml(self.data, self.notes)
+
+
+def read_command(
+    engine: str, words: Sequence[str], *, model: str | None = None, chip: str | None = None
+) -> ImportedCommand:
+    """Return a spec for a command of `engine`: one quoted text, the path of a script, or several words.
+
+    `model` is the path of the model if the command does not have one, `chip` is the chip of the cluster; None: detected
+    later. Raises SpecError, UsageError.
+    """
+    workload = plugins.workload(engine)
+    command, envs = _split(words)
+    path = os.path.abspath(model) if model is not None else None
+    data, notes = workload.read_command(command, Path.cwd(), path)
+    return imported(data, notes, chip, envs)
+
+
+def imported(
+    data: dict[str, Any], notes: Sequence[ImportNote], chip: str | None, envs: Mapping[str, str]
+) -> ImportedCommand:
+    """Return a checked spec for the data of a command, with a chip and with variables. Raises SpecError."""
+    if chip is not None:
+        data["cluster"]["chip"] = chip
+    if envs:
+        data["envs"] = dict(envs)
+    try:
+        validate_engines(data, file=Path(), base=Path())
+    except SpecError as error:
+        problems = [each for each in error.problems if each.key != "model"]
+        if problems:
+            raise SpecErrors(problems) from None
+    check_chips(data.get("cluster"))
+    return ImportedCommand(data=data, notes=tuple(notes))
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a command and the variables that it sets first. Raises UsageError."""
+    if len(words) == 1 and os.path.isfile(words[0]):
+        words = ["bash", words[0]]
+    elif len(words) == 1:
+        try:
+            words = shlex.split(words[0].replace("\\\n", " "))
+        except ValueError as error:
+            raise UsageError(_("the command cannot be read: {reason}", reason=error)) from None
+    command = list(words)
+    envs = dict[str, str]()
+    while command and (command[0] == "env" or ASSIGNMENT.match(command[0])):
+        name, equals, value = command.pop(0).partition("=")
+        if equals:
+            envs[name] = value
+    if not command:
+        raise UsageError(_("the command is empty"))
+    if len(command) == 1 and command[0].endswith(".sh"):
+        raise UsageError(_("{file} is not a file", file=command[0]))
+    return command, envs
+
+
+PROC = Path("/proc")
+SESSION = frozenset(
+    (
+        *("_", "COLORTERM", "COLUMNS", "DISPLAY", "EDITOR", "HISTFILE", "HOME", "HOSTNAME", "LANG", "LINES", "LOGNAME"),
+        *("LS_COLORS", "MAIL", "OLDPWD", "PAGER", "PATH", "PS1", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER"),
+        *("VIRTUAL_ENV", "INVOCATION_ID", "JOURNAL_STREAM", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+    )
+)
+_PYTHON = re.compile(r"python[\d.]*")
+SESSION_PREFIXES = ("LC_", "SSH_", "XDG_", "DBUS_", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
+"""Variables of a login session or of one rank, which are not part of a job."""
+
+
+def read_process(
+    pid: int, *, engine: str | None = None, model: str | None = None, chip: str | None = None
+) -> ImportedCommand:
+    """Return a spec for the running server or job with a process id; see `read_command`.
+
+    Without `engine`, it is the one whose commands have the form of the process's. Environment variables that this shell
+    does not have with the same value are taken. Secrets are left out, and named in notes. Raises SpecError, UsageError.
+    """
+    words, variables, directory = _process(pid)
+    kept, notes = _taken(variables)
+    shown = list(redact_arguments(words))
+    problems = []
+    for name in [engine] if engine else plugins.names(plugins.WORKLOADS):
+        workload = plugins.workload(name)
+        try:
+            data, read = workload.read_command(shown, directory, model and os.path.abspath(model))
+        except SpecError as error:
+            problems.append(error)
+            continue
+        read = [*read, *(ImportNote(word, _("a secret: left out")) for word in shown if REDACTED in word), *notes]
+        return imported(data, read, chip, kept)
+    if engine and problems:
+        raise problems[0]
+    text = _("process {pid} runs no command that an engine can read: {command}; its children may")
+    raise UsageError(text.format(pid=pid, command=" ".join(shown)[:200]))
+
+
+def _process(pid: int) -> tuple[list[str], dict[str, str], Path]:
+    """Return the arguments, the variables and the working directory of a process. Raises UsageError.
+
+    The kernel starts a script with its interpreter: of `python /usr/bin/NAME`, NAME is the program.
+    """
+    folder = PROC / str(pid)
+    try:
+        words = _entries(folder / "cmdline")
+        variables = dict(each.partition("=")[::2] for each in _entries(folder / "environ"))
+        directory = Path(os.readlink(folder / "cwd"))
+    except OSError as error:
+        raise UsageError(_("process {pid} cannot be read: {reason}", pid=pid, reason=error.strerror)) from None
+    if not words:
+        raise UsageError(_("process {pid} has no command", pid=pid))
+    is_script = len(words) > 1 and _PYTHON.fullmatch(os.path.basename(words[0])) and "/" in words[1]
+    return words[1:] if is_script and not Path(words[1]).suffix else words, variables, directory
+
+
+def _entries(file: Path) -> list[str]:
+    return [each for each in file.read_bytes().decode("utf-8", "surrogateescape").split("\0") if each]
+
+
+def _taken(variables: Mapping[str, str]) -> tuple[dict[str, str], Sequence[ImportNote]]:
+    """Return the variables of a job, and notes on secrets among them."""
+    kept, notes = {}, []
+    for name, value in sorted(variables.items()):
+        if name in SESSION or name.startswith(SESSION_PREFIXES) or os.environ.get(name) == value:
+            continue
+        if is_secret(name) or redact_text(f"{name}={value}") != f"{name}={value}":
+            notes.append(ImportNote(name, _("a secret: left out")))
+        elif value.isprintable() and name.isidentifier():
+            kept[name] = value
+    return kept, notes
+
+
+TRAINING: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
+SERVING: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": 16}
+"""The values that a new spec needs, by the kind of its engine, with their defaults."""
+
+
+def defaults_of(engine: str) -> Mapping[str, Any]:
+    """Return the keys that a new spec of an engine needs, with their defaults. Raises SpecError."""
+    return TRAINING if plugins.workload(engine).kind == "train" else SERVING
+
+
+def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedCommand:
+    """Return a spec for the model at a path. `values` are those of `defaults_of`. Raises SpecError."""
+    path = os.path.abspath(model)
+    model_from(path, base=Path())
+    data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
+    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection}
+    if plugins.workload(engine).kind == "train":
+        data["train"] = {"engine": engine, **values}
+        sections["train"] = TrainSection
+    else:
+        data["serve"] = {"engine": engine, "profile": dict(values)}
+        sections |= {"serve": ServeSection, "serve.profile": ProfileSection}
+    data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
+    validate_engines(data, file=Path(), base=Path())
+    check_chips(cluster)
+    return ImportedCommand(data=data, notes=tuple(_comments(data, sections)))
+
+
+def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
+    """Return the description of each key in the schema."""
+    notes = []
+    for section, schema in sections.items():
+        content: Any = data
+        for part in filter(None, section.split(".")):
+            content = content[part]
+        for key in content:
+            if (field := schema.model_fields.get(key)) is not None and field.description:
+                notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
+    return notes

@@ -1,0 +1,267 @@
+"""Read a run's folder: its trials, its best trial, and the error of predictions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flagcore.api.inputs import knobs_of_spec
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.files import read_regular
+from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import Speedup, gains
+from flagcore.domain.search_state import SearchState, rivals
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
+from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError
+from flagcore.i18n import N_, _
+from flagcore.report.formats import COLUMNS, Notebook, lookup, render
+from flagcore.report.page.run import RunData
+from flagcore.report.page.summary import no_best
+from flagcore.report.result import SCHEMA_VERSION, RunResult
+from flagcore.report.text import best_text, candidate_columns
+from flagcore.spec import spec_as_data
+from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.store.directory import RunDirectory
+
+RESULT, SPEC = "result.json", "spec.yaml"
+RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
+UNMEASURED, UNREADABLE = N_("no measurement"), N_("unreadable")
+"""States of a run. Without a reason why it stopped, a run that no process holds was interrupted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Run(Notebook):
+    """The content of a run's folder. The run may be finished, interrupted or in progress.
+
+    `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
+    before writing it. `trials` has one trial per candidate in order of execution, `repeats` the runs of the baseline,
+    the best and its rivals at the end, `probes` the trials of a lower fidelity, `imported` the trials of another tool.
+    Units are seconds and bytes, as in `flagcore.domain.trial`. `gains` are best over baseline minus one, per round.
+    `engines` are the runs of each engine, if several were tuned; the other fields are then those of the best engine.
+    `search_state` is the state of the search after all trials.
+    """
+
+    folder: Path
+    spec: Mapping[str, Any]
+    data: Mapping[str, Any]
+    fidelity: str
+    trials: tuple[Trial, ...]
+    baseline: Trial | None
+    best: Trial | None
+    gains: tuple[float, ...]
+    search_state: SearchState
+    repeats: tuple[Trial, ...] = ()
+    probes: tuple[Trial, ...] = ()
+    imported: tuple[Trial, ...] = ()
+    engines: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """The lowest gain of the rounds: 0.25 is a quarter more tokens per second. None if unknown."""
+        return min(self.gains, default=None)
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """The median speedup of the best over the baseline with its range; None if unknown."""
+        indistinct = {trial.candidate for trial in rivals(self.search_state)}
+        return Speedup.of(self.gains, is_significant=not self.baseline or self.baseline.candidate not in indistinct)
+
+    @property
+    def knobs(self) -> Knobs:
+        """The knobs of the engine by name; empty if it is not installed here."""
+        return knobs_of_spec(self.spec)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether ended trials are missing in the result: the run is in progress, or was killed."""
+        if self.engines or self.fidelity == ESTIMATE:
+            return False
+        return not self.data or ended_trials(self) > count_trials(self.data)
+
+    @property
+    def stopped_because(self) -> str | None:
+        """Why the search stopped; None if it is in progress, or was killed."""
+        reason = self.data.get("stopped_because")
+        return None if reason is None or self.in_progress else str(reason)
+
+    @property
+    def predictions(self) -> tuple[Mapping[str, Any], ...]:
+        """One record per trial: its `number`, `candidate`, `state`, and its step time in seconds as `predicted` before
+        all trials, as `believed` after earlier trials, and as `measured`; None if unknown.
+        """
+        return tuple(_prediction_record(trial) for trial in self.trials)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.speedup, self.knobs)}>"
+
+    def __str__(self) -> str:
+        columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **COLUMNS["run"]}
+        return render(self.predictions, "table", columns)
+
+
+def load_run(folder: Path | str) -> Run:
+    """Read a run's folder, without writing to it or calling a plugin. The run may be in progress.
+
+    Raises RunError for a folder without a run, with unreadable files, or with a truncated or missing journal.
+    """
+    run = read_run(Path(folder))
+    for each in run.engines.values() or (run,):
+        _require_complete_journal(each)
+    return run
+
+
+def read_run(path: Path) -> Run:
+    """Read a run's folder as `load_run` does, even if its journal has fewer trials than its result."""
+    data = _result(path)
+    if isinstance(data.get("engines"), Mapping):
+        return _run_of_several_engines(path, data)
+    from flagcore.tuner.store.trials import stored_trials  # optuna takes a while to load
+
+    identity = RunDirectory(path).identity()
+    if identity is None:
+        raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
+    trials = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
+    fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
+    fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
+    if fidelity == ESTIMATE:
+        return _from_predictions(path, data)
+    fields = trial_fields(trials, fidelity)
+    return Run(folder=path, spec=spec_as_data(path / SPEC), data=data, fidelity=fidelity, **fields)
+
+
+def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
+    """Return the fields of a Run that follow from its stored trials."""
+    search_state = learn(stored, fidelity)
+    return {
+        "trials": search_state.trials,
+        "repeats": search_state.repeats,
+        "probes": search_state.probes,
+        "imported": tuple(trial for trial in stored if trial.source),
+        "baseline": search_state.reported_trial(search_state.baseline),
+        "best": search_state.reported_trial(search_state.best),
+        "gains": gains(search_state),
+        "search_state": search_state,
+    }
+
+
+def state_of_ended(result: RunResult | None) -> str:
+    """Return the state of a run that no process holds, by its result."""
+    if result is None or result.was_interrupted:
+        return INTERRUPTED
+    return UNMEASURED if result.is_unmeasured else FINISHED
+
+
+def no_best_error(run: Run) -> FlagError:
+    """Return the error of a command that needs the best of a run without one, or of a run that has not ended.
+
+    RunError: it can be resumed; EveryTrialFailed: nothing was measured; NothingFits: no trial is within the limits.
+    """
+    if run.stopped_because is None:
+        command = f"flag tune SPEC --run-dir {shlex.quote(str(run.folder))}"
+        text = _("{folder} is in progress, or was killed; `{command}` resumes it", folder=run.folder, command=command)
+        return RunError(text)
+    result = RunResult.from_json(run.data)
+    shown = RunData(result=result, folder=run.folder, called=str(run.folder), knobs=run.knobs)
+    errors = {INTERRUPTED: RunError, UNMEASURED: EveryTrialFailed, FINISHED: NothingFits}
+    text = _("{where} has no best: {reason}", where=run.folder, reason=no_best(shown))
+    return errors[state_of_ended(result)](text)
+
+
+def unreadable_error(file: Path, error: object) -> RunError:
+    """Return the error for an unreadable result."""
+    reason = getattr(error, "strerror", None) or repr(error)
+    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
+
+
+def _result(path: Path) -> Mapping[str, Any]:
+    file = path / RESULT
+    try:
+        data = json.loads(read_regular(file))
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema_version {data['schema_version']}, not {SCHEMA_VERSION}")
+        return dict(data)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise unreadable_error(file, error) from None
+
+
+def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
+    try:
+        names = [name for name, each in data["engines"].items() if "error" not in each]
+        best_engine = str(data["engine"])
+        if best_engine not in names:
+            raise ValueError(f"engine = {best_engine} did not run")
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable_error(path / RESULT, error) from None
+    runs = {name: read_run(path / name) for name in names}
+    return replace(runs[best_engine], folder=path, data=data, engines=runs)
+
+
+def ended_trials(run: Run) -> int:
+    """Return the number of trials that have ended."""
+    return len(run.trials) + len(run.repeats) + len(run.probes)
+
+
+def count_trials(data: Mapping[str, Any]) -> int:
+    """Return the number of trials in a result. Raises TypeError for other data."""
+    return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
+
+
+def _require_complete_journal(run: Run) -> None:
+    """Raise RunError if the journal of a run has fewer trials than its result."""
+    try:
+        expected_count = count_trials(run.data)
+    except TypeError as error:
+        raise unreadable_error(run.folder / RESULT, error) from None
+    if ended_trials(run) < expected_count:
+        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected_count}
+        message = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
+        raise RunError(message + "; " + _("restore it, or read result.json and report.html"))
+
+
+def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
+    """Return an estimate: its trials are predictions, stored in the result only."""
+    try:
+        trials = {each["number"]: _predicted_trial(each) for each in data["trials"]}
+        baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
+        gains = tuple(float(each) for each in data["gains"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable_error(path / RESULT, error) from None
+    return Run(
+        folder=path,
+        spec=spec_as_data(path / SPEC),
+        data=data,
+        fidelity=ESTIMATE,
+        trials=tuple(trials.values()),
+        gains=gains,
+        search_state=learn((), ESTIMATE),
+        baseline=baseline,
+        best=best,
+    )
+
+
+def _predicted_trial(data: Mapping[str, Any]) -> Trial:
+    return Trial(
+        number=int(data["number"]),
+        candidate=Candidate.of(data["candidate"]),
+        role=Role(data["role"]),
+        state=TrialState(data["state"]),
+        predicted=dict(data["predicted"]),
+        fidelity=ESTIMATE,
+    )
+
+
+def _prediction_record(trial: Trial) -> Mapping[str, Any]:
+    return {
+        "number": trial.number,
+        "candidate": trial.candidate.as_dict(),
+        "state": trial.state.value,
+        "measured": trial.measurement.step_time_s if trial.measurement else None,
+        "predicted": lookup(trial.predicted, "step_time_s.value"),
+        "believed": lookup(trial.believed or {}, "step_time_s.value"),
+    }

@@ -1,0 +1,182 @@
+"""The state of a spec or of a run's folder: predictions and, for a run, the results of its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
+from flagcore.api.runs import SPEC, Run, load_run, trial_fields
+from flagcore.api.transfer import past_of_problem
+from flagcore.contracts import Costs, SearchContext, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.experience import PastMeasurements
+from flagcore.domain.prediction import components_of_row
+from flagcore.domain.search_state import Pruned, SearchState
+from flagcore.domain.space import Axis, Columns
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import RunError, UsageError
+from flagcore.i18n import _
+from flagcore.tuner.feasibility import no_time
+from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, record
+from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.rank import learn, search_context
+from flagcore.tuner.store.directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
+
+    `pruned` are the rows that rules and trials removed, `context` is the current input of the strategy.
+    """
+
+    where: Path
+    problem: Problem
+    workload: Workload
+    search_state: SearchState
+    pruned: Pruned
+    context: SearchContext
+    run: Run | None = None
+
+    @property
+    def task(self) -> Task:
+        """The job of the spec and its cluster."""
+        return self.problem.platform.task
+
+    def pruned_by(self, columns: Columns) -> list[str]:
+        """Return the messages of pruning rules that remove one candidate, in the space or not."""
+        predictions = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
+        return [
+            f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
+        ]
+
+    def record(self, columns: Columns) -> dict[str, Any]:
+        """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
+        return prediction_records(self.task, self.workload, columns, self.problem.platform.costs)[0]
+
+
+def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
+    """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
+    predictions = predict_columns(task, workload, columns, costs)
+    components = predict_components(task, workload, columns, predictions.worst_stage, costs)
+    layers = predict_stage_layers(task, workload, columns, costs)
+    records = []
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        reason_field = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
+        records.append(reason_field | record(task, figures, layers.get(row, ())))
+    return records
+
+
+def build_problem_of_spec(
+    spec: SpecLike,
+    chip: str | None,
+    without: Collection[str],
+    data: Mapping[str, Any] | None = None,
+    *,
+    plan: bool = False,
+) -> tuple[Problem, Workload]:
+    """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
+    parsed_spec = read_spec(spec, chip, without, data)
+    workload = plugins.workload_of(parsed_spec.work)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(parsed_spec, loaded, workload, plan=plan)
+    warn_about_problem(problem, workload)
+    return problem, workload
+
+
+def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
+    """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+    place = UNNAMED if isinstance(where, Mapping) else Path(where)
+    if isinstance(where, Mapping) or not place.is_dir():
+        problem, workload = build_problem_of_spec(where, chip, without, plan=True)
+        return _snapshot(place, problem, workload, learn(()), PastMeasurements.empty())
+    run = load_run(place)
+    if chip is not None:
+        raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
+    home = run_home(run)
+    identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
+    spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
+    workload = plugins.workload_of(spec.work)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(spec, loaded, workload)
+        _require_known_values(run, problem)
+        run = _with_new_knobs(run, problem.space.axes)
+        past = past_of_problem(problem, loaded, workload, identity["run"])
+        snapshot = _snapshot(place, problem, workload, run.search_state, past)
+    warn_about_problem(problem, workload)
+    return replace(snapshot, run=run)
+
+
+def run_home(run: Run) -> Path:
+    """Return the folder of a run's trials. With several engines, it is the folder of the best engine."""
+    return run.folder / str(run.data["engine"]) if run.engines else run.folder
+
+
+def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
+    """Return the spec of a run with its saved hardware and baseline, independent of this machine."""
+    spec = replace(spec, baseline=stored["fixed"].get("baseline"))
+    if precision := stored["task"].get("precision"):
+        spec = replace(spec, work=replace(spec.work, precision=precision))
+    hardware = stored["task"].get("hardware") or {}
+    if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
+        return spec
+    chip, devices = str(hardware["chip"]), int(hardware["devices_per_node"])
+    return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
+
+
+def _require_known_values(run: Run, problem: Problem) -> None:
+    """Raise RunError if a trial has a value that its knob does not support: another version wrote the run."""
+    for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
+        values = trial.candidate.as_dict()
+        for axis in problem.space.axes:
+            value = values.get(axis.knob, axis.neutral)
+            try:
+                axis.encode(value)
+            except ValueError:
+                names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
+                text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
+                raise RunError(text) from None
+
+
+def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
+    """Return a run whose candidates have the neutral value of each knob that is newer than the run."""
+    neutral = {axis.knob: axis.neutral for axis in axes}
+    trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
+    if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
+        return run
+    completed_trials = [
+        replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
+        for number in sorted(trials)
+    ]
+    return replace(run, **trial_fields(completed_trials, run.fidelity))
+
+
+def _snapshot(
+    where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: PastMeasurements
+) -> Snapshot:
+    space, predictions = problem.space, problem.predictions
+    trials_and_probes = search_state.trials, problem.pruned, search_state.probes
+    pruned_rows = prune(space, predictions, workload, problem.rules, *trials_and_probes)
+    context = search_context(problem.platform.task, workload, space, predictions, pruned_rows, search_state, past)
+    return Snapshot(
+        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned_rows, context=context
+    )
+
+
+def read_spec(
+    source: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> Spec:
+    """Return a spec, optionally for another chip. Raises SpecError, UsageError."""
+    file, content = spec_data(source, data)
+    spec = parsed(content, file=str(file), base=file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(_("--chip {chip} needs a spec of one chip; {file} has cluster.groups", chip=chip, file=file))
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))

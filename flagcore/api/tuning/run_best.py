@@ -1,0 +1,133 @@
+"""Start the best configuration of a run. Servers run until they, or this process, end."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from flagcore.api.inputs import warn
+from flagcore.api.runs import no_best_error, read_run
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError, RunError, UsageError
+from flagcore.i18n import _
+from flagcore.launchers import network
+from flagcore.launchers.local import start_for_users
+from flagcore.tuner.store.directory import IDENTITY
+
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
+PERIOD_SECONDS = 0.5
+ANSWER_SECONDS = 2.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def run_best(
+    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
+) -> NoReturn:
+    """Start the best configuration of a run.
+
+    Training replaces this process. A command that the user has to complete is printed instead. Servers are child
+    processes, which stop when this process ends; `on_ready` is called with their URL once they respond. `stdout` is a
+    file descriptor for output. Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be
+    started.
+    """
+    launch = _saved_launch(run_dir)
+    argv, folder = list(launch["argv"]), str(launch["directory"])
+    environment = network.fill(launch["environment"], network.placeholders())
+    ready, missing = tuple(launch["ready"]), str(launch["missing"])
+    lacking = [name for name in launch["needs"] if not os.environ.get(name)]
+    if missing:
+        program = "cat" if launch.get("sample") else "sh"  # best.sh may start it on generated data
+        argv, folder, environment = [program, str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
+    if lacking:
+        raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
+    sys.stdout.flush()
+    if ready:
+        server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
+        sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
+    if stdout is not None:
+        os.dup2(stdout, 1)
+    try:
+        os.chdir(folder)
+        program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
+        text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
+        warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
+        os.execvpe(program, argv, {**defaults, **os.environ, **environment})
+    except (OSError, ValueError, TypeError, IndexError) as error:
+        names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
+        raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
+
+
+def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
+    """Return the content of `launch.json` of the best configuration of a run. Raises RunError or `no_best_error`."""
+    file = Path(run_dir) / "best" / "launch.json"
+    try:
+        launch = json.loads(file.read_text(encoding="utf-8"))
+        launch_fields = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
+        texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
+        return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        known = (IDENTITY, "result.json", "best/launch.json")
+        if not any(os.path.isfile(os.path.join(run_dir, name)) for name in known):
+            problem = _("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=run_dir)
+            raise RunError(problem) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        if is_missing and ((run := read_run(Path(run_dir))).best is None or run.stopped_because is None):
+            raise no_best_error(run) from None
+        reason = _("missing") if is_missing else type(error).__name__
+        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
+        raise RunError(problem) from None
+
+
+def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
+    """Run servers to their end and return their exit status, or 128 plus the number of the signal that ended them.
+
+    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if they
+    cannot be started, or one of their ports is in use.
+    """
+    used_urls = [url for url in launch.ready if _listens(url)]
+    if used_urls:
+        port = urlsplit(used_urls[0]).port
+        raise UsageError(_("port {port} is in use by another program", port=port))
+    try:
+        servers = start_for_users(launch, stdout, 2)
+    except (LaunchError, OSError) as error:
+        raise UsageError(str(error)) from None
+    is_ready = False
+    try:
+        while (ended := servers.wait(PERIOD_SECONDS)) is None:
+            if not is_ready and _responds(launch.ready):
+                is_ready = True
+                on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
+    except BaseException:
+        servers.stop()
+        raise
+    return ended.code if ended.code >= 0 else 128 - ended.code
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _responds(urls: Iterable[str]) -> bool:
+    try:
+        for url in urls:
+            with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:
+                if answer.status != 200:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return True

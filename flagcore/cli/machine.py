@@ -1,0 +1,209 @@
+"""flag calibrate, completion, devices, doctor, plugins and schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flagcore.cli import options
+from flagcore.i18n import N_, _
+
+
+@click.command("devices")
+@options.output
+@options.plugins
+def devices_command(form: str, without: tuple[str, ...]) -> None:
+    """List the accelerators of this machine."""
+    from flagcore import api
+
+    records = api.devices(without)
+    for plugin in sorted({record["plugin"] for record in records}):
+        chips = {record["chip"] or record["name"] for record in records if record["plugin"] == plugin}
+        if len(chips) > 1:
+            text = _("flag: {plugin} has devices of several chips ({chips}); cluster.chip selects one")
+            options.say(text.format(plugin=plugin, chips=", ".join(sorted(chips))))
+    tables = ("devices",) if options.is_fitted() else ("devices", "device_identity")
+    options.show_records(options.joined(records, form, "aliases"), form, options.columns(*tables))
+
+
+@click.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of a spec, for editors and validators."""
+    from flagcore.plugins import engines
+    from flagcore.spec import json_schema
+
+    click.echo(json.dumps(json_schema(engines()), indent=2))
+
+
+@click.command("doctor")
+@click.option(
+    "--hosts", type=click.Path(path_type=Path), help=N_("Check the hosts of this host file instead of this machine.")
+)
+@click.option("--launcher", default="ssh", show_default=True, help=N_("Launcher that connects to the hosts."))
+@options.output
+def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
+    """Check the installation: what each engine lacks, and how to fix it."""
+    from flagcore import api
+
+    if hosts is not None:
+        options.show_records(api.check_hosts(hosts, launcher), form, options.columns("hosts"))
+        return
+    options.show_records(api.doctor(), form, options.columns("doctor"))
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion_command(shell: str) -> None:
+    """Print the completion script of SHELL.
+
+    Enable it now: eval "$(flag completion bash)". To enable it permanently, add that line to ~/.bashrc.
+    """
+    from click.shell_completion import get_completion_class
+
+    from flagcore.cli.main import flag
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click supports these shells"
+    click.echo(kind(flag, {}, "flag", "_FLAG_COMPLETE").source())
+
+
+def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Reject nan, which passes the check of every range."""
+    if not math.isfinite(value):
+        raise click.BadParameter(_("{value} is not a number of seconds", value=value), context, option)
+    return value
+
+
+@click.command("calibrate")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(5.0, 3600.0),
+    default=90.0,
+    show_default=True,
+    callback=_finite,
+    help="Approximate duration.",
+)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Number of devices [default: all].")
+@click.option("--list", "listed", is_flag=True, help="List saved calibrations and exit.")
+@click.option("--forget", metavar="CHIP", help="Delete calibrations and trial history of CHIP and exit.")
+@options.output
+@options.plugins
+def calibrate_command(
+    seconds: float, devices: int | None, listed: bool, forget: str | None, form: str, without: tuple[str, ...]
+) -> None:
+    """Measure the devices of this machine to improve predictions.
+
+    Measures matrix products, attention, memory, kernel launches, copies to the host and, with several devices,
+    collectives. The result is saved per chip, driver and version of torch, and used by all later predictions.
+    """
+    from flagcore import api
+
+    if listed and forget is not None:
+        raise click.UsageError(_("--list and --forget are mutually exclusive"))
+    if forget is not None:
+        options.say("\n".join(_("deleted {file}", file=file) for file in api.forget(forget)))
+        return
+    if listed:
+        options.show_records(api.calibrations(), form, options.columns("calibrations"))
+        return
+    calibration, file = api.calibrate(
+        seconds=seconds, devices=devices, without=without, on_start=lambda line: options.say(f"flag: {line}")
+    )
+    options.show_records(
+        api.summary(calibration) if form in ("table", "csv") else calibration.rows, form, options.columns("benchmarks")
+    )
+    options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=calibration.chip))
+
+
+@click.group("plugins")
+def plugins_command() -> None:
+    """List installed plugins and their chips, check them, or create a new one."""
+
+
+@plugins_command.command("list")
+@options.output
+@options.plugins
+def plugins_list(form: str, without: tuple[str, ...]) -> None:
+    """List plugins with their chips and load errors.
+
+    Maturity is the strongest evidence of a plugin: runs on hardware, recorded output of tools, or documents.
+    """
+    from flagcore import api
+
+    records = api.plugin_table(without)
+    has_warnings = any(record["warnings"] for record in records)
+    columns = options.columns("plugins", *(["plugin_warnings"] if has_warnings else []))
+    rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
+    options.show_records(rows, form, columns)
+
+
+@plugins_command.command("chips")
+@options.output
+@options.plugins
+def plugins_chips(form: str, without: tuple[str, ...]) -> None:
+    """List supported chips with their specifications and aliases."""
+    from flagcore import api
+
+    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, options.columns("chips"))
+
+
+@plugins_command.command("check")
+@click.argument("targets", nargs=-1, metavar="[NAME|PATH]...")
+@click.option("--all", "everything", is_flag=True, help="Check all installed plugins (the default).")
+@click.option("--format", "form", type=click.Choice(("text", "json")), default="text", help="Output format.")
+def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None:
+    """Run the conformance checks: of installed plugins by name, of others by the directory of their pyproject.toml.
+
+    Each plugin runs in its own process. Exit status: 0 if all checks passed, 4 otherwise.
+    """
+    if everything and targets:
+        raise click.UsageError(_("--all and names are mutually exclusive"))
+    from flagcore import api
+    from flagcore.errors import NoDevice
+    from flagcore.testing.runner import as_text
+
+    checked_plugins = api.check_plugins(targets)
+    records: list[dict[str, Any]] = [plugin.record for plugin in checked_plugins]
+    with options.on_terminal():
+        options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked_plugins), form)
+    failed_checks = {record["name"]: record["failed"] for record in records if record["failed"]}
+    if failed_checks:
+        counts = ", ".join(f"{name} ({count})" for name, count in failed_checks.items())
+        raise NoDevice(_("checks failed: {counts}", counts=counts))
+
+
+@plugins_command.command("new")
+@click.argument("name")
+@click.option("--vendor", metavar="TEXT", help="Display name of the vendor [default: NAME, capitalized].")
+@click.option(
+    "--chip",
+    "chips",
+    multiple=True,
+    metavar="TEXT",
+    help="Name of a chip (repeatable) [default: first letter of NAME and 1].",
+)
+@click.option("--tool", metavar="COMMAND", help="Command that lists the devices [default: NAME-smi].")
+@click.option(
+    "--visible", metavar="VARIABLE", help="Variable that selects visible devices [default: NAME_VISIBLE_DEVICES]."
+)
+@click.option("--torch-device", metavar="TEXT", default="cuda", help="Device type in torch [default: cuda].")
+@click.option("--preload", metavar="TEXT", multiple=True, help="Module to import before the first tensor. Repeatable.")
+@click.option(
+    "--backend", metavar="TEXT", default="nccl", help="Collective backend in torch.distributed [default: nccl]."
+)
+@click.option("--directory", metavar="DIR", default=".", help="Parent directory [default: current].")
+def plugins_new(name: str, **values: Any) -> None:
+    """Create a plugin for a new vendor, with TODO where a fact is missing.
+
+    NAME is the name in `flag plugins list`: lower-case letters, digits and underscores.
+    """
+    from flagcore import api
+
+    folder = api.new_plugin(name, **values)
+    command = f"pip install -e {folder} && flag plugins check {folder}"
+    options.say(_("flag: created {folder}; next: {command}", folder=folder, command=command))
+    click.echo(folder)

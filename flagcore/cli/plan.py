@@ -1,0 +1,283 @@
+"""flag estimate and probe: predictions, and measurements of single ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from flagcore.cli import options
+from flagcore.i18n import N_, _, did_you_mean
+
+if TYPE_CHECKING:
+    from flagcore.domain.knob import Knobs
+    from flagcore.domain.prediction import Labels
+
+
+@click.command("estimate")
+@options.tree
+@click.option(
+    "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
+)
+@options.chip()
+@options.objective
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
+@click.option("--all", "every", is_flag=True, help="List every candidate, not only the fastest of each layout.")
+@click.option(
+    "--explain", metavar="ID", help="Show one candidate in detail: number in the list, baseline, or the id of a job."
+)
+@options.output
+@options.plugins
+def estimate_command(
+    source: tuple[str | None, dict[str, Any] | None],
+    jobs: str | None,
+    chip: str | None,
+    objective: str | None,
+    top: int,
+    every: bool,
+    explain: str | None,
+    form: str,
+    without: tuple[str, ...],
+) -> None:
+    """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
+
+    With --jobs the default format is jsonl. A config of another tuner (--config-path, --config-name) may replace SPEC.
+    """
+    spec, data = source
+    if explain is not None and form == "csv":
+        raise click.UsageError(_("--explain does not support --format csv"))
+    if (spec is None) == (jobs is None):
+        raise click.UsageError(_("either SPEC or --jobs FILE is required"))
+    if jobs is not None and chip is not None:
+        raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
+    if jobs is not None and objective is not None:
+        raise click.UsageError(_("--objective requires SPEC: job records are not ranked"))
+    if jobs is not None and _is_given("top"):
+        raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
+    if jobs is not None:
+        form = form if _is_given("form") or explain is not None else "jsonl"
+        with options.language_of(form):
+            _estimate_jobs(jobs, explain, form, without)
+        return
+    assert spec is not None
+    if spec.endswith(".jsonl"):
+        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
+    _estimate_spec(spec, data, chip, top, explain, form, without, every=every, objective=objective)
+
+
+def _is_given(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
+
+
+def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
+    from flagcore import api
+    from flagcore.api.inputs import knobs_of_spec, labels_of_spec
+
+    records = _records(jobs)
+    if explain is not None:
+        by_id: dict[str, dict[str, Any]] = {}
+        for record in records:
+            if isinstance(record, dict):
+                by_id.setdefault(record["id"], record)
+        if explain not in by_id:
+            problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
+            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
+        details = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
+        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
+        return
+    batch_size = 1 if _is_pipe(jobs) else api.AT_ONCE
+    predictions = api.estimate_jobs(records, without=without, at_once=batch_size)
+    if form == "jsonl":
+        for prediction in predictions:
+            click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
+    else:
+        answers = list(predictions)
+        if form in ("table", "csv"):
+            for each in answers:
+                each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
+        has_serving = any("objective" in each for each in answers)
+        has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
+        figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
+        options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
+
+
+def _estimate_spec(
+    spec: str,
+    data: dict[str, Any] | None,
+    chip: str | None,
+    top: int,
+    explain: str | None,
+    form: str,
+    without: tuple[str, ...],
+    *,
+    every: bool,
+    objective: str | None,
+) -> None:
+    from flagcore import api
+    from flagcore.report.estimate import estimate_columns, estimate_texts
+
+    number = _number(explain)
+    distinct = not every and explain is None
+    count = max(top, number)
+    estimate = api.estimate(
+        spec, chip=chip, top=count, distinct=distinct, objective=objective, without=without, data=data
+    )
+    if explain is not None:
+        number_of = len(estimate.candidates)
+        if number > number_of:
+            raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=number_of))
+        record = estimate.candidates[number - 1] if number else estimate.baseline
+        details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
+        details |= {"notes": list(estimate.notes)} if estimate.notes else {}
+        _show(
+            details,
+            _("Candidate {number}", number=number) if number else _("Baseline"),
+            form,
+            estimate.knobs,
+            estimate.labels,
+        )
+        return
+    if form != "table":
+        options.show_records(estimate.candidates, form, estimate_columns(estimate))
+        return
+    for text, is_result in estimate_texts(estimate):
+        (options.show if is_result else options.say)(text)
+
+
+def _number(explain: str | None) -> int:
+    """Return the number of the candidate to explain; 0 for the baseline, or without a candidate."""
+    if explain in (None, "baseline"):
+        return 0
+    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
+        raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
+    return int(str(explain))
+
+
+def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: Labels) -> None:
+    """Print one prediction in detail, as text or as a record."""
+    from flagcore.report.explanation import detail_text
+
+    if form == "table":
+        options.show(detail_text(record, title, knobs, labels))
+    else:
+        options.show_record(record, form)
+
+
+def _is_pipe(file: str) -> bool:
+    """Return whether a file is a pipe, whose writer may wait for each prediction before it writes the next line."""
+    try:
+        mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode)
+
+
+MAX_EXPLAINED = 100_000
+
+
+def _records(file: str) -> Iterator[Any]:
+    """Yield the record of each line, or its error. Raises UsageError for an empty file."""
+    from flagcore.errors import UsageError
+    from flagcore.spec import read_job_lines
+
+    name = "stdin" if file == "-" else file
+    try:
+        with open(0, "rb", closefd=False) if file == "-" else Path(file).open("rb") as stream:
+            lines = read_job_lines(stream, file=name)
+            first = next(lines, None)
+            if first is None:
+                raise UsageError(_("{file} is empty: expected one JSON object per line", file=name))
+            yield from chain([first], lines)
+    except OSError as error:
+        raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
+
+
+if TYPE_CHECKING:
+    from flagcore.domain.knob import Knobs
+
+
+@click.command("probe")
+@options.spec
+@click.option(
+    "--candidate",
+    metavar="ID",
+    help="Candidate to probe: number in the list of `flag estimate`, baseline, or knobs as name=value,...",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Probe the N fastest predicted candidates.",
+    metavar="N",
+)
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="R",
+    help="Global rank to probe (repeatable) [default: the most informative ranks].",
+)
+@options.chip(N_("Plan for this chip, which must be on this machine."))
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1.0, max=86400.0),
+    metavar="S",
+    help="Time limit per candidate [default: control.max_time_per_task].",
+)
+@click.option("--folder", type=click.Path(), metavar="DIR", help="Save jobs and logs to DIR [default: not saved].")
+@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
+@options.output
+@options.plugins
+def probe_command(
+    spec: str,
+    candidate: str | None,
+    top: int,
+    ranks: tuple[int, ...],
+    chip: str | None,
+    seconds: float | None,
+    folder: str | None,
+    quiet: bool,
+    form: str,
+    without: tuple[str, ...],
+) -> None:
+    """Measure single ranks of candidates of SPEC on one device, for any number of devices in SPEC.
+
+    One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
+    communication is predicted, not measured.
+    """
+    from flagcore import api
+    from flagcore.report.estimate import probed_text
+
+    if candidate is not None and top != 1:
+        raise click.UsageError(_("--candidate and --top are mutually exclusive"))
+    probes = api.probe(
+        spec,
+        candidate=candidate,
+        top=top,
+        ranks=ranks,
+        chip=chip,
+        seconds=seconds,
+        folder=folder,
+        without=without,
+        on_rank=lambda line: None if quiet else options.say(f"flag: {line}"),
+    )
+    if form not in ("table", "csv"):
+        options.show_records([each.as_data() for each in probes], form, {})
+        return
+    rows = [{"number": number, **rank} for number, each in enumerate(probes, start=1) for rank in each.ranks]
+    columns = options.columns("probed")
+    if len(probes) == 1:
+        del columns["#"]
+    options.show_records(rows, form, columns)
+    if form == "table":
+        for number, each in enumerate(probes, start=1):
+            options.say("\n" + probed_text(number if len(probes) > 1 else None, each.as_data(), each.knobs))

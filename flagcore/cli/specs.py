@@ -1,0 +1,234 @@
+"""flag init and import: new specs, and the specs and trials of other tuners."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flagcore.cli import options
+from flagcore.cli.main import translated
+from flagcore.i18n import N_, _
+
+
+@click.command("init")
+@click.option("--pid", type=click.IntRange(1), help="Read the command and variables of this running process.")
+@click.option("--model", metavar="PATH", help="Hugging Face directory, config.json or GGUF file.")
+@click.option("--engine", metavar="NAME", help="Engine that trains or serves the model.")
+@options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
+@click.option("--nodes", type=click.IntRange(1), help="Number of hosts [default: 1].")
+@click.option("--devices", type=click.IntRange(1), help="Devices per host [default: all].")
+@click.option("--seq-length", type=click.IntRange(1), help="Training: tokens per sample.")
+@click.option("--global-batch-size", type=click.IntRange(1), help="Training: samples per step.")
+@click.option("--precision", metavar="NAME", help="Training: number format, such as bf16 or fp8.")
+@click.option("--input-len", type=click.IntRange(1), help="Serving: tokens of a prompt.")
+@click.option("--output-len", type=click.IntRange(1), help="Serving: tokens of an answer.")
+@click.option("--concurrency", type=click.IntRange(1), help="Serving: requests in flight.")
+@options.new_file
+def init_command(
+    pid: int | None,
+    model: str | None,
+    engine: str | None,
+    chip: str | None,
+    nodes: int | None,
+    devices: int | None,
+    output: Path | None,
+    **given: Any,
+) -> None:
+    """Write a new spec with comments.
+
+    On a terminal, missing values are asked for. Otherwise --model and --engine are required, and the other values have
+    their defaults.
+
+    With --pid, the spec is that of a running server or job, as with `flag import`: its arguments are the baseline.
+    Secrets are left out, and named.
+    """
+    from flagcore import api
+    from flagcore.plugins import WORKLOADS, names
+
+    if pid is not None:
+        if ignored := [name for name, value in {**given, "nodes": nodes, "devices": devices}.items() if value]:
+            option = "--" + ignored[0].replace("_", "-")
+            raise click.UsageError(_("{option} cannot be combined with --pid", option=option))
+        process = api.read_process(pid, engine=engine, model=model, chip=chip)
+        options.print_notes(process.notes)
+        options.write_new(process.as_yaml(), output)
+        return
+    model = model or _ask(_("Hugging Face directory or GGUF file"), "--model")
+    engine = engine or _ask(_("Engine ({names})", names=", ".join(names(WORKLOADS))), "--engine")
+    defaults = api.defaults_of(engine)
+    if foreign := [name for name, value in given.items() if value is not None and name not in defaults]:
+        option = "--" + foreign[0].replace("_", "-")
+        raise click.UsageError(_("{option} does not apply to the engine {engine}", option=option, engine=engine))
+    chip = chip or _ask(_("Chip; auto: detected when the spec is used"), "", "auto")
+    nodes = nodes or _ask(_("Number of hosts"), "", 1)
+    devices = devices or _ask(_("Devices per host; auto: all"), "", "auto")
+    values = {name: given[name] or _ask(name, "", default) for name, default in defaults.items()}
+    cluster = {"chip": chip, "nodes": nodes, "devices_per_node": int(devices) if str(devices).isdecimal() else devices}
+    spec = api.new_spec(engine, model, cluster, values)
+    options.write_new(spec.as_yaml(), output)
+    if output is not None:
+        options.say(_("flag: next: flag estimate {file}", file=output))
+
+
+def _ask(text: str, option: str, default: Any = None) -> Any:
+    """Return the answer of the user, the default without a terminal. Raises UsageError if there is none."""
+    if sys.stdin.isatty():
+        return click.prompt(text, default=default, err=True)
+    if default is None:
+        raise click.UsageError(_("{option} is required: stdin is not a terminal", option=option))
+    return default
+
+
+HISTORY = "-history"
+
+
+class _Importers(click.Group):
+    """The commands NAME and NAME-history of each installed importer, and one of each engine, looked up on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from flagcore.contracts import HistoryReader
+        from flagcore.errors import FlagError
+        from flagcore.plugins import IMPORTERS, WORKLOADS, importer, names
+
+        commands = list[str]()
+        for name in names(IMPORTERS):
+            commands.append(name)
+            with suppress(FlagError):
+                commands += [name + HISTORY] if isinstance(importer(name), HistoryReader) else []
+        return [*commands, *names(WORKLOADS)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from flagcore.plugins import IMPORTERS, importer, names
+
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        if cmd_name in names(IMPORTERS):
+            return translated(config_command if importer(cmd_name).has_trees else recipe_command)
+        return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
+
+
+@click.group("import", cls=_Importers)
+def import_command() -> None:
+    """Import a command of an engine, or the config or the trials of another tuner."""
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--config-name", required=True, metavar="NAME", help="Top-level file of the config, such as train_auto_tuner."
+)
+@options.new_file
+@click.pass_context
+def config_command(
+    context: click.Context, directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None
+) -> None:
+    """Convert the config of another tuner in DIR to a spec.
+
+    OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
+    meaning here. Relative paths start at the working directory.
+    """
+    _convert(context, directory, config_name, overrides, output)
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
+@options.new_file
+@click.pass_context
+def recipe_command(
+    context: click.Context, recipe: Path, overrides: tuple[str, ...], chip: str | None, output: Path | None
+) -> None:
+    """Convert a recipe of another tool to a spec.
+
+    RECIPE is its saved config, a directory of checkpoints with it, or its name if the tool is installed. OVERRIDES
+    (a.b=c, or YAML files) change its keys. Comments, also printed to stderr, mark keys that are dropped or have another
+    meaning here.
+    """
+    _convert(context, recipe.parent, recipe.name, overrides, output, chip)
+
+
+def _convert(
+    context: click.Context,
+    directory: Path,
+    name: str,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    chip: str | None = None,
+) -> None:
+    from flagcore import api
+
+    config = api.read_tree(directory, name, overrides, importer=context.info_name)
+    if chip is not None:
+        config.data["cluster"]["chip"] = chip
+    options.print_notes(config.notes)
+    api.check_tree(config)
+    options.write_new(config.as_yaml(), output)
+
+
+@click.command()
+@click.argument("command", nargs=-1, required=True, metavar="COMMAND")
+@click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")
+@options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
+@options.new_file
+@click.pass_context
+def command_command(
+    context: click.Context, command: tuple[str, ...], model: str | None, chip: str | None, output: Path | None
+) -> None:
+    """Convert a command of the engine to a spec.
+
+    COMMAND is one quoted text, a script that starts the engine, or the words of the command after `--`. A script is
+    read without running its programs. The arguments are the baseline. Comments, also printed to stderr, mark arguments
+    that are dropped or have another meaning in the spec.
+    """
+    from flagcore import api
+
+    imported = api.read_command(str(context.info_name), command, model=model, chip=chip)
+    options.print_notes(imported.notes)
+    options.write_new(imported.as_yaml(), output)
+
+
+@click.command()
+@click.argument("csv", metavar="CSV", type=click.Path(path_type=Path))
+@click.option("--spec", required=True, metavar="SPEC", help="Spec of the job that was tuned.")
+@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
+@click.option("--same-machine", is_flag=True, help="The rows were measured on this machine: do not repeat them.")
+@options.output
+@options.plugins
+@click.pass_context
+def history_command(
+    context: click.Context,
+    csv: Path,
+    spec: str,
+    run_dir: str | None,
+    same_machine: bool,
+    form: str,
+    without: tuple[str, ...],
+) -> None:
+    """Import the trials of another tuner from its history.csv as finished trials of a run.
+
+    `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
+    """
+    from flagcore import api
+    from flagcore.report.result import trial as trial_record
+    from flagcore.report.text import candidate_columns
+
+    importer = str(context.info_name).removesuffix(HISTORY)
+    imported = api.import_history(
+        csv, spec, run_dir=run_dir, same_machine=same_machine, without=without, importer=importer
+    )
+    for note in imported.notes:
+        options.say(f"flag: {note}")
+    records = [trial_record(trial) for trial in imported.trials]
+    columns = {"trial": "number", **candidate_columns(records, imported.knobs), **options.columns("imported")}
+    options.show_records(records, form, columns)
+    count, folder = len(imported.trials), imported.run_dir
+    if same_machine:
+        options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))
+    else:
+        options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))

@@ -1,0 +1,53 @@
+"""Read regular files of other programs, replace files atomically, and find the folder of the user's data."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+HOME_VARIABLE = "FLAGCORE_HOME"
+"""Environment variable with the folder in which flagcore stores data between runs."""
+
+
+def data_folder() -> Path:
+    """Return the folder of data between runs: FLAGCORE_HOME, or `flagcore` in XDG_DATA_HOME or ~/.local/share."""
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(home)
+    shared = os.environ.get("XDG_DATA_HOME", "")
+    data = Path(shared) if os.path.isabs(shared) else Path(os.path.expanduser("~")) / ".local" / "share"
+    return data / "flagcore"
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading bytes. Raises OSError, also for a pipe, a device or a folder; does not block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it has more than `max_bytes` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+        return file.read()
+
+
+def replace(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file atomically: readers see the old content or the new. Only the owner can read a `private` file.
+
+    Raises OSError.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.touch(mode=0o600 if private else 0o666)
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

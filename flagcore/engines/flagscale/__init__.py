@@ -1,0 +1,95 @@
+"""Imports FlagScale's hydra trees as specs, with a note on each key that is dropped or changed.
+
+FlagScale is github.com/flagos-ai/FlagScale; the format is that of `flagscale/runner`, `flagscale/serve` and `examples`
+at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import ExportJob, History, Importer
+from flagcore.domain.chip import Chip
+from flagcore.engines.flagscale import compose, serving, training
+from flagcore.engines.flagscale.compose import normalize_layout
+from flagcore.engines.flagscale.experiment import check_experiment, drop_launcher_keys, environment
+from flagcore.engines.flagscale.export import export
+from flagcore.engines.flagscale.history import read_history
+from flagcore.engines.flagscale.source import Imported, Source
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.plain_data import spec_error
+
+
+class FlagScale:
+    """Imports hydra trees and history.csv files, and exports candidates as trees."""
+
+    name, title, has_trees = "flagscale", "FlagScale", True
+    targets: Collection[str] = ("flagscale",)
+    per_server = True
+
+    def read_tree(
+        self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple
+    ) -> Imported:
+        """Compose the config `name` in `directory` with hydra's `overrides` (`a.b=c`), and translate it.
+
+        As in FlagScale, relative paths are relative to the working directory. Raises SpecError.
+        """
+        file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
+        tree, unresolved = compose.compose(directory, name, overrides, file=file)
+        return translate(tree, unresolved, file=file, chips=chips)
+
+    def read_history(self, path: Path) -> History:
+        return read_history(path)
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        return export(job)
+
+
+def translate(
+    tree: dict[str, Any],
+    unresolved: Sequence[tuple[str, str]] = (),
+    *,
+    file: str,
+    chips: Callable[[], Sequence[Chip]] = tuple,
+) -> Imported:
+    """Translate a composed tree without its `unresolved` keys, each with a reason; `chips` are those of all plugins.
+    Raises SpecError.
+    """
+    source = Source(tree, file=file)
+    for key, why in unresolved:
+        source.note(key, f"cannot be resolved ({why}){': dropped' if not key.startswith('train.') else ''}")
+    normalize_layout(source)
+    kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
+    if kind not in ("train", "serve"):
+        problem, fix = "is not a task that can be tuned", "use a tree of type train or serve"
+        raise spec_error("experiment.task.type", problem, value=kind, fix=fix, file=file)
+    if not tree.get(kind):
+        problem, fix = f"is missing, but experiment.task.type is {kind}", f"add a file of the folder {kind} to defaults"
+        raise spec_error(kind, problem, fix=fix, file=file)
+    try:
+        check_experiment(source)
+        missing = [key for key, _ in unresolved if key.startswith("train.")]
+        data = training.training(source, chips, missing) if kind == "train" else serving.serving(source)
+    except SpecError as error:
+        source.problems += error.problems
+    if source.problems:
+        raise join_errors([_with_reason(each, unresolved) for each in source.problems])
+    if envs := environment(source, own_devices=kind == "serve"):
+        data["envs"] = envs
+    drop_launcher_keys(source)
+    source.note_unknown_keys()
+    return Imported(data=data, notes=tuple(source.notes), tree=tree, file=file)
+
+
+def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
+    """Return `error`, or for a key that hydra could not resolve an error with the reason."""
+    for key, why in unresolved:
+        if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
+            return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)
+    return error
+
+
+IMPORTER: Importer = FlagScale()

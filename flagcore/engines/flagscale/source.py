@@ -1,0 +1,169 @@
+"""What an import reads and returns.
+
+`Source` is a composed tree whose keys are taken one by one. Remaining keys get a note, so that none is dropped
+silently. `Imported` is a spec with notes, its commented YAML, and errors with the keys of the tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from flagcore.contracts import ImportNote
+from flagcore.engines.flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
+from flagcore.engines.megatron.importing.arguments import flag_name
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.importing import Notes, commented_yaml
+from flagcore.spec.plain_data import spec_error
+
+
+class Source(Notes):
+    """A nested mapping whose keys are taken by their dotted paths. `left` has the remaining keys."""
+
+    def __init__(self, tree: Mapping[str, Any], *, file: str) -> None:
+        super().__init__(file)
+        self.left = deepcopy(dict(tree))
+
+    def at(self, path: str) -> Any:
+        """Return the value at `path` without taking it, an empty mapping if there is none."""
+        value: Any = self.left
+        for part in path.split("."):
+            value = value.get(part, {}) if isinstance(value, dict) else {}
+        return value
+
+    def take(self, path: str, default: Any = None) -> Any:
+        """Return and remove the value at `path`; `default` if it is missing or null."""
+        parent, _, name = path.rpartition(".")
+        section = self.at(parent) if parent else self.left
+        value = section.pop(name, None) if isinstance(section, dict) else None
+        return default if value is None else value
+
+    def put(self, path: str, value: Any) -> list[str]:
+        """Set the value at `path`, and merge mappings. Existing values stay; return their keys."""
+        *parents, name = path.split(".")
+        section: Any = self.left
+        for part in parents:
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+        existing = section.get(name)
+        if isinstance(existing, dict) and isinstance(value, dict):
+            section[name] = {**value, **existing}
+            return [key for key in value if key in existing]
+        if existing is None:
+            section[name] = value
+        return [] if existing is None else [""]
+
+    def section(self, path: str) -> dict[str, Any]:
+        """Take the mapping at `path`; another value gets a note and counts as empty."""
+        return self.mapping(path, self.take(path))
+
+    def mapping(self, path: str, value: Any) -> dict[str, Any]:
+        """Return a copy of the mapping `value` of `path`; another value gets a note and counts as empty."""
+        if isinstance(value, dict):
+            return dict(value)
+        if value is not None:
+            self.note(path, "dropped: not a mapping")
+        return {}
+
+    def drop(self, path: str, why: str, at: str = "") -> None:
+        """Remove a key or a section, with a note that gives the reason."""
+        value = self.take(path)
+        if value is None or value == {}:
+            return
+        keys = [key.removeprefix(".") for key, _ in leaves(value)] if isinstance(value, dict) else []
+        self.note(f"{path} ({', '.join(keys)})" if keys else path, f"dropped: {why}", at)
+
+    def note_unknown_keys(self) -> None:
+        """Add a note on each remaining key."""
+        for key, _ in leaves(self.left):
+            self.note(key.removeprefix("."), "dropped: unknown to flagcore")
+
+
+def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path, with a dot before each part, and the value of each leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{at}.{key}")
+        elif value is not None and value != {}:
+            yield f"{at}.{key}", value
+
+
+_MOVED_KEYS: dict[str, str] = TABLES["keys_of_spec"]
+_RENAMED_KEYS: dict[str, list[str]] = TABLES["names_of_spec"]
+_INDEX_PATTERN = re.compile(r"(\[\d+\])+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The data of a spec with absolute paths, and notes on keys that are dropped or changed.
+
+    `tree` is the composed tree, `file` its top file.
+    """
+
+    data: dict[str, Any]
+    notes: tuple[ImportNote, ...]
+    tree: dict[str, Any] = field(repr=False, default_factory=dict)
+    file: str = ""
+
+    def translate_error(self, error: SpecError) -> SpecError:
+        return join_errors([self._with_tree_key(each) for each in error.problems])
+
+    def as_yaml(self) -> str:
+        return commented_yaml(self.data, self.notes)
+
+    def _with_tree_key(self, error: SpecError) -> SpecError:
+        key = self._key_of_argument(str(error.value)) if error.key == "train.command" else _key_of(self.tree, error.key)
+        if error.file not in ("", self.file) or key == error.key:
+            return error
+        return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
+
+    def _key_of_argument(self, words: str) -> str:
+        """Return the key of a flag or of the program in the tree. Only notes have keys without a value."""
+        if not words.startswith("--"):
+            return "experiment.task.entrypoint"
+        name = flag_name(words.split()[0].lstrip("-"))
+        keys = [*(note.key for note in self.notes), *_leaves(self.tree)]
+        matches = [key for key in keys if key.startswith("train.") and flag_name(key) == name]
+        return matches[-1] if matches else "train.command"
+
+
+def _key_of(tree: Mapping[str, Any], key: str) -> str:
+    if key in _MOVED_KEYS and (key != "model" or tree.get("serve")):
+        return _MOVED_KEYS[key]
+    if re.match(r"envs\b", key):
+        return f"experiment.{key}"
+    without_index = _INDEX_PATTERN.sub("", key)
+    if without_index.startswith(("auto_tuner.space.", "auto_tuner.control.")):
+        section = f"experiment.{'.'.join(without_index.split('.')[:2])}"
+    elif without_index.startswith(("auto_tuner.baseline.", "train.", "model.")):
+        section = "train"
+    elif without_index.startswith("serve."):
+        section = "serve[0].profile" if without_index.startswith("serve.profile.") else "serve"
+    else:
+        return key
+    names = _names(without_index.rpartition(".")[2])
+    matches = [path for path in _leaves(tree) if path.startswith(section) and path.rpartition(".")[2] in names]
+    return f"{matches[-1]}{key[len(without_index) :]}" if matches else key
+
+
+def _names(name: str) -> set[str]:
+    """Return all names of a knob or flag in trees, with hyphens and with underscores."""
+    words = {name, *_RENAMED_KEYS.get(name, ())}
+    for table in (KNOBS_BY_ARGUMENT, KNOB_NAMES, *COMMON_ARGUMENTS.values()):
+        words |= {tree_name for tree_name, own_name in table.items() if own_name in words}
+    return words | {each.replace("_", "-") for each in words}
+
+
+def _leaves(data: Any, path: str = "") -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(data, list) and any(isinstance(each, Mapping) for each in data):
+        for number, value in enumerate(data):
+            yield from _leaves(value, f"{path}[{number}]")
+    else:
+        yield path

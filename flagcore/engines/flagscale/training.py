@@ -1,0 +1,211 @@
+"""Translates a tree for training: `train.system`, `train.model` and `train.data` have Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.engines.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
+from flagcore.engines.flagscale.experiment import add_own_variables, control, machines
+from flagcore.engines.flagscale.hetero import (
+    chip_names,
+    fixed_settings,
+    hetero_cluster,
+    hetero_of,
+    is_tuned,
+    meshes_of_space,
+    meshes_problem,
+    mixed_baseline,
+)
+from flagcore.engines.flagscale.source import Source, leaves
+from flagcore.engines.megatron.importing.arguments import (
+    RECOMPUTE,
+    SIZES,
+    Flags,
+    baseline_of,
+    baseline_problem,
+    options,
+)
+from flagcore.engines.megatron.importing.shape import shape
+from flagcore.engines.megatron.layers.split import SPLIT
+from flagcore.engines.megatron.mixed.meshes import MESHES
+from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+
+_TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
+_MIB = 1 << 20
+
+
+def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the data of a spec for training. Raises SpecError for missing keys.
+
+    `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
+    """
+    entries = take_entries(source)
+    flags = Flags(source, entries, "train.model.{name}")
+    _check_supported(source, flags)
+    hetero, found = hetero_of(source, flags), machines(source)
+    section, count = found.section, found.nodes * found.devices
+    if hetero is not None:
+        section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
+    add_own_variables(source, section, found.lines if "hostfile" in section else ())
+    sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
+    for key, value in sizes.items():
+        if value is None:
+            source.report(f"train.model.{key}", "is missing", fix="give it")
+    model = shape(flags, _vocabulary(flags))
+    if "rwkv" in str(source.at(key := "experiment.task.entrypoint")):
+        source.note(key, "predictions are those of a plain decoder with attention", "model")
+    baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
+    if hetero is not None:
+        count = sum(hetero.devices)
+        baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))
+    for name in (*baseline, *RECOMPUTE) if hetero is None else ():
+        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
+            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
+            flags.note(name, text, "auto_tuner.baseline")
+    text = "used in the baseline, with the parallel sizes of train.system"
+    flags.note("micro_batch_size", text, "auto_tuner.baseline")
+    arguments = command_words([*entries, *((key, MISSING) for key in unresolved)])
+    for key, value in entries:
+        if is_placeholder(value):
+            source.note(key, f"{value!r} is a placeholder: give the value, or trials cannot start", "train")
+    command = take_command(source, arguments, found.nodes, found.devices, found.first_host)
+    if source.take("experiment.exp_dir") is not None:
+        text = "of the job itself; trials write into --run-dir"
+        source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
+    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
+    meshes = None
+    if hetero is not None:
+        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
+        train["settings"] = {**train.get("settings", {}), **fixed}
+        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
+    problem = ""
+    if hetero is not None and "groups" in section:
+        batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]
+        problem = meshes_problem(hetero, batch, samples, section, found.lines)
+    if not problem and MESHES not in baseline:
+        problem = baseline_problem(baseline, train, model, count)
+    tuner = _tuner(source, baseline, problem, meshes)
+    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
+        tuner["launcher"] = "ssh"
+    _set_memory(source, section)
+    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
+
+
+def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[str] | str | None) -> dict[str, Any]:
+    """Return the section `auto_tuner`; it has no baseline if there is a `problem` with it.
+
+    `meshes` are those of a job on several of them.
+    """
+    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name not in (SPLIT, MESHES)])
+    even: dict[str, Any] = {SPLIT: None}  # FlagScale splits layers evenly
+    section: dict[str, Any] = {"space": {**space, **(even if meshes is None else ({MESHES: meshes} if meshes else {}))}}
+    if problem:
+        text = f"cannot run: {problem}; the rule of thumb is the baseline instead"
+        source.note("train.system", text, "auto_tuner")
+    else:
+        section["baseline"] = baseline
+    steps = source.take(f"{_TUNER}.control.train_iters", 5)
+    section |= {"control": {"train_iters": steps, **control(source, "train")}, "objective": _objective(source)}
+    reason = "the default strategy is learned, which stops when little can be gained; grid tries all"
+    source.drop(f"{_TUNER}.algo", reason, "auto_tuner")
+    return section
+
+
+def _check_supported(source: Source, flags: Flags) -> None:
+    """Raise SpecError for a job that flagcore cannot represent."""
+    key, backend = "experiment.task.backend", source.take("experiment.task.backend")
+    if backend not in (None, "megatron"):
+        problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
+        raise source.error(key, problem, value=backend, fix=fix)
+
+
+def _vocabulary(flags: Flags) -> Any:
+    size, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
+    if size is None:
+        key = "train.data.tokenizer.vocab_size"
+        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
+    elif is_placeholder(size):
+        key = flags.key("vocab_size")
+        flags.source.report(key, "is a placeholder", value=size, fix=fix.format(key))
+    return size
+
+
+def _space(source: Source, knob_names: Any) -> dict[str, Any]:
+    tree_space, space = source.section(f"{_TUNER}.space"), dict[str, Any]()
+    for key, value in tree_space.items():
+        tree_key = f"{_TUNER}.space.{key}"
+        if key == "recompute_num_layers" and isinstance(value, list) and 0 in value:
+            value = [each for each in value if each != 0]
+            text = "0 is dropped: use_recompute switches recomputation off"
+            source.note(tree_key, text, f"auto_tuner.space.{key}")
+        if key in knob_names and value not in (None, []):
+            space[key] = value
+        elif key.startswith("hetero_"):
+            text = "dropped: it is for meshes (enable_hetero), whose layers flagcore derives"
+            source.note(tree_key, text, "auto_tuner.space")
+        elif "_per_stage" in key:
+            source.note(tree_key, "dropped: all stages recompute alike", "auto_tuner.space")
+        elif key not in knob_names:
+            source.note(tree_key, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
+    virtual = space.get(SIZES[4])
+    if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
+        text = "FlagScale tries only pipelines of more than two stages; flagcore also tries shorter ones without them"
+        source.note(f"{_TUNER}.space.{SIZES[4]}", text, f"auto_tuner.space.{SIZES[4]}")
+    missing = [key for key in knob_names if key not in space]
+    if missing:
+        text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    if any(value == "auto" for value in space.values()) or missing:
+        text = "auto means every legal value; FlagScale's auto includes illegal values"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    return space
+
+
+def _objective(source: Source) -> str:
+    """Return the objective; for a fixed batch size and number of devices, times and rates have the same order."""
+    name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
+    key = "auto_tuner.objective"
+    if name is not None:
+        text = f"{name!r} is not used: flagcore times each step and uses the median"
+        source.note(f"{_PERFORMANCE}.name", text, key)
+    if order is not None:
+        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", key)
+    return "step_time_s"
+
+
+def _set_memory(source: Source, cluster: dict[str, Any]) -> None:
+    section_key = f"{_TUNER}.memory_model"
+    section = source.section(section_key)
+    size, share = section.pop("gpu_memory", None), section.pop("gpu_utilization", None)
+    name = section.pop("model_name", None)
+    low_share, high_share = share if isinstance(share, list) and _is_share_pair(share) else (0.2, 0.8)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
+        source.report(
+            f"{section_key}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB"
+        )
+        size = None
+    if share is not None and not _is_share_pair(share):
+        problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
+        source.report(f"{section_key}.gpu_utilization", problem, value=share, fix=fix)
+    if size is not None:
+        for nodes in cluster.get("groups", [cluster]):
+            nodes["memory_per_device"] = int(size * high_share) * _MIB
+        text = (
+            f"{size} MB x {high_share}: is the memory limit of a trial; FlagScale's lower bound {low_share} is not used"
+        )
+        source.note(f"{section_key}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
+    elif share is not None:
+        source.note(
+            f"{section_key}.gpu_utilization", "dropped: gpu_memory is missing, so all memory may be used", "cluster"
+        )
+    if name is not None:
+        source.note(f"{section_key}.model_name", f"dropped ({name}): flagcore has its own memory model", "cluster")
+    for key, _ in leaves(section):
+        source.note(f"{section_key}{key}", "dropped: unknown to flagcore", "cluster")
+
+
+def _is_share_pair(value: object) -> bool:
+    numbers = [each for each in value if type(each) in (int, float)] if isinstance(value, list) else []
+    return len(numbers) == 2 == len(value) and 0.0 <= numbers[0] < numbers[1] <= 1.0  # type: ignore[arg-type]

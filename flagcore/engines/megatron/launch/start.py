@@ -1,0 +1,243 @@
+"""Starts a candidate, a shorter step or a probe: with flagcore's trial program, or with the user's own command."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Launch
+from flagcore.domain.probe import RankMeasurement
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
+from flagcore.engines.megatron.command.checks import check_command, release_problems
+from flagcore.engines.megatron.command.launch import own_launch, reference_launch
+from flagcore.engines.megatron.launch import trial_program
+from flagcore.engines.megatron.launch.reading import INVALID_JSON
+from flagcore.engines.megatron.mixed import hetero
+from flagcore.engines.megatron.mixed.meshes import MESHES, stage_devices
+from flagcore.engines.megatron.mixed.trials import data_problem, hosts_of, on_groups, plain_values, runs_meshes, shares
+from flagcore.engines.megatron.predict import inputs, rank_figures, with_layout
+from flagcore.engines.megatron.space import production
+from flagcore.engines.megatron.space.knobs import columns
+from flagcore.engines.megatron.space.options import schedule
+from flagcore.engines.megatron.space.rules import DP, PP
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.engines.training.stages import stage
+from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
+
+PROGRAM = "flagcore.engines.megatron.trial"
+
+
+def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> None:
+    """Raise SpecError or NoDevice unless trials of `spec` can run here.
+
+    For a user's own command only the command and the settings are checked.
+    """
+    train = spec.train
+    listed = spec.space.get(MESHES, AUTO)
+    if (
+        not isinstance(listed, str)
+        and any(listed)
+        and not (hetero.runs_meshes(spec) or (runs_meshes(spec) and spec.cluster.groups))
+    ):
+        problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
+        raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
+    if train.command is not None:
+        check_command(spec)
+    for key, value in train.settings.items():
+        _require_in_megatron(key, value)
+    if train.command is not None:
+        return
+    if spec.cluster.groups:
+        _check_groups(spec)
+    if spec.cluster.nodes != 1 and not spec.on_each_host:
+        problem = "is more than one, but trials start on this machine"
+        fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
+        raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
+    trial_program.check(train)
+    if missing := [needed for module, needed in modules.items() if not trial_program.installed(module, needed)]:
+        raise NoDevice(
+            f"trials need {' and '.join(missing)}, not installed here; pip install --no-deps "
+            f"{' '.join(map(repr, missing))} (torch: the build for this device), or set a train.command"
+        )
+    if problems := release_problems(spec, trial_program.release()):
+        raise join_errors(problems)
+
+
+def _check_groups(spec: Spec) -> None:
+    """Raise SpecError unless the trial program can start on all node groups."""
+    groups = spec.cluster.groups
+    chips, problem = [group.chip for group in groups], ""
+    if not spec.on_each_host:
+        problem, fix = (
+            "are several chips, but one machine has one",
+            "list the hosts in cluster.hostfile, and set the launcher",
+        )
+    elif len({group.devices_per_node for group in groups}) > 1:
+        problem, fix = "have other numbers of devices per node", "start trials on as many devices of each host"
+    elif len(set(chips)) > 1:
+        problem, fix = "are several chips: trials start the same software on all hosts", "name groups of one chip"
+    if problem:
+        fix += "; to run trials otherwise, set a train.command that starts on all groups; `flag estimate` predicts"
+        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
+
+
+def ready_to_probe(spec: Spec) -> None:
+    """Raise SpecError or NoDevice unless the trial program can run a single rank of `spec` here."""
+    if spec.train.command is not None:
+        problem = "cannot be probed: a probe runs flagcore's own trial program"
+        raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
+    ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
+
+
+def _require_in_megatron(key: str, value: SettingValue) -> None:
+    """Raise SpecError for a setting that no release of Megatron supports."""
+    if _only_predicted(key, value):
+        problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
+        raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
+
+
+def _only_predicted(key: str, value: SettingValue) -> bool:
+    """Return whether Megatron-core 0.16 lacks the setting or this value of it."""
+    if key == "pipeline_schedule":
+        return schedule(value) is not None
+    if key == "moe_recompute_level":
+        return value != "full"
+    return key in ("recompute_num_layers_per_stage", "offload_stages") or (key, value) == ("trainable", "adapters")
+
+
+def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+    """Return how to start `candidate`; write the trial program's job into `folder`.
+
+    With `for_real` and without a user's command, the launch runs Megatron-LM's `pretrain_gpt.py`. Raises SpecError or
+    LaunchError if the launch cannot be built.
+    """
+    train, values = platform.task.spec.train, with_layout(platform, candidate)
+    if (for_real or train.command is not None) and shares(platform.task, candidate):
+        raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
+    if train.command is not None:
+        mixed = hetero.mixed_job(platform, candidate)
+        return own_launch(platform, values, folder, mixed, for_real=for_real)
+    if for_real:
+        for key, value in train.settings.items():
+            _require_in_megatron(key, value)
+        named = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=named))
+        meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
+        task = platform.task if meshes else on_groups(platform.task, candidate)
+        return reference_launch(replace(task, spec=spec), values, folder, meshes)
+    planned = replace(_program(trial_program.job(platform, candidate, folder), folder), warm=True)
+    if platform.task.spec.on_each_host:
+        planned = replace(planned, hosts=hosts_of(platform.task, candidate))
+        if platform.support.distributed_backend == "gloo":
+            return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+    return planned
+
+
+def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+    """Return how to start a probe of one rank. Raises LaunchError if its job file cannot be written."""
+    return _program(trial_program.job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
+
+
+def _program(job: Mapping[str, object], folder: str) -> Launch:
+    file = Path(folder, "job.json")
+    try:
+        file.write_text(json.dumps(job, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+    return Launch(argv=(sys.executable, "-m", PROGRAM, str(file)), folder=folder)
+
+
+def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
+    """Return the first rank of each stage; the pipeline is the outermost dimension of Megatron's ranks."""
+    return tuple(accumulate(stage_devices(task, columns)[:-1], initial=0))
+
+
+def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
+    """Return the first rank of each stage to probe.
+
+    These are the first and last stage, those predicted to need the most memory and the most time, and a stage with
+    experts.
+    """
+    row = columns(task, candidate.as_dict())
+    train, layout = inputs(task, row, costs)
+    width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
+    figures = [rank_figures(task, row, each * width, costs) for each in range(stages)]
+    stages_to_probe = {
+        0,
+        stages - 1,
+        max(range(stages), key=lambda each: figures[each].device_used_bytes),
+        max(range(stages), key=lambda each: figures[each].compute_time_s or 0.0),
+    }
+    expert_stages = [
+        each
+        for each in range(stages)
+        if float(stage(train.model, layout, np.array([float(each)]), train.options).moe[0]) > 0
+    ]
+    if expert_stages and stages_to_probe.isdisjoint(expert_stages):
+        stages_to_probe.add(expert_stages[0])
+    return tuple(each * width for each in sorted(stages_to_probe))
+
+
+def read_probe(task: Task, folder: str) -> RankMeasurement:
+    """Return the trial program's measurement of one rank. Raises NoMetrics."""
+    data = read_metrics(folder)
+    try:
+        steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
+        if not steps:
+            raise NoMetrics(f"the probe wrote {len(data['steps'])} steps, and all of them are warm-up")
+        compute = [float(step["compute_s"]) for step in steps]
+        optimizer = [float(step["optimizer_s"]) for step in steps]
+        reserved_bytes = data["peak_reserved_bytes"]
+        return RankMeasurement(
+            stage=int(data["stage"]),
+            static_bytes=int(data["static_bytes"]),
+            peak_forward_backward_bytes=int(data["peak_forward_backward_bytes"]),
+            peak_optimizer_bytes=int(data["peak_optimizer_bytes"]),
+            peak_allocated_bytes=int(data["peak_allocated_bytes"]),
+            reserved_bytes=None if reserved_bytes is None else int(reserved_bytes),
+            device_used_bytes=int(data["device_used_bytes"]),
+            compute_time_s=statistics.median(compute),
+            compute_spread_s=interquartile_range(compute),
+            optimizer_time_s=statistics.median(optimizer),
+            optimizer_spread_s=interquartile_range(optimizer),
+            steps=len(steps),
+            microbatches=int(data["num_microbatches"]),
+            microbatches_run=int(data["microbatches_run"]),
+            versions={name: str(version) for name, version in data["versions"].items()},
+        )
+    except INVALID_JSON as error:
+        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+
+
+MIN_MICROBATCHES = 4
+"""With fewer micro-batches, the fixed costs of a step would dominate its time."""
+
+MICROBATCHES_PER_STAGE = 2
+"""Micro-batches per stage that fill the pipeline, so that memory reaches its peak, in every schedule: 1F1B keeps 1 in
+flight per stage, interleaved fewer than 2, and DualPipe requires 2 (deepseek-ai/DualPipe `dualpipe.py`)."""
+
+
+def shorter_batch(task: Task, candidate: Candidate, share: float) -> int | None:
+    """Return the smallest legal global batch of at least `share` of the task's; None if no smaller one is legal.
+
+    The number of micro-batches is a multiple of the number of stages, which interleaved schedules need
+    (megatron-core `schedules.py`).
+    """
+    values = plain_values(task, candidate)
+    data, pipeline, micro_batch = (int(values.get(knob) or 1) for knob in (DP, PP, "micro_batch_size"))
+    microbatches = task.spec.train.global_batch_size // (data * micro_batch)
+    min_microbatches = max(MIN_MICROBATCHES, MICROBATCHES_PER_STAGE * pipeline, math.ceil(share * microbatches))
+    count = math.ceil(min_microbatches / pipeline) * pipeline
+    return count * data * micro_batch if count < microbatches else None

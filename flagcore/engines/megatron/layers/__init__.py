@@ -1,0 +1,1 @@
+"""The split of layers over pipeline stages."""

@@ -1,0 +1,1 @@
+"""Clusters with several kinds of chips: the sizes and layers of each node group."""

@@ -1,0 +1,163 @@
+"""FlagScale's arguments for one job on several kinds of chips: meshes, the layers of stages, and device types.
+
+Source: FlagScale 16a2dd5, `flagscale/train/arguments.py`, `train/hetero` and `runner/runner_train.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.spec import KIND, Spec, Task
+from flagcore.engines.megatron.command.user_command import readable_command
+from flagcore.engines.megatron.layers.split import EXPERT_TENSOR
+from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, parse_layout
+from flagcore.engines.megatron.mixed.meshes import MESHES, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, Meshes
+from flagcore.engines.megatron.mixed.rules import tied
+from flagcore.engines.megatron.mixed.trials import data_problem
+from flagcore.engines.megatron.predict import stage_layers
+from flagcore.engines.megatron.space.knobs import columns as row_of
+from flagcore.errors import LaunchError
+
+ENABLE, MESH_FLAG, TYPES, CURRENT_TYPE = (
+    *("--enable-hetero", "--hetero-process-meshes"),
+    *("--hetero-device-types", "--hetero-current-device-type"),
+)
+LAYERS = "--hetero-pipeline-layer-split"
+EXPERT_SIZES = "--expert-tensor-parallel-size-per-process-mesh"
+SHARED_EMBEDDING = "--use-partial-reduce-for-shared-embedding"
+OF_STAGES = tuple(f"--{name.replace('_', '-')}-per-stage-micro-batch" for name in RECOMPUTE_KNOBS[1:])
+REPLACED = (ENABLE, MESH_FLAG, LAYERS, TYPES, *OF_STAGES)
+"""Arguments of the user's command that a candidate replaces."""
+OF_MESHES = (SIZES["tp"], SIZES["cp"], SIZES["ep"])
+"""Knobs whose arguments FlagScale replaces by those of the rank's mesh."""
+PROGRAM = "flagscale/train/train_gpt.py"
+NOT_PASSED = (*OF_MESHES, EXPERT_TENSOR, LAYOUT, FIRST, LAST)
+METHODS = {"uniform": 0, "block": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs, empty for the job's."""
+
+    group: int
+    sizes: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """A candidate of a mixed job: the arguments that its knobs do not have, and the node groups that it uses."""
+
+    words: tuple[str, ...]
+    stages: int
+    groups: tuple[int, ...]
+
+
+def runs_meshes(spec: Spec) -> bool:
+    """Return whether trials of a spec can run meshes: its command starts FlagScale with meshes."""
+    command = readable_command(spec)
+    return command is not None and ENABLE in command.arguments
+
+
+def mixed_job(platform: Platform, candidate: Candidate) -> Mixed | None:
+    """Return a candidate as a mixed job of FlagScale; None if the command starts none. Raises LaunchError."""
+    task, values = platform.task, candidate.as_dict()
+    command = readable_command(task.spec)
+    if command is None or ENABLE not in command.arguments:
+        return None
+    return mixed(platform, values, command.arguments)
+
+
+def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequence[str] = ()) -> Mixed:
+    """Return a candidate as a mixed job. `arguments` are those of the user's command. Raises LaunchError."""
+    task = platform.task
+    meshes = _meshes(task, values)
+    stages = sum(mesh.sizes[4] for mesh in meshes)
+    types = _values(arguments, TYPES)
+    kinds = [group.kind for group in task.spec.cluster.groups] or types or [task.cluster.groups[0].chip.name]
+    words = [ENABLE, MESH_FLAG, *(str(size) for mesh in meshes for size in mesh.sizes)]
+    words += [LAYERS, *map(str, _layers(platform, values, stages)), TYPES, *(kinds[mesh.group] for mesh in meshes)]
+    if len(set(kinds)) > 1 and (task.spec.cluster.hosts or not arguments):
+        words += [CURRENT_TYPE, KIND]
+    elif CURRENT_TYPE not in arguments:
+        words += [CURRENT_TYPE, kinds[0]]
+    ends = [mesh.sizes[3] for mesh in (meshes[0], meshes[-1])]
+    if tied(task) and ends[0] != ends[1] and values.get("use_distributed_optimizer"):
+        words += [] if SHARED_EMBEDDING in arguments else [SHARED_EMBEDDING]
+    words += _recompute(task, values, meshes)
+    return Mixed(words=tuple(words), stages=stages, groups=tuple(sorted({mesh.group for mesh in meshes})))
+
+
+def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
+    """Return the meshes of a candidate; with equal sizes on all chips, one for each node group."""
+    if not values.get(MESHES):
+        sizes = {name: _whole(values.get(knob)) for name, knob in SIZES.items()}
+        if len(task.cluster.groups) == 1:
+            return [Mesh(group=0, sizes=tuple(sizes.values()))]
+        devices = sizes["tp"] * sizes["cp"] * sizes["dp"]
+        each = [{**sizes, "pp": group.devices // devices} for group in task.cluster.groups]
+        return [Mesh(group=number, sizes=tuple(own.values())) for number, own in enumerate(each)]
+    table = Meshes.from_task(task)
+    row = 1 + table.texts.index(str(values[MESHES]))
+    if table.splits_data[row]:
+        raise LaunchError(f"{MESHES} = {values[MESHES]} {data_problem()}")
+    return [
+        Mesh(
+            group=group,
+            sizes=tuple(int(table.codes[knob][row, place]) for knob in SIZES.values()),
+            recompute=tuple(int(table.codes[knob][row, place]) for knob in RECOMPUTE_KNOBS),
+        )
+        for place, group in enumerate(table.groups[row].tolist())
+        if group >= 0
+    ]
+
+
+def _layers(platform: Platform, values: Mapping[str, KnobValue], stages: int) -> list[int]:
+    """Return the layers of each stage."""
+    task = platform.task
+    model, layout = task.spec.model, task.spec.train.settings.get(LAYOUT)
+    if layout:
+        return [stage.layers for stage in parse_layout(str(layout), model.num_layers, model.mtp_num_layers)]
+    derived = stage_layers(task, row_of(task, values), platform.costs)
+    return derived[0] if derived and derived[0] else [model.num_layers // stages] * stages
+
+
+def _recompute(task: Task, values: Mapping[str, KnobValue], meshes: Sequence[Mesh]) -> Iterator[str]:
+    """Yield the arguments of recompute of meshes; candidates without meshes have those of their knobs."""
+    codes = [mesh.recompute for mesh in meshes]
+    none, selective = RECOMPUTE_CODES[""], RECOMPUTE_CODES["selective"]
+    if all(code in ((), none) for code in codes):
+        return
+    if len(set(codes)) > 1 and selective in codes:
+        problem = "FlagScale recomputes some stages in full or not at all, but not selectively"
+        raise LaunchError(f"{MESHES} = {values[MESHES]}: {problem}")
+    if codes[0] == selective:
+        yield from ("--recompute-granularity", "selective")
+        return
+    used = next(code for code in codes if code != none)
+    methods = list(METHODS)
+    yield from ("--recompute-granularity", "full", "--recompute-method", methods[used[2] - 1])
+    yield from ("--recompute-num-layers", str(used[3]))
+    if len(set(codes)) == 1:
+        return
+    batch = task.spec.train.global_batch_size // (_whole(values.get("micro_batch_size")) * meshes[0].sizes[3])
+    of_meshes = [(int(code != none), max(code[2] - 1, 0), max(code[3], 1)) for code in codes]
+    for number, flag in enumerate(OF_STAGES):
+        rows = [[mesh.sizes[4], batch, own[number]] for mesh, own in zip(meshes, of_meshes, strict=True)]
+        yield from (flag, *map(str, rows))
+
+
+def _whole(value: KnobValue) -> int:
+    return value if type(value) is int else 1
+
+
+def _values(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return the values of a flag."""
+    if flag not in arguments:
+        return []
+    rest = arguments[arguments.index(flag) + 1 :]
+    end = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return list(rest[:end])

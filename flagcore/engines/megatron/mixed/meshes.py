@@ -1,0 +1,333 @@
+"""Meshes: the stages of a pipeline on one kind of chip, with parallel sizes and recompute of their own.
+
+The knob `meshes` lists the meshes of a candidate in the order of the pipeline, such as `CHIP tp2 dp16 + OTHER tp4 dp8
+full`. Each has the name of a node group, sizes (1 if they are missing), and optionally its recompute. The other knobs
+of sizes and recompute are neutral then. All meshes process the same samples at once: `micro_batch_size` is that of the
+first mesh.
+
+With ` | ` between the meshes, the data is split instead of the layers: each mesh has whole replicas, such as `CHIP tp2
+dp16 x6 | OTHER tp2 dp8 mbs1 x4`. `mbs` is the micro-batch size of a mesh (`micro_batch_size` if it is missing), `x` the
+number of micro-batches of each replica (by default the same for all replicas). The replicas of each group process their
+micro-batches without the others, and all reduce their gradients together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import MEMORY, Predictions
+from flagcore.domain.space import BoolArray, Columns, IntArray
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+from flagcore.i18n import N_
+
+MESHES = "meshes"
+KNOB = Knob(
+    name=MESHES,
+    help="Meshes of a cluster with several groups: for each chip its parallel sizes and recompute. With + they are in "
+    "the order of one pipeline, with a vertical bar each has whole replicas.",
+    kind="text",
+    maximum=1000,
+    auto=lambda task: (None,),
+    auto_help="those that may be the fastest; trials: those of equal sizes",
+)
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+_SIZE, _BLOCK = re.compile(r"(tp|cp|ep|dp|pp|mbs|x)([1-9]\d{0,6})"), re.compile(r"block([1-9]\d{0,4})")
+PIPELINE, REPLICAS = " + ", " | "
+"""Separators of meshes: of the parts of a pipeline, and of replicas."""
+RECOMPUTE_KNOBS = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
+RECOMPUTE_CODES = {"": (0, 0, 0, 0), "selective": (1, 1, 0, 0), "full": (1, 2, 1, 1)}
+"""Codes of the recompute knobs; `full` recomputes each layer, `blockN` the first N layers of a stage."""
+OWN = (*SIZES.values(), *RECOMPUTE_KNOBS)
+"""Knobs that each mesh sets for itself."""
+MBS, SP, SPLIT = "micro_batch_size", "sequence_parallel", "layer_split"
+MICROBATCHES, ALL_REPLICAS = "microbatches", "replicas"
+"""Columns of a mesh with replicas: the micro-batches of each of them, and the replicas of all meshes."""
+_OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
+DP, TP, PP = (SIZES[name] for name in ("dp", "tp", "pp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The listed meshes, numbered from 1 as in the column of the knob.
+
+    `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes
+    of the knobs in `OWN`, in the same shape. `lengths` is the number of stages of a pipeline.
+
+    `splits_data` is whether each mesh has whole replicas. Then `codes` also has the micro-batch size of each mesh and
+    its micro-batches per replica, 0 where the text does not say.
+    """
+
+    texts: tuple[str, ...]
+    groups: IntArray
+    codes: Mapping[str, IntArray]
+    lengths: IntArray
+    splits_data: BoolArray
+
+    @classmethod
+    def from_task(cls, task: Task) -> Meshes:
+        """Return the meshes that the space of a task lists. Raises SpecError for an invalid text."""
+        listed, baseline = task.spec.space.get(MESHES, ()), (task.spec.baseline or {}).get(MESHES)
+        values = [*(() if isinstance(listed, str) else listed), baseline]
+        texts = tuple(dict.fromkeys(str(value) for value in values if value))
+        return _meshes(texts, task.cluster.names)
+
+    def number(self, code: IntArray) -> IntArray:
+        """Return how many meshes each candidate has."""
+        number: IntArray = (self.groups[code] >= 0).sum(axis=1)
+        return number
+
+    def columns(self, columns: Columns, mesh: int) -> Columns:
+        """Return the columns of candidates on their mesh number `mesh`, with the pipeline size of all meshes. Knobs
+        without a column are left out.
+        """
+        code = columns[MESHES]
+        own, apart = {knob: values[code, mesh] for knob, values in self.codes.items()}, self.splits_data[code]
+        if MBS in columns:
+            samples = columns[MBS] * self.codes[DP][code, 0]
+            in_pipeline = np.maximum(samples // np.maximum(own[DP], 1), 1)
+            own[MBS] = np.where(apart, np.where(own[MBS] > 0, own[MBS], columns[MBS]), in_pipeline)
+        if SP in columns:
+            own[SP] = columns[SP] * (own[TP] > 1)
+        own |= {PP: self.lengths[code], SPLIT: 1 - apart, MESHES: np.where(apart, 0, code)}
+        return {name: own.get(name, column) for name, column in columns.items()}
+
+    def of_replicas(self, columns: Columns, number: int, batch: int) -> list[Columns]:
+        """Return the columns of each mesh of candidates that split the data over `number` meshes."""
+        counts = self.microbatches(columns, batch)
+        replicas = self.codes[DP][columns[MESHES]][:, :number].sum(axis=1)
+        return [
+            {**self.columns(columns, place), MICROBATCHES: counts[:, place], ALL_REPLICAS: replicas}
+            for place in range(number)
+        ]
+
+    def microbatches(self, columns: Columns, batch: int) -> IntArray:
+        """Return the micro-batches of a replica on each mesh, for candidates that split the data: (rows, meshes).
+
+        If the text of the meshes has no `x`, all replicas have the same number: the batch over the samples that all
+        replicas process at once, rounded down.
+        """
+        code = columns[MESHES]
+        size, counts = self.codes[MBS][code], self.codes[MICROBATCHES][code]
+        samples = np.where(size > 0, size, columns[MBS][:, None]) * self.codes[DP][code] * (self.groups[code] >= 0)
+        even = batch // np.maximum(samples.sum(axis=1, keepdims=True), 1)
+        return np.where(counts > 0, counts, even) * (self.groups[code] >= 0)
+
+
+def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:
+    """Return the text of one mesh; `sizes` has the keys of `SIZES`, `replicas` the micro-batches of its replicas."""
+    shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
+    return " ".join([name, *shown, *filter(None, [recompute, replicas])])
+
+
+@lru_cache(maxsize=64)
+def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
+    apart = np.array([False, *(REPLICAS in text for text in texts)])
+    rows = [
+        [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
+    ]
+    for text, row in zip(texts, rows, strict=True):
+        used = [group for group, _ in row] if REPLICAS in text else []
+        if repeated := next((names[group] for group in used if used.count(group) > 1), None):
+            problem, fix = (
+                f"has {repeated} more than once",
+                f"give each chip one mesh of replicas; chips: {', '.join(names)}",
+            )
+            raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=problem, fix=fix)
+    longest = max((len(row) for row in rows), default=1)
+    groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
+    codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}
+    for number, row in enumerate(rows, start=1):
+        for place, (group, values) in enumerate(row):
+            groups[number, place] = group
+            for knob, value in values.items():
+                codes[knob][number, place] = value
+    lengths = np.where(apart, codes[PP][:, 0], np.where(groups >= 0, codes[PP], 0).sum(axis=1))
+    return Meshes(texts, groups, codes, lengths, apart)
+
+
+def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
+    """Return the node group of one mesh and its codes. Raises SpecError."""
+    name, *words = part.split() or [""]
+    values = dict(zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[""], strict=True))
+    wrong = [] if name in names else [name]
+    for word in words:
+        size = _SIZE.fullmatch(word)
+        if size and (size[1] in SIZES or REPLICAS in text):
+            values[SIZES.get(size[1]) or _OF_REPLICAS[size[1]]] = int(size[2])
+        elif word in RECOMPUTE_CODES:
+            values |= zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[word], strict=True)
+        elif block := _BLOCK.fullmatch(word):
+            values |= zip(RECOMPUTE_KNOBS, (1, 2, 2, int(block[1])), strict=True)
+        else:
+            wrong.append(word)
+    if wrong:
+        split = f"{names[0]} tp2 dp4 pp2 full + {names[-1]} tp4 dp2 (one pipeline)"
+        fix = f"write e.g. {split}, or {names[0]} dp8 x3 | {names[-1]} dp8 x1 (replicas); chips: {', '.join(names)}"
+        raise SpecError(key=f"auto_tuner.space.{MESHES}", value=text, problem=f"has the unknown {wrong[0]!r}", fix=fix)
+    return names.index(name), values
+
+
+def encoded(task: Task, value: object) -> IntArray:
+    """Return the column of one candidate. Raises SpecError if the space does not list its meshes."""
+    texts = Meshes.from_task(task).texts
+    if value is not None and value not in texts:
+        raise SpecError(key=MESHES, value=value, problem="is not in auto_tuner.space", fix="list it there")
+    return np.array([0 if value is None else 1 + texts.index(str(value))], dtype=np.int64)
+
+
+def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, Columns, Costs]]:
+    """Group rows by the node groups of their meshes. Yield the rows, their columns and the costs of these groups, in
+    the order of the pipeline.
+    """
+    code = columns.get(MESHES)
+    if code is None or not code.any():
+        yield np.arange(next(iter(columns.values())).size), columns, costs
+        return
+    table = Meshes.from_task(task)
+    for rows, order in _by_order(table, code, np.flatnonzero(~table.splits_data[code])):
+        some = {name: column[rows] for name, column in columns.items()}
+        yield rows, some, _ordered(task.cluster, costs, order)
+
+
+def by_replicas(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
+    """Group rows that split the data by the node groups of their meshes, which `by_groups` leaves out. Yield the rows
+    and, for each mesh, their columns without meshes and the costs of its node group.
+    """
+    code = columns.get(MESHES)
+    table = Meshes.from_task(task) if code is not None and code.any() else None
+    if code is None or table is None:
+        return
+    for rows, order in _by_order(table, code, np.flatnonzero(table.splits_data[code])):
+        some = {name: column[rows] for name, column in columns.items()}
+        own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
+        costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
+        yield rows, list(zip(own, costs_here, strict=True))
+
+
+def _by_order(table: Meshes, code: IntArray, rows: IntArray) -> Iterator[tuple[IntArray, list[int]]]:
+    """Group `rows` by the node groups of their meshes. Yield the rows of a group, and its node groups in order."""
+    orders, which = np.unique(table.groups[code[rows]], axis=0, return_inverse=True)
+    for number, order in enumerate(orders.tolist()):
+        yield rows[which.reshape(-1) == number], [group for group in order if group >= 0]
+
+
+def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
+    """Return which rows split layers, and which split the data over the node groups."""
+    code, table = columns.get(MESHES), Meshes.from_task(task)
+    if code is None:
+        return {}
+    several = (code == 0) | (table.number(code) > 1)
+    apart = table.splits_data[code]
+    return {N_("layer split"): several & ~apart, N_("data split"): several & apart}
+
+
+def groups_of_row(task: Task, columns: Columns) -> list[int]:
+    """Return the node groups of the first row in the order of its pipeline."""
+    code = columns.get(MESHES)
+    if code is None or not code[0]:
+        return list(range(len(task.cluster.groups)))
+    return [group for group in Meshes.from_task(task).groups[code[0]].tolist() if group >= 0]
+
+
+def stage_devices(task: Task, columns: Columns) -> list[int]:
+    """Return the number of devices of each pipeline stage of the first row."""
+    code, stages = columns.get(MESHES), int(columns[PP][0])
+    if ALL_REPLICAS in columns:
+        return [int(columns[SIZES["tp"]][0] * columns[SIZES["cp"]][0] * columns[ALL_REPLICAS][0])] * stages
+    if code is None or not code[0]:
+        return [task.cluster.devices // stages] * stages
+    table = Meshes.from_task(task)
+    there = table.groups[code[0]] >= 0
+    tensor, context, data, stages_of = (table.codes[SIZES[name]][code[0]][there] for name in ("tp", "cp", "dp", "pp"))
+    devices: list[int] = np.repeat(tensor * context * data, stages_of).tolist()
+    return devices
+
+
+def _ordered(cluster: Cluster, costs: Costs, groups: Sequence[int]) -> Costs:
+    """Return the costs of the node groups `groups`, in this order; of all node groups if it is empty."""
+    if not groups:
+        return costs
+    first, *others = (replace(costs.groups[group], further={}, between=None) for group in groups)
+    starts = accumulate(cluster.groups[group].devices for group in groups)
+    return replace(first, further=dict(zip(starts, others, strict=False)), between=costs.between if others else None)
+
+
+AFTER_REPLICAS = ("dp_comm_exposed_s", "optimizer_s")
+"""Parts of a step after all replicas have finished their micro-batches."""
+
+
+def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predictions:
+    """Return the predictions of rows whose replicas are on several node groups, from those of each group.
+
+    All replicas wait for the slowest one, then reduce their gradients together. The stages are numbered over all
+    groups; `stages` are their numbers.
+    """
+    rows = np.arange(parts[0].step_time_s.size)
+    after = {name: np.maximum.reduce([part.time_s[name] for part in parts]) for name in AFTER_REPLICAS}
+    own = [part.step_time_s - sum(part.time_s[name] for name in AFTER_REPLICAS) for part in parts]
+    slowest = np.argmax(np.stack(own), axis=0)
+    time_s = {name: np.stack([part.time_s[name] for part in parts])[slowest, rows] for name in parts[0].time_s} | after
+    total = sum(time_s.values(), np.zeros(rows.size))
+    low, high = (
+        extreme.reduce([getattr(part, name) / part.step_time_s for part in parts])
+        for extreme, name in ((np.minimum, "low_s"), (np.maximum, "high_s"))
+    )
+    capacity = [np.nan if part.capacity_bytes is None else part.capacity_bytes for part in parts]
+    share = np.stack([part.device_used_bytes / size for part, size in zip(parts, capacity, strict=True)])
+    fullest = np.argmax(np.where(np.isnan(share), 1.0, share), axis=0)
+    before = np.cumsum([np.zeros_like(stages[0]), *stages[:-1]], axis=0)
+    memory = {name: np.stack([getattr(part, name) for part in parts])[fullest, rows] for name in MEMORY}
+    return replace(
+        parts[0],
+        step_time_s=total,
+        low_s=total * low,
+        high_s=total * high,
+        time_s=time_s,
+        **memory,
+        worst_stage=np.stack([part.worst_stage for part in parts])[fullest, rows] + before[fullest, rows],
+        capacity_bytes=np.stack([size * np.ones(rows.size) for size in capacity])[fullest, rows],
+    )
+
+
+def with_stage(
+    task: Task, columns: Columns, stages: IntArray, costs: Costs
+) -> Iterator[tuple[IntArray, Columns, Costs]]:
+    """Group rows by node groups; rows that split the data have the mesh of the given stage of each row."""
+    yield from by_groups(task, columns, costs)
+    for rows, meshes in by_replicas(task, columns, costs):
+        for number, (own, group_costs) in enumerate(meshes):
+            here = np.flatnonzero(stages[rows] // own[PP] == number)
+            yield rows[here], {name: column[here] for name, column in own.items()}, group_costs
+
+
+def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns, Costs, int]:
+    """Return the columns and the costs of the mesh of a global rank of one row that splits the data, and the first rank
+    of its stage in Megatron's order; otherwise the arguments. The ranks of a replica are consecutive.
+    """
+    for _, meshes in by_replicas(task, row, costs):
+        before = 0
+        for own, group_costs in meshes:
+            stage = int(own[TP][0] * own[SIZES["cp"]][0])
+            replica = stage * int(own[PP][0])
+            if rank < before + replica * int(own[DP][0]):
+                place = (rank - before) % replica // stage
+                return own, group_costs, place * stage * int(own[ALL_REPLICAS][0])
+            before += replica * int(own[DP][0])
+    return row, costs, rank

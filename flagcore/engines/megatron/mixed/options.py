@@ -1,0 +1,228 @@
+"""The legal sizes of one node group, with the time and the memory of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron.layers.split import Split
+from flagcore.engines.megatron.mixed.meshes import MBS, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, SP, SPLIT
+from flagcore.engines.megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
+from flagcore.engines.megatron.predict import layout_of, training
+from flagcore.engines.megatron.space import rules as legality
+from flagcore.engines.megatron.space.knobs import BY_NAME, candidate_columns, divisors
+from flagcore.engines.megatron.space.rules import DIST_OPT
+from flagcore.engines.training.layout import ArrayRecord, Layout, Training
+from flagcore.engines.training.memory.states import split_parameters
+from flagcore.engines.training.memory.training import stages_in_use
+from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.stages import Part, Stage, stage_with
+from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time
+from flagcore.engines.training.time.pace import Pace
+from flagcore.engines.training.time.passes import Seconds, StageTime
+from flagcore.engines.training.time.step import Blocks, costs_in_run
+
+DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
+MIN_TOKENS = 2048
+"""Minimum number of tokens of a sequence on one context-parallel rank."""
+MAX_SAMPLES = 64
+"""Maximum micro-batch size."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions(ArrayRecord):
+    """Ways to use one node group, as arrays: sizes, and figures of a stage with `base` layers.
+
+    `seconds` is the time of a micro-batch, `layer` that of a further layer, `first` and `last` those of the embedding
+    and of the head. `used` is the memory of the stage with one micro-batch in flight, relative to the capacity, as are
+    `weights` and `activations` of a further layer; `last_layer` is that of the last stage. `step` is the time of
+    gradients and optimizer.
+    """
+
+    tp: IntArray
+    ep: IntArray
+    dp: IntArray
+    pp: IntArray
+    recompute: IntArray
+    base: FloatArray
+    seconds: FloatArray
+    layer: FloatArray
+    first: FloatArray
+    last: FloatArray
+    used: FloatArray
+    used_first: FloatArray
+    used_last: FloatArray
+    last_layer: FloatArray
+    weights: FloatArray
+    activations: FloatArray
+    step: FloatArray
+    more_step: FloatArray
+    samples: IntArray
+    context: IntArray
+
+    def room(self, in_flight: FloatArray, ends: FloatArray) -> FloatArray:
+        """Return the maximum number of layers of a stage; `ends` is the memory of embedding or head."""
+        per_layer = self.weights + self.activations * in_flight
+        free = 1.0 - self.used - ends - self.base * self.activations * (in_flight - 1.0)
+        return np.floor(self.base + free / np.maximum(per_layer, 1e-12))
+
+    def room_last(self) -> FloatArray:
+        """Return the maximum number of layers of the last stage, which has one micro-batch in flight."""
+        return np.floor(self.base + (1.0 - self.used - self.used_last) / np.maximum(self.last_layer, 1e-12))
+
+    def fits(self, seconds: FloatArray) -> FloatArray:
+        """Return the maximum number of layers of a stage that takes at most `seconds` for a micro-batch."""
+        return np.maximum(np.floor(self.base + (seconds - self.seconds) / self.layer + 1e-9), 0.0)
+
+
+def recompute_words(task: Task) -> list[str]:
+    """Return the recompute options in the space: none, selective, full, and the first 1, 2, 4, ... layers."""
+    words = [*RECOMPUTE_CODES, *(f"block{2**power}" for power in range(6) if 2**power < task.spec.model.num_layers)]
+    if task.spec.train.attention == "flash":
+        words.remove("selective")
+    pairs = {word: zip(RECOMPUTE_KNOBS, _codes(word), strict=True) for word in words}
+    return [word for word in words if all(_has(task, *pair) for pair in pairs[word])]
+
+
+def _codes(word: str) -> tuple[int, ...]:
+    """Return the codes of the recompute knobs."""
+    return RECOMPUTE_CODES[word] if word in RECOMPUTE_CODES else (1, 2, 2, int(word.removeprefix("block")))
+
+
+def _has(task: Task, knob: str, code: int) -> bool:
+    """Return whether the space lists a value of a recompute knob; the code 0 means that the knob does not apply."""
+    listed = task.spec.space.get(knob, AUTO)
+    if isinstance(listed, str) or (not code and knob != RECOMPUTE_KNOBS[0]):
+        return True
+    return code in [BY_NAME[knob].axis(()).encode(value) for value in listed]
+
+
+def _largest(task: Task, switch: str) -> int:
+    """Return 1 if the space lists true for a switch, else 0."""
+    listed = task.spec.space.get(switch, AUTO)
+    return int(isinstance(listed, str) or True in listed)
+
+
+def _stage(
+    train: Training,
+    layout: Layout,
+    layers: FloatArray,
+    in_flight: FloatArray,
+    *,
+    first: bool = False,
+    last: bool = False,
+) -> Stage:
+    """Return a stage with these layers, with experts if the model has any."""
+    zeros = np.zeros_like(layers)
+    part = Part(
+        first=zeros + first,
+        last=zeros + last,
+        final_norm=zeros + last,
+        layers=layers,
+        dense=layers if train.model.num_moe_experts is None else zeros,
+        mtp=zeros + last * train.model.mtp_num_layers,
+    )
+    return replace(stage_with(part, train.model, layout, zeros + 1.0, train.options), in_flight=in_flight)
+
+
+def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
+    """Return the seconds of a stage for gradients and optimizer; a third of its passes is forward."""
+    params = split_parameters(stage_parameters(train, layout, stage))
+    time = StageTime(
+        Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0), np.zeros_like(seconds)
+    )
+    gradients = gradient_time(train, layout, costs.collectives, params, time)
+    return gradients + optimizer_time(train, layout, costs, stage, params)
+
+
+def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
+    """Return the figures of all legal sizes of one node group."""
+    train, columns = training(task), mesh_columns(task, group)
+    layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
+    run = costs_in_run(costs)
+    pace = Pace.from_blocks(train, layout, run, Blocks.from_layout(train, layout, run))
+    base = np.maximum(layout.block, 1.0) + 1.0
+    one, two = np.ones_like(base), 2.0 * np.ones_like(base)
+    stages = [
+        _stage(train, layout, base, one),
+        _stage(train, layout, base + 1.0, one),
+        _stage(train, layout, base + 1.0, two),
+        _stage(train, layout, base, one, first=True),
+        _stage(train, layout, base, one, last=True),
+        _stage(train, layout, base + 1.0, one, last=True),
+    ]
+    in_use = stages_in_use(train, layout, costs, stages)
+    capacity = np.nan_to_num(in_use[0].capacity, nan=1e30)
+    used, longer, twice, first, last, longer_last = (each.used / capacity for each in in_use)
+    activations = np.maximum(twice - longer, 0.0) / (base + 1.0)
+    seconds, more = pace.seconds(base, 0), pace.seconds(base + 1.0, 0)
+    steps = [_step_seconds(train, layout, run, each, time) for each, time in zip(stages, (seconds, more), strict=False)]
+    return MeshOptions(
+        **{key: columns[SIZES[key]] for key in ("tp", "ep", "dp", "pp")},
+        recompute=columns["word"],
+        base=base,
+        seconds=seconds,
+        layer=np.maximum(more - seconds, 1e-12),
+        first=pace.seconds(base, 0, first=True) - seconds,
+        last=pace.seconds(base, 0, mtp=True, last=True) - seconds,
+        used=used,
+        used_first=first - used,
+        used_last=last - used,
+        last_layer=longer_last - last,
+        weights=np.maximum(longer - used - activations, 0.0),
+        activations=activations,
+        step=steps[0],
+        more_step=steps[1] - steps[0],
+        samples=columns[MBS] * columns[DP],
+        context=columns[CP],
+    )
+
+
+def share_sizes(batch: int) -> list[int]:
+    """Return the micro-batch sizes of a share of a batch: the batch's divisors, and powers of two."""
+    return sorted({*divisors(batch), *(2**power for power in range(batch.bit_length()))})
+
+
+def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str, IntArray]:
+    """Return the columns of all legal sizes of one node group; `word` is the number of the way to recompute.
+
+    With `has_share`, the node group processes a share of the batch, so its samples at once need not divide the batch.
+    """
+    nodes, batch, space = task.cluster.groups[group], task.spec.train.global_batch_size, task.spec.space
+    words, experts = recompute_words(task), task.spec.model.num_moe_experts
+    common = int(np.gcd.reduce([each.devices for each in task.cluster.groups]))
+    suggested = {
+        TP: divisors(nodes.devices_per_node),
+        CP: [size for size in divisors(common) if size == 1 or task.spec.train.seq_length >= MIN_TOKENS * size],
+        PP: [size for size in divisors(nodes.devices) if size <= task.spec.model.num_layers],
+        EP: divisors(int(np.gcd(experts, nodes.devices))) if experts else [1],
+        MBS: [size for size in (share_sizes(batch) if has_share else divisors(batch)) if size <= MAX_SAMPLES],
+        "word": range(len(words)),
+    }
+    values = [
+        given if isinstance(listed := space.get(knob, AUTO), str) else listed for knob, given in suggested.items()
+    ]
+    table = np.array(list(product(*values)), dtype=np.int64).reshape(-1, len(suggested))
+    columns = {**{name: np.repeat(each, len(table)) for name, each in candidate_columns({}).items()}}
+    columns |= zip(suggested, table.T, strict=True)
+    size = columns[TP] * columns[CP] * columns[PP]
+    columns[DP] = np.maximum(nodes.devices // size, 1)
+    codes = np.array([_codes(word) for word in words], dtype=np.int64)
+    columns |= zip(RECOMPUTE_KNOBS, codes[columns["word"]].T, strict=True)
+    columns[SP] = (columns[TP] > 1) * _largest(task, SP)
+    columns[DIST_OPT], columns[SPLIT] = np.full_like(size, _largest(task, DIST_OPT)), np.ones_like(size)
+    expert_ranks = Split.from_task(task).expert_tensor_size(columns) * columns[EP]
+    broken = (nodes.devices % size != 0) | ((columns[TP] > 1) & (columns[SP] == 0))
+    broken |= (nodes.devices // columns[PP] % expert_ranks != 0) & (experts is not None)
+    listed = space.get(DP, AUTO)
+    if not isinstance(listed, str):
+        broken |= ~np.isin(columns[DP], np.array(listed, dtype=np.int64))
+    for rule in legality.rules(task):
+        if rule.name not in WHOLE_CLUSTER and not (has_share and rule.name == OF_BATCH):
+            broken |= rule.broken(columns)
+    return {name: column[~broken] for name, column in columns.items()}

@@ -1,0 +1,306 @@
+"""Plans the meshes of a mixed cluster: the combinations that may be the fastest.
+
+The time and the memory of a layer are known for the sizes of each node group, so a combination is scored without its
+prediction: with the shortest time of the slowest stage for which the stages have room for all layers. The best
+combinations by score become candidates, which are predicted exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.effects import engine_task
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron.layers.split import derived
+from flagcore.engines.megatron.mixed import hetero
+from flagcore.engines.megatron.mixed.meshes import DP, MESHES, PP, RECOMPUTE_KNOBS, SIZES, Meshes, mesh_text
+from flagcore.engines.megatron.mixed.options import MeshOptions, mesh_options, recompute_words
+from flagcore.engines.megatron.mixed.replica_planner import planned_replicas
+from flagcore.engines.megatron.mixed.rules import tied
+from flagcore.engines.megatron.mixed.trials import require_runnable, runs_meshes
+from flagcore.engines.megatron.space.knobs import BY_NAME
+
+PLANNED = 256
+"""Number of meshes that become candidates; each order of the node groups has an equal share besides."""
+NEAR = 1.5
+"""Combinations are dropped if their score, or a lower bound of it, exceeds the best score by this factor."""
+MAX_SIZES = 16
+"""Maximum number of sizes of a node group with as many stages, with and without EP: the fastest, and those
+with most room."""
+MAX_SCORED = 4096
+"""Maximum number of combinations that are scored, of some groups and one batch."""
+EQUAL = ("tp", "dp", "ep", "recompute")
+"""What is equal on all meshes of a trial."""
+FIELDS = ("tp", "context", "ep", "dp", "pp", "recompute")
+"""What describes a mesh."""
+LARGE = 64
+"""Node groups with more devices are planned alone with the sizes of their meshes only."""
+STEPS = 24
+"""Halvings of the interval of the slowest stage's time."""
+
+
+def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
+    """Return `platform` with the meshes that may be the fastest in its space, unless the spec lists them.
+
+    Trials have the meshes that they can run: of equal sizes, in another order than the spec, or without some groups.
+    Raises SpecError for meshes in the spec that trials cannot run.
+    """
+    task = platform.task
+    if len(task.cluster.groups) == 1:
+        return platform
+    any_sizes = plan or hetero.runs_meshes(task.spec)
+    if not any_sizes:
+        require_runnable(task)
+    listed = task.spec.space.get(MESHES, AUTO)
+    if listed != AUTO or not derived(engine_task(task)) or not (any_sizes or runs_meshes(task.spec)):
+        return platform
+    texts = planned(engine_task(task), platform.costs, plan=any_sizes)
+    if not hetero.runs_meshes(task.spec):
+        texts += planned_replicas(engine_task(task), platform.costs)
+    found = _with_space(task, {MESHES: (None, *texts)})
+    return replace(platform, task=_with_space(found, values_alone(found)) if plan else found)
+
+
+def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
+    """Return the task with these values of knobs for which the spec has none."""
+    space = {**values, **{knob: listed for knob, listed in task.spec.space.items() if listed != AUTO}}
+    return replace(task, spec=replace(task.spec, space=space))
+
+
+def values_alone(task: Task, group: int | None = None) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return the sizes and the recompute of the listed meshes, optionally of those of one node group alone; empty for a
+    node group that is not `LARGE`, whose whole space is searched.
+
+    Candidates without meshes need no others: their sizes are also those of meshes. PP and DP are left out, because
+    virtual stages, which meshes cannot have, favour longer pipelines.
+    """
+    if group is not None and task.cluster.groups[group].devices <= LARGE:
+        return {}
+    table = Meshes.from_task(task)
+    number, rows = table.number(np.arange(table.lengths.size)), table.groups >= 0
+    if group is not None:
+        rows &= (number == 1)[:, None] & (table.groups == group)
+    values: dict[str, str | tuple[KnobValue, ...]] = {}
+    for knob in (*SIZES.values(), *RECOMPUTE_KNOBS) if rows.any() else ():
+        if knob not in (DP, PP):
+            axis = BY_NAME[knob].axis(())
+            codes = np.unique(table.codes[knob][rows]).tolist()
+            values[knob] = tuple(axis.decode(code) for code in codes if code or knob == RECOMPUTE_KNOBS[0])
+    return {knob: listed for knob, listed in values.items() if listed}
+
+
+def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
+    """Return the meshes that may be the fastest, the best by score first; without `plan`, those of trials."""
+    names, words = task.cluster.names, recompute_words(task)
+    groups = [replace(each, further={}, between=None) for each in costs.groups]
+    options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
+    subsets = [subset for size in range(1, len(names) + 1) for subset in combinations(range(len(names)), size)]
+    scores: dict[tuple[int, ...], dict[tuple[int, ...], float]] = {
+        order: {} for subset in subsets for order in permutations(subset)
+    }
+    alike = () if plan else EQUAL
+    equal = alike or (("tp", "dp") if tied(task) else ())
+    for _, context, samples in sorted(_batches(task, options)):
+        parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
+        parts = [_useful(each, task.spec.model.num_layers, np.inf, equal=equal) for each in parts]
+        for subset in subsets:
+            limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in permutations(subset)}
+            of_set = _crossed(task, [parts[group] for group in subset], max(limits.values()), equal, alike)
+            crossed = dict(zip(subset, of_set, strict=True))
+            for order, limit in limits.items():
+                if not plan and order == (*range(len(names)),):
+                    continue  # the sizes of candidates without meshes
+                seconds, chosen = _best(task, [crossed[group] for group in order], limit)
+                rows = np.stack([getattr(each, field) for each in chosen for field in FIELDS], axis=1)
+                for meshes, score in zip(map(tuple, rows.tolist()), seconds.tolist(), strict=True):
+                    scores[order][meshes] = min(scores[order].get(meshes, np.inf), score)
+    ranked = {(order, meshes): score for order, of_order in scores.items() for meshes, score in of_order.items()}
+    found = sorted(ranked, key=lambda key: ranked[key])[:PLANNED]
+    for order, of_order in scores.items():
+        best = sorted(of_order, key=lambda meshes: of_order[meshes])[: PLANNED // len(scores)]
+        found += [(order, meshes) for meshes in best]
+    return tuple(_text([names[group] for group in order], meshes, words) for order, meshes in dict.fromkeys(found))
+
+
+def _text(names: Sequence[str], meshes: Sequence[int], words: Sequence[str]) -> str:
+    """Return the text of meshes from the `FIELDS` of each."""
+    texts = []
+    for number, name in enumerate(names):
+        tensor, context, expert, data, stages, recompute = meshes[len(FIELDS) * number :][: len(FIELDS)]
+        sizes = {"tp": tensor, "ep": expert, "dp": data, "pp": stages, "cp": context}
+        texts.append(mesh_text(name, sizes, words[recompute]))
+    return " + ".join(texts)
+
+
+def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
+    """Yield each context-parallel size and number of samples per micro-batch of all replicas, after a lower bound of
+    the seconds of a step.
+    """
+    layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
+    keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
+    for context, samples in keys:
+        # As if every group had its fastest option, without embedding, head, filling and optimizer: no combination with
+        # this key is faster, so the keys with the lowest bounds come first and set the limit for the others.
+        rates = [(each.pp / each.layer)[(each.context == context) & (each.samples == samples)] for each in options]
+        rate = sum(float(each.max(initial=0.0)) for each in rates)
+        yield batch / samples * layers / max(rate, 1e-30), context, samples
+
+
+def _crossed(
+    task: Task, options: Sequence[MeshOptions], limit: float, equal: Sequence[str], alike: Sequence[str]
+) -> list[MeshOptions]:
+    """Return the combinations of options with the lowest bounds of a step up to `limit`, in any order of the groups:
+    the option of each group.
+
+    The groups are crossed one after the other. A bound of some groups has the best of each group that follows: its
+    highest rate, its smallest number of stages, and its largest room. All meshes have the same figures `alike`.
+    """
+    layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
+    useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]
+    if not all(each.pp.size for each in useful):
+        return [each[:0] for each in useful]
+    rates = [each.pp / each.layer for each in useful]
+    rooms = [each.pp * np.minimum(each.room(np.ones(each.pp.size), np.zeros(1)), layers) for each in useful]
+    rows, sums, step = np.zeros((0, 1), dtype=np.int64), np.zeros((3, 1)), np.zeros(1)
+    for number, each in enumerate(useful):
+        columns, rest = np.stack([rates[number], rooms[number], each.pp]), range(number + 1, len(useful))
+        place, option = np.divmod(np.arange(step.size * each.pp.size), each.pp.size)
+        sums, step = sums[:, place] + columns[:, option], np.maximum(step[place], each.step[option])
+        rate = sums[0] + sum(float(rates[later].max()) for later in rest)
+        room = sums[1] + sum(float(rooms[later].max()) for later in rest)
+        stages = sums[2] + sum(float(useful[later].pp.min()) for later in rest)
+        bound = (microbatches - 1.0 + stages) * layers / rate + step
+        same = [getattr(each, name)[option] == getattr(useful[0], name)[rows[0, place]] for name in alike if number]
+        kept = np.flatnonzero(np.logical_and.reduce([bound <= limit, stages <= layers, room >= layers, *same]))
+        if kept.size > MAX_SCORED:  # bounds the memory of the next crossing
+            kept = kept[np.argpartition(bound[kept], MAX_SCORED)[:MAX_SCORED]]
+        rows = np.concatenate((rows[:, place[kept]], option[None, kept]))
+        sums, step = sums[:, kept], step[kept]
+    return [each[row] for each, row in zip(useful, rows, strict=True)]
+
+
+def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
+    """Return the number of micro-batches of a step."""
+    samples = next((int(each.samples[0]) for each in options if each.samples.size), 1)
+    return task.spec.train.global_batch_size / samples
+
+
+def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
+    """Return the lowest scores of combinations up to `limit`, and the option of each mesh, in the order of the
+    pipeline.
+    """
+    legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
+    chosen = [each[legal] for each in options]
+    if not legal.size:
+        return np.zeros(0), chosen
+    seconds = _seconds(chosen, float(task.spec.model.num_layers), _microbatches(task, options))
+    best = np.argsort(seconds)[:PLANNED]
+    best = best[np.isfinite(seconds[best]) & (seconds[best] <= min(limit, NEAR * float(seconds[best[0]])))]
+    return seconds[best], [each[best] for each in chosen]
+
+
+def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Sequence[str]) -> MeshOptions:
+    """Return the options that no other one with as many stages and the same `equal` figures beats in time and memory,
+    and whose stages can have a layer within `seconds`.
+    """
+    ones = np.ones(options.pp.size)
+    most = np.minimum(options.fits(seconds * ones), layers)
+    same: list[IntArray | BoolArray] = [options.pp, options.ep > 1, *(getattr(options, name) for name in equal)]
+    room = [np.minimum(options.room(flight * ones, 0.0 * ones), most) for flight in (1.0, 4.0, 16.0, 64.0)]
+    room.append(np.minimum(options.room_last(), most))
+    less = [options.layer, options.seconds - options.base * options.layer, options.step, *(-each for each in room)]
+    beats: BoolArray = np.ones((ones.size, ones.size), dtype=np.bool_)
+    for values in same:
+        beats &= values[:, None] == values
+    for values in less:
+        beats &= values[:, None] <= values + 1e-12
+    beats &= ~(beats.T & (np.arange(ones.size)[:, None] >= np.arange(ones.size)))  # of equal options, the first
+    kept = np.flatnonzero(~beats.any(axis=0) & (room[0] >= 1.0))
+    useful = options[kept]
+    alike = 2 * useful.pp + (useful.ep > 1)
+    return useful[np.flatnonzero(_rank(alike, useful.layer) | _rank(alike, -room[2][kept]))]
+
+
+def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
+    """Return which options are among the `MAX_SIZES` lowest by a figure of those with the same number `alike`."""
+    order = np.lexsort((figure, alike))
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
+    return place < MAX_SIZES
+
+
+def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
+    """Return which combinations keep the rules between meshes."""
+    tensor, data, expert = (np.stack([getattr(each, name) for each in chosen]) for name in ("tp", "dp", "ep"))
+    legal: BoolArray = (expert > 1).all(axis=0) | (expert == 1).all(axis=0)
+    if shares_weights:
+        legal &= (tensor[0] == tensor[-1]) & ((data[0] % data[-1] == 0) | (data[-1] % data[0] == 0))
+    return legal
+
+
+def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
+    """Return the seconds of a step: those of the slowest stage of all micro-batches, the filling of the pipeline, and
+    the longest step of gradients and optimizer.
+    """
+    kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
+
+    def held(seconds: FloatArray) -> list[FloatArray]:
+        """Return the layers of one stage of each kind within `seconds`."""
+        return [np.minimum(each.of.fits(seconds - each.extra), each.room) for each in kinds]
+
+    def enough(seconds: FloatArray) -> BoolArray:
+        counts = sum((each.count * most for each, most in zip(kinds, held(seconds), strict=True)), np.zeros(()))
+        return np.asarray(counts >= layers)
+
+    low, possible = np.zeros(parts[0].pp.shape), np.logical_and.reduce([(e.room >= 0) | (e.count == 0) for e in kinds])
+    high = np.maximum.reduce([each.of.seconds + layers * each.of.layer + each.extra for each in kinds])
+    possible &= enough(high)
+    for _ in range(STEPS):
+        middle = (low + high) / 2.0
+        fits = enough(middle)
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    filling, steps = np.zeros(low.shape), np.zeros(low.shape)
+    for each, count in zip(kinds, held(high), strict=True):
+        more = count - each.of.base
+        filling += each.count * (each.of.seconds + each.of.layer * more + each.extra)
+        steps = np.maximum(steps, (each.count > 0) * (each.of.step + each.of.more_step * more))
+    return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Stages of one mesh with the same contents: their number, the maximum number of layers of each, and the seconds of
+    embedding and head.
+    """
+
+    of: MeshOptions
+    count: FloatArray
+    room: FloatArray
+    extra: FloatArray
+
+
+def _kinds(parts: Sequence[MeshOptions], number: int, microbatches: float) -> Iterator[_Kind]:
+    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`.
+
+    The stages between count with the mean of the first and of the last of them.
+    """
+    options, zeros = parts[number], np.zeros(parts[0].pp.shape)
+    stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])
+    is_first, is_last = number == 0, number == len(parts) - 1
+    alone = (stages == 1.0) & is_first & is_last
+    most = np.minimum(after + stages, microbatches)
+    if is_first:
+        room = options.room(most, options.used_first + alone * options.used_last)
+        yield _Kind(options, zeros + 1.0, room, options.first + alone * options.last)
+    if is_last:
+        yield _Kind(options, 1.0 - alone, options.room_last(), options.last)
+    least = np.minimum(after + 1.0 + is_last, microbatches)
+    room = np.maximum((options.room(most, zeros) + options.room(least, zeros)) / 2.0, 0.0)
+    yield _Kind(options, np.maximum(stages - is_first - is_last, 0.0), room, zeros)

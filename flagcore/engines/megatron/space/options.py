@@ -1,0 +1,227 @@
+"""Converts settings, precision and implementation to the options of the memory and time formulas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore.domain.knob import in_versions
+from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
+from flagcore.engines.megatron.command.flags import settings_of_command
+from flagcore.engines.megatron.command.user_command import readable_command, release_of
+from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
+from flagcore.engines.megatron.space.knobs import BY_NAME
+from flagcore.engines.megatron.space.settings import recompute_modules, words
+from flagcore.engines.training.layout import Options
+from flagcore.errors import NotModelled, SpecError
+from flagcore.physics.schedules.catalogue import SCHEDULES
+
+Settings = Mapping[str, SettingValue]
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+TRIAL, COMMAND = "trial", "command"
+MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
+"""Releases whose layouts may have multi-token prediction at all, and on a stage before the loss (megatron-core's
+`pipeline_parallel_layer_layout.py`)."""
+DEFAULTS: Mapping[str, Settings] = {
+    TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
+    COMMAND: {"moe_token_dispatcher_type": "allgather"},
+}
+"""Defaults that differ between flagcore's own trial program and Megatron-LM."""
+
+
+def runs(train: TrainSpec) -> str:
+    """Return which program a job is predicted for: `trial` (flagcore's own) or `command` (Megatron-LM)."""
+    return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
+
+
+def settings_in_force(spec: Spec) -> Settings:
+    """Return all settings of a job. Precedence, lowest first: defaults, assumed, the user's command, the spec.
+
+    Raises SpecError where the spec contradicts a command whose arguments cannot be changed.
+    """
+    train, command = spec.train, settings_of_command(spec)
+    for key, value in () if readable_command(spec) else command.items():
+        if train.settings.get(key, value) != value:
+            raise SpecError(
+                key=f"train.settings.{key}",
+                value=train.settings[key],
+                problem=f"contradicts train.command, which sets {value}",
+                fix="remove one of the two",
+            )
+    return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
+
+
+SWITCHES = {
+    "account_for_embedding": EMBEDDING,
+    "account_for_loss": LOSS,
+    "precision_aware_optimizer": "use_precision_aware_optimizer",
+    "fsdp": "use_megatron_fsdp",
+    "overlap_expert_comm": "overlap_moe_expert_parallel_comm",
+    "grouped_gemm": "moe_grouped_gemm",
+    "cross_entropy_fusion": "cross_entropy_loss_fusion",
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
+}
+WIDTHS = {
+    "main_grad_bytes": "main_grads_dtype",
+    "main_param_bytes": "main_params_dtype",
+    "exp_avg_bytes": "exp_avg_dtype",
+    "exp_avg_sq_bytes": "exp_avg_sq_dtype",
+}
+"""Options, and the settings from which they are taken."""
+
+
+def options(task: Task) -> Options:
+    """Return the options of a task.
+
+    Raises SpecError for settings that exclude each other, NotModelled for a schedule without a model.
+    """
+    train, settings = task.spec.train, settings_in_force(task.spec)
+    check(task, settings)
+    share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
+    fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in SWITCHES.items()}
+    fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in WIDTHS.items()}
+    return Options(
+        **fields,
+        schedule=schedule(settings.get("pipeline_schedule")),
+        equal_stages=not takes_layouts(task.spec),
+        early_mtp=takes_early_mtp(task.spec),
+        recompute_modules=recompute_modules(settings),
+        recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
+        grad_bytes=_grad_bytes(precision(train, settings), settings),
+        assumed_fp8_gather="fp8_param_gather" in train.assumed,
+        optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
+        offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
+        offload_stages=numbers(settings.get("offload_stages")),
+        adapters=settings.get("trainable") == "adapters",
+        overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
+        dispatcher=str(settings["moe_token_dispatcher_type"]),
+        expert_imbalance=_imbalance(settings),
+        cp_comm=str(settings.get("cp_comm_type", "p2p")),
+        cuda_graph=_graph(settings),
+        dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
+    )
+
+
+def release(spec: Spec) -> str | None:
+    """Return the release of Megatron that runs a job, None if it is unknown."""
+    command = readable_command(spec)
+    return release_of(spec, command) if command else spec.train.engine_version
+
+
+def takes_layouts(spec: Spec) -> bool:
+    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model.
+
+    Other releases only set the numbers of layers of the first and the last stage.
+    """
+    since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
+    return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
+
+
+def takes_early_mtp(spec: Spec) -> bool:
+    """Return whether a layout may have multi-token prediction on a stage before the loss."""
+    return spec.model.mtp_num_layers > 0 and in_versions(EARLY_MTP_SINCE, release(spec))
+
+
+def precision(train: TrainSpec, settings: Settings) -> str:
+    """Return the precision of matrix products: the job's, or FP8 where settings enable it on top of 16 bits."""
+    if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
+        return train.precision
+    return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
+
+
+def check(task: Task, settings: Settings) -> None:
+    """Raise SpecError for a combination of settings that Megatron refuses for every candidate.
+
+    Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
+    """
+    modules, model = recompute_modules(settings), task.spec.model
+    if model.linear_attention or model.indexer:
+        kind = "linear" if model.linear_attention else "sparse"
+        problem = f"has layers with {kind} attention, which predictions for training do not support"
+        raise SpecError(key="model", value=model.name, problem=problem, fix="use another model, or tune a server")
+    enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
+    dispatcher = settings.get("moe_token_dispatcher_type")
+    aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
+    required_settings = dict.fromkeys(WIDTHS.values(), aware_optimizer) | {
+        "optimizer_cpu_offload": aware_optimizer,
+        "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
+        "offload_modules": "fine_grained_activation_offloading",
+        "fine_grained_activation_offloading": "offload_modules",
+        "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+    }
+    for key, other in required_settings.items():
+        if key in enabled and other not in enabled:
+            raise _refused(key, settings, f"needs {other}")
+    refusals = {
+        "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
+        shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+        "recompute_modules": (
+            ("mla_up_proj" in modules and not model.multi_latent_attention)
+            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in enabled)
+            or ("shared_experts" in modules and shared_overlap in enabled),
+            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
+        ),
+        LAYOUT: (
+            bool({EMBEDDING, LOSS, FIRST, LAST} & enabled),
+            "excludes other settings of the split of layers",
+        ),
+    }
+    for key, (is_wrong, problem) in refusals.items():
+        if is_wrong and key in enabled:
+            raise _refused(key, settings, problem)
+    if settings.get(LAYOUT) and model.mtp_num_layers:
+        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
+        if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):
+            since, where = (MTP_LAYOUTS_SINCE, "") if last.mtp else (EARLY_MTP_SINCE, " before the loss")
+            raise _refused(LAYOUT, settings, f"has multi-token prediction{where}, which needs Megatron {since}")
+
+
+def _refused(key: str, settings: Settings, problem: str) -> SpecError:
+    return SpecError(key=f"train.settings.{key}", value=settings.get(key), problem=problem)
+
+
+def schedule(name: SettingValue) -> str | None:
+    """Return the canonical name of a pipeline schedule, None for the engine's default. Raises NotModelled."""
+    canonical = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
+    if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
+        return None
+    if canonical not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {known}")
+    return canonical
+
+
+def numbers(text: SettingValue) -> tuple[int, ...]:
+    """Return the numbers of a comma-separated list."""
+    return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
+
+
+def _grad_bytes(precision: str, settings: Settings) -> int:
+    """Return the bytes of one gradient: by default 4 with bf16 weights, otherwise the width of the weights.
+
+    Source: Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default.
+    """
+    if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
+        return 4
+    fp32 = precision != "fp16" and settings.get("accumulate_allreduce_grads_in_fp32", True)
+    return 4 if fp32 and not settings.get("grad_reduce_in_bf16") else 2
+
+
+def _imbalance(settings: Settings) -> float:
+    """Return the load of the busiest expert rank over the mean.
+
+    A capacity factor limits the load; with padding to capacity the load equals it.
+    """
+    load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
+    if not capacity:
+        return load
+    return float(capacity) if settings.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
+
+
+def _graph(settings: Settings) -> str:
+    scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
+    if kind == "none":
+        return ""
+    return "iteration" if kind == "full_iteration" or "full_iteration" in scope else "layer"

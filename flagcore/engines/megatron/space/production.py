@@ -1,0 +1,254 @@
+"""Production defaults from published recipes, for plans and for job records that omit settings, and how published runs
+were configured.
+
+Sources: "General Performance Tips" and "Fine-grained Recomputation" in Megatron-LM's `core/transformer/moe/README.md`;
+Megatron-Bridge's recipes (`comm_overlap.py`, `mixed_precision.py`);
+`best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.engine import RefusedValues, ValueRule
+from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.engines.megatron.command.checks import release_problem
+from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout, published_split
+from flagcore.engines.megatron.space.knobs import BY_NAME, candidate_columns
+from flagcore.engines.megatron.space.options import check, settings_in_force
+from flagcore.engines.megatron.space.setting_rules import EXPERT_OVERLAP, settings_with_rules
+from flagcore.engines.megatron.space.settings import SETTINGS
+from flagcore.errors import SpecError
+from flagcore.spec.knobs import setting_from_text
+
+IMPLEMENTATION = "transformer_engine"
+
+
+def overlaps(
+    task: Task, kind: str, settings: Mapping[str, SettingValue], *, sharded: bool, sequence_parallel: bool
+) -> dict[str, SettingValue]:
+    """Return the settings that overlap communication with compute, and those of the experts' matrix products.
+
+    `sharded` means with the distributed optimizer.
+    """
+    precision, dense = task.spec.train.precision, task.spec.model.num_moe_experts is None
+    overlap_reduce = bool(settings.get("overlap_grad_reduce", sharded))
+    is_eight_bit = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
+    narrow_gradients = overlap_reduce and sharded and kind == IMPLEMENTATION and is_eight_bit
+    flash = task.spec.train.attention == "flash" and kind == IMPLEMENTATION
+    return {
+        "overlap_grad_reduce": overlap_reduce,
+        "overlap_param_gather": overlap_reduce and sharded,
+        "grad_reduce_in_bf16": narrow_gradients,  # most such runs would not fit otherwise
+        "fp8_param_gather": narrow_gradients and precision != "nvfp4",
+        "moe_grouped_gemm": kind != "local",
+        "tp_comm_overlap": flash and sharded and sequence_parallel and dense,
+    }
+
+
+def as_in_production(platform: Platform) -> Platform:
+    """Return `platform` with its vendor's implementation and the settings of recipes, unless the spec names a program.
+
+    A setting is skipped if the spec sets or compares it, if the chip or the release does not support it, or if it
+    contradicts another one.
+    """
+    task, kind = platform.task, platform.support.implementation
+    train, spec = task.spec.train, task.spec
+    is_open = train.command is None and train.implementation is None
+    if not kind or not is_open or _refuses(platform.value_rules, "implementation", kind):
+        return platform
+    train = replace(train, implementation=kind)
+    set_keys, wanted = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind)
+    for key, value in wanted.items():
+        if key in set_keys or not value or _refuses(platform.value_rules, f"settings.{key}", value):
+            continue
+        if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
+            continue
+        with suppress(SpecError):
+            train = _with(task, train, key, value)
+    return replace(platform, task=replace(task, spec=replace(spec, work=train)))
+
+
+def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
+    """Return the assumed settings of a plan that are legal with a candidate and have an effect."""
+    values, settings = candidate.as_dict(), task.spec.train.assumed
+    unused = {key for key in settings for need in BY_NAME[key].requires if values[need.knob] not in need.one_of}
+    columns, legal = candidate_columns(values), {key: settings[key] for key in settings if key not in unused}
+    for rule in settings_with_rules(task) if legal else ():
+        if rule.name in legal and rule.broken(columns).any():
+            del legal[rule.name]
+    return legal
+
+
+def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
+    """Return the settings of recipes. Mixtures of experts recompute the modules that are cheap but store much."""
+    model, settings = task.spec.model, task.spec.train.settings
+    recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True)
+    recipe["cross_entropy_loss_fusion"] = True
+    if model.num_moe_experts is None:
+        return {**recipe, "moe_grouped_gemm": False}
+    modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
+    if task.spec.train.precision == "fp8":
+        recipe["fp8_recipe"] = "blockwise"  # delayed scaling, the default, excludes such recompute
+    return {**recipe, "moe_token_dispatcher_type": "flex", EXPERT_OVERLAP: True, "recompute_modules": modules}
+
+
+def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool:
+    refused = (each for each in rules if isinstance(each, RefusedValues))
+    return any(each.knob == knob and value in each.values for each in refused)
+
+
+def _with(task: Task, train: TrainSpec, key: str, value: SettingValue) -> TrainSpec:
+    """Return a job with one more assumed setting. Raises SpecError if it contradicts the others."""
+    extended = replace(train, assumed={**train.assumed, key: value})
+    check(task, settings_in_force(replace(task.spec, work=extended)))
+    return extended
+
+
+PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+SPLITS = (
+    LAYOUT,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+
+
+def published(
+    task: Task, values: Mapping[str, KnobValue], notes: str
+) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+    """Return the completed task and knobs of a job record, and the names of settings found only in its notes.
+
+    Raises SpecError for an invalid layout of stages.
+    """
+    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
+    noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
+    train, values = task.spec.train, dict(values)
+    if "pipeline_schedule" in noted:  # papers on schedules (arXiv 2104.04473, 2401.10241), whose memory confirms it
+        train = replace(train, attention="unfused")
+        noted = {"overlap_p2p_comm": False, **noted}
+        task = replace(task, spec=replace(task.spec, work=train))
+    kind = train.implementation or IMPLEMENTATION
+    settings = {**noted, **train.settings}
+    settings = _defaults(task, kind, settings, values) | settings
+    stages = int(values.get(PIPELINE) or 1)
+    layout = settings.get(LAYOUT)
+    if layout:
+        layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
+        if not values.get(VIRTUAL) and len(layout_stages) % stages == 0:
+            values[VIRTUAL] = len(layout_stages) // stages
+    elif not any(settings.get(key) or values.get(key) for key in SPLITS):
+        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
+    spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
+    return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+
+
+def _defaults(
+    task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
+) -> dict[str, SettingValue]:
+    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
+    split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
+    return {
+        **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
+        "moe_token_dispatcher_type": "alltoall",
+        "cp_comm_type": "p2p",
+        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
+        "hidden_dropout": 0.0 if flash else 0.1,
+    }
+
+
+_PAIR_PATTERN = re.compile(
+    r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE
+)
+_LAYOUT_PATTERN = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
+_NEGATION_PATTERN = r"(?:no|non|not|without|disabled?)[- _]+"
+_OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
+
+
+@lru_cache(maxsize=4096)
+def read_notes(notes: str) -> Mapping[str, SettingValue]:
+    """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention counts."""
+    settings: dict[str, SettingValue] = {}
+    remaining = notes[:10_000]
+    for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):
+        for pair in pattern.finditer(remaining):
+            _add_missing(settings, _parse_pair(pair[1], pair[2]))
+        remaining = pattern.sub(";", remaining)
+    remaining = remaining.lower()
+    for flag in _switch_patterns():
+        if match := flag.search(remaining):
+            off = bool(match["no"] or match["off"])
+            name, value = _setting_name(match["name"]), "false" if off else "true"
+            _add_missing(settings, setting_from_text(name, value, SETTINGS))
+            remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
+    for phrase, phrase_settings in _tables()["phrases"].items():
+        if (match := re.search(phrase, remaining)) and not re.search(
+            _NEGATION_PATTERN + "$", remaining[: match.start()]
+        ):
+            _add_missing(settings, _settings_of_phrase(phrase_settings, match))
+    implied = {other: True for key, other in _tables()["implied"].items() if settings.get(key, False) is not False}
+    _add_missing(settings, implied)
+    return settings
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    text = files(__package__).joinpath("notes.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@cache
+def _switch_patterns() -> list[re.Pattern[str]]:
+    """Return patterns that match the names of switches, the longest names first."""
+    switches = [knob.name for knob in SETTINGS if knob.kind == "flag"]
+    aliases = [name for name, key in _tables()["names"].items() if key in switches]
+    return [
+        re.compile(
+            rf"(?<![\w-])(?:--)?(?P<no>{_NEGATION_PATTERN})?"
+            rf"(?P<name>{name.replace('_', '[- _]')})(?![\w=])(?P<off>{_OFF_PATTERN})?"
+        )
+        for name in sorted((*switches, *aliases), key=len, reverse=True)
+    ]
+
+
+def _add_missing(settings: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
+    settings.update({key: value for key, value in new.items() if key not in settings})
+
+
+def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
+    key, value = _setting_name(name), re.sub(r"""[\[\]'"()]""", "", text).strip()
+    if key == LAYOUT:
+        return {LAYOUT: text}
+    implied: Mapping[str, SettingValue] | None = _tables()["values"].get(key, {}).get(value.lower())
+    if implied is not None:
+        return implied
+    if key == "use_megatron_fsdp" and value.isdecimal():
+        return {key: int(value) > 1}
+    return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
+
+
+def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
+    """Return the settings of a phrase. `{1}` is the text of the match's first group; an invalid value is skipped."""
+    settings: dict[str, SettingValue] = {}
+    for key, value in phrase_settings.items():
+        if value != "{1}":
+            settings[key] = value
+        elif match[1]:
+            settings |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
+    return settings
+
+
+def _setting_name(name: str) -> str:
+    plain = re.sub(r"[- ]+", "_", name.strip("-").lower())
+    return str(_tables()["names"].get(plain, plain))

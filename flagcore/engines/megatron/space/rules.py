@@ -1,0 +1,350 @@
+"""Megatron's rules, and the candidates that it treats as equal.
+
+Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
+`pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.command.flags import implementation_of_command
+from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
+from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
+from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore.engines.megatron.space.options import settings_in_force
+
+DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
+MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
+RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
+DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+"""Settings that Megatron refuses without the distributed optimizer, even on one rank."""
+METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return the legality rules of training `task` with Megatron."""
+    groups = (_batch_rules, _width_rules, _length_rules, _node_group_rules, _pipeline_rules, _expert_rules)
+    return tuple(rule for group in (*groups, _recompute_rules, _full_recompute_rules) for rule in group(task))
+
+
+def _batch_rules(task: Task) -> Sequence[Rule]:
+    devices, batch = task.cluster.devices, task.spec.train.global_batch_size
+    return (
+        Rule(
+            name="world_size",
+            knobs=(DP, TP, PP, CP),
+            message=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
+            broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
+        ),
+        Rule(
+            name="global_batch_size",
+            knobs=(DP, MBS),
+            message=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
+            broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
+        ),
+    )
+
+
+def _width_rules(task: Task) -> Sequence[Rule]:
+    model = task.spec.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    widths = [model.moe_shared_expert_intermediate_size or 0]
+    if model.num_moe_experts is None or model.moe_first_dense_layers:
+        widths.append(model.ffn_hidden_size)
+    expert_width, split = model.moe_ffn_hidden_size or 0, Split.from_task(task)
+    keys_values = 2 * groups * model.kv_channels
+    return (
+        Rule(
+            name="attention_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide num_attention_heads = {heads}",
+            broken=lambda c: heads % c[TP] != 0,
+        ),
+        Rule(
+            name="query_groups",
+            knobs=(TP,),
+            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
+        ),
+        Rule(
+            name="qkv_width",
+            knobs=(TP,),
+            message=f"{TP} must divide the width of keys and values, {keys_values}",
+            broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
+        ),
+        Rule(
+            name="ffn_width",
+            knobs=(TP,),
+            message=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
+            broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
+        ),
+        Rule(
+            name="expert_width",
+            knobs=(TP,),
+            message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+            broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
+        ),
+    )
+
+
+def _length_rules(task: Task) -> Sequence[Rule]:
+    length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
+    is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
+    return (
+        Rule(
+            name="context_parallel_implementation",
+            knobs=(CP,),
+            message=f"{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local",
+            broken=lambda c: (c[CP] > 1) & is_local,
+        ),
+        Rule(
+            name="context_length",
+            knobs=(CP,),
+            message=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
+            broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
+        ),
+        Rule(
+            name="sequence_length",
+            knobs=(TP, CP, SP),
+            message=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
+            broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
+        ),
+        Rule(
+            name="moe_sequence_parallel",
+            knobs=(TP, SP),
+            message=f"a mixture of experts with {TP} > 1 trains only with {SP}",
+            broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts is not None),
+        ),
+    )
+
+
+def _node_group_rules(task: Task) -> Sequence[Rule]:
+    """Return a rule for clusters with several chips: all devices of a pipeline stage belong to one node group."""
+    cluster = task.cluster
+    if len(cluster.groups) == 1:
+        return ()
+    boundaries, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
+    smallest_factor = math.lcm(*(devices // math.gcd(edge, devices) for edge in boundaries))
+    return (
+        Rule(
+            name="stages_in_one_group",
+            knobs=(PP,),
+            message=(
+                f"{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node groups, "
+                f"{cluster.chips}: a stage runs on one chip model"
+            ),
+            broken=lambda c: c[PP] % smallest_factor != 0,
+        ),
+    )
+
+
+def _pipeline_rules(task: Task) -> Sequence[Rule]:
+    split, batch = Split.from_task(task), task.spec.train.global_batch_size
+
+    def interleaved(c: Columns) -> BoolArray:
+        is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
+        return is_interleaved
+
+    return (
+        Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven),
+        Rule(
+            name="virtual_needs_pipeline",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
+            message=f"virtual pipeline stages need {PP} > 1",
+            broken=lambda c: interleaved(c) & (c[PP] == 1),
+        ),
+        Rule(
+            name="virtual_stages",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
+            message=f"{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
+            broken=split.ragged,
+        ),
+        Rule(
+            name="interleaved_microbatches",
+            knobs=(DP, MBS, PP, SPLIT, LAYERS_PER_VIRTUAL),
+            message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
+            broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
+        ),
+    )
+
+
+def _expert_rules(task: Task) -> Sequence[Rule]:
+    experts, devices, split = task.spec.model.num_moe_experts, task.cluster.devices, Split.from_task(task)
+    return (
+        Rule(
+            name="experts_exist",
+            knobs=(EP,),
+            message=f"{EP} > 1 needs a model with experts",
+            broken=lambda c: (c[EP] > 1) & (experts is None),
+        ),
+        Rule(
+            name="experts_divide",
+            knobs=(EP,),
+            message=f"{EP} must divide num_moe_experts = {experts}",
+            broken=lambda c: (experts or 0) % c[EP] != 0,
+        ),
+        Rule(
+            name="expert_world_size",
+            knobs=(TP, PP, EP),
+            message=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+            broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts is not None),
+        ),
+    )
+
+
+def _split_message(split: Split) -> str:
+    if split.layout_layers:
+        stages = len(split.layout_layers)
+        return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
+    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    return (
+        f"{PP} must divide num_layers = {split.layers}{extra}, or the layers that {FIRST} and {LAST} leave "
+        f"(in train.settings, where {LAYOUT} sets any split)"
+    )
+
+
+def _recompute_rules(task: Task) -> Sequence[Rule]:
+    return (
+        Rule(
+            name="recompute_granularity",
+            knobs=(RECOMPUTE, GRANULARITY),
+            message=f"{RECOMPUTE} needs {GRANULARITY}",
+            broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
+        ),
+        Rule(
+            name="selective_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            message=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
+            broken=lambda c: _recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
+        ),
+        Rule(
+            name="recompute_method",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            message=f"full recompute needs {METHOD}",
+            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == 0),
+        ),
+    )
+
+
+def _full_recompute_rules(task: Task) -> Sequence[Rule]:
+    split, depths = Split.from_task(task), task.spec.model.mtp_num_layers
+    return (
+        Rule(
+            name="uniform_recompute",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
+            broken=lambda c: (
+                _recomputes(c, FULL)
+                & (c[METHOD] == UNIFORM)
+                & (c[RECOMPUTE_LAYERS] > 0)
+                & np.where(
+                    balanced(c),
+                    c[RECOMPUTE_LAYERS] > 1,
+                    _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c)),
+                )
+            ),
+        ),
+        Rule(
+            name="multi_token_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            message=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
+        ),
+        Rule(
+            name="recompute_num_layers",
+            knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
+            broken=lambda c: (
+                _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
+            ),
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return the merges of values that Megatron treats as equal: knobs without effect, equivalent schedules."""
+    split, is_dense, can_derive = Split.from_task(task), task.spec.model.num_moe_experts is None, derived(task)
+    settings = settings_in_force(task.spec)
+    sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
+
+    def virtual(c: Columns) -> dict[str, IntArray]:
+        is_derived, parts = balanced(c), split.virtual(c)
+        has_one_stage = (c[PP] == 1) | np.where(is_derived, parts == 1, c[LAYERS_PER_VIRTUAL] * c[PP] == split.counted)
+        per_virtual = c[LAYERS_PER_VIRTUAL]
+        per_virtual = np.where(is_derived & (per_virtual > 0), -(-split.layers // (c[PP] * parts)), per_virtual)
+        return {LAYERS_PER_VIRTUAL: np.where(has_one_stage, 0, per_virtual)}
+
+    return (
+        Merge(
+            name="sequence_parallel_without_tensor_parallel",
+            knobs=(TP, SP),
+            canonical=lambda c: {SP: np.where(c[TP] == 1, 0, c[SP])},
+        ),
+        Merge(
+            name="distributed_optimizer_of_one",
+            knobs=(DP, CP, DIST_OPT),
+            canonical=lambda c: {DIST_OPT: np.where((c[DP] * c[CP] == 1) & (not sharded), 0, c[DIST_OPT])},
+        ),
+        Merge(
+            name="experts_of_a_dense_model",
+            knobs=(EP,),
+            canonical=lambda c: {EP: np.ones_like(c[EP]) if is_dense else c[EP]},
+        ),
+        Merge(
+            name="nothing_to_balance",
+            knobs=(PP, SPLIT),
+            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & can_derive, c[SPLIT], 0)},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL), canonical=virtual),
+        *_recompute_merges(split),
+    )
+
+
+def _recompute_merges(split: Split) -> Sequence[Merge]:
+    def recompute_layers(c: Columns) -> dict[str, IntArray]:
+        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
+        recomputes_all = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        method, layers = np.where(recomputes_all, UNIFORM, c[METHOD]), np.where(recomputes_all, 1, number)
+        return {METHOD: method, RECOMPUTE_LAYERS: layers}
+
+    return (
+        Merge(
+            name="granularity_without_recompute",
+            knobs=(RECOMPUTE, GRANULARITY),
+            canonical=lambda c: {GRANULARITY: c[GRANULARITY] * c[RECOMPUTE]},
+        ),
+        Merge(
+            name="method_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            canonical=lambda c: {METHOD: np.where(_recomputes(c, FULL), c[METHOD], 0)},
+        ),
+        Merge(
+            name="number_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
+        ),
+        Merge(
+            name="recompute_of_every_layer",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
+        ),
+    )
+
+
+def _recomputes(c: Columns, granularity: int) -> BoolArray:
+    result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
+    return result
+
+
+def _leaves_remainder(number: IntArray, totals: Sequence[IntArray]) -> BoolArray:
+    """Return whether `number` does not divide one of `totals`."""
+    has_remainder: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in totals])
+    return has_remainder

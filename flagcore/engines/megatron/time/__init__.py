@@ -1,1 +1,0 @@
-"""Time of a training step: layers, stages, pipeline, gradient reduction, optimizer."""

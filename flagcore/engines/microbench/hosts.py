@@ -1,0 +1,87 @@
+"""Compares hosts: `python -m flagcore.engines.microbench.hosts JOB RANK HOSTS ADDRESS PORT`, started once on each host.
+
+JOB is JSON with `kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each
+device, and of an all-reduce with each neighbouring host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagcore.engines.microbench.bench import Bench
+
+CPU_SIZE, ACCELERATOR_SIZE = 512, 4096
+"""The number of rows and columns of the product."""
+PRODUCT_SECONDS = 0.1
+LINK_BYTES = 4 << 20
+ROUNDS = 5
+TIMEOUT = timedelta(seconds=60)
+
+
+def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) -> None:
+    """Measure on the host `rank` of `hosts` hosts. The host 0 has the `address`."""
+    for name in job["preload"]:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    Bench(job["kind"], 0, is_distributed=False)  # selects the device of the collectives
+    if hosts > 1:
+        url = f"tcp://{address}:{port}"
+        dist.init_process_group(job["backend"], url, rank=rank, world_size=hosts, timeout=TIMEOUT)
+        dist.barrier()
+    products = [_product(Bench(job["kind"], number, is_distributed=False)) for number in range(job["devices"])]
+    bench = Bench(job["kind"], 0, is_distributed=hosts > 1)
+    links = _links(bench, rank, hosts) if hosts > 1 else {}
+    print(json.dumps({"products_s": products, "links_s": links}), flush=True)
+    if hosts > 1:
+        dist.barrier()
+
+
+def _product(bench: Bench) -> float:
+    size = CPU_SIZE if bench.cpu else ACCELERATOR_SIZE
+    dtype = torch.float32 if bench.cpu else torch.bfloat16
+    matrix = torch.ones(size, size, dtype=dtype, device=bench.device)
+    return bench.time(lambda: torch.mm(matrix, matrix), PRODUCT_SECONDS).seconds
+
+
+def _links(bench: Bench, rank: int, hosts: int) -> dict[int, float]:
+    """Return the seconds of an all-reduce with each neighbour in a ring of hosts, by the rank of the neighbour."""
+    pairs = [(first, (first + 1) % hosts) for first in range(hosts if hosts > 2 else 1)]
+    groups = [dist.new_group(sorted(pair)) for pair in pairs]
+    data, seconds = torch.zeros(LINK_BYTES // 4, device=bench.device), {}
+    rounds = (pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]) if hosts > 2 else (pairs,)
+    for round_pairs in rounds:  # in a round, each host is in at most one pair
+        for pair, group in zip(pairs, groups, strict=True):
+            if pair in round_pairs and rank in pair:
+                (other,) = set(pair) - {rank}
+                seconds[other] = _min_seconds(bench, partial(dist.all_reduce, data, group=group))
+        dist.barrier()
+    return seconds
+
+
+def _min_seconds(bench: Bench, call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        bench.synchronize()
+        start = time.perf_counter()
+        call()
+        bench.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    sys.stdout.flush()
+    os._exit(0)

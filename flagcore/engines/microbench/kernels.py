@@ -1,0 +1,265 @@
+"""Kernels to measure, as in `flagcore.physics.kernels.sheet`: products, attention, memory, copies and launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from flagcore.engines.microbench import Job
+from flagcore.engines.microbench.bench import Bench, Timing
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}
+
+ROWS = (1.0, 16.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0)
+SIDES = tuple(2.0**power for power in range(7, 15))
+LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
+HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
+"""Numbers of sequences, heads and groups, and the width of a head."""
+BYTES = tuple(2.0**power for power in (12, 16, 20, 22, 24, 26, 28, 30))
+ELEMENTWISE_KERNELS = {
+    "copy": (2, 0, 2.0**28),
+    "cast": (1, 1, 2.0**30),
+    "mul": (3, 0, 2.0**30),
+    "sigmoid": (2, 0, 2.0**24),
+    "accumulate": (1, 2, 2.0**26),
+}
+"""For each kernel the numbers of 16-bit tensors (fp32 without a 16-bit format) and of fp32 tensors that it reads and
+writes, and its maximum size in training in bytes. Activations limit `sigmoid`, weights limit `accumulate`, and the
+largest kernels are those of the optimizer."""
+NOISE_LENGTH = (1 << 16) + 1
+ROUNDS = 2
+
+MIN_CALLS = 6
+"""The minimum number of calls of an item that must fit into the remaining time."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A kernel to measure, its amount of work, and a function that creates the tensors and returns the call."""
+
+    row: Row
+    work: float
+    make: Callable[[], Callable[[], object]]
+
+
+def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = True) -> Iterator[Row]:
+    """Measure the items within `seconds`, and yield their rows. Items that would take too long are skipped.
+
+    Each item is measured in two rounds, and the shorter time is used, in case a disturbance lasts some seconds. A
+    coarse selection of sizes is measured first, so that a short time limit leaves gaps instead of missing large sizes.
+    """
+    items = sorted(items, key=lambda item: item.work)
+    order = [index for first in (0, 4, 2, 6, 1, 5, 3, 7) for index in range(first, len(items), 8)]
+    timings: dict[int, Timing] = {}
+    for _ in range(ROUNDS):
+        start = bench.clock()
+        for done, index in enumerate(order):
+            left = seconds / ROUNDS - bench.agree(bench.clock() - start)
+            if left <= 0 or MIN_CALLS * _expected_seconds(items, timings, index) > left:
+                continue
+            timing = bench.time(items[index].make(), 0.7 * left / (len(items) - done), alone=alone)
+            if index not in timings or timing.seconds < timings[index].seconds:
+                timings[index] = timing
+    return (items[index].row | record(timing) for index, timing in sorted(timings.items()))
+
+
+def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
+    """Return the estimated seconds of an item from the nearest measured item, scaled if it has more work."""
+    if not timings:
+        return 0.0
+    nearest = min(timings, key=lambda other: abs(other - index))
+    return timings[nearest].seconds * max(1.0, items[index].work / items[nearest].work)
+
+
+def record(timing: Timing) -> Row:
+    """Return a timing as plain data."""
+    return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
+
+
+def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
+    """Return whether the device supports the call that `make` returns."""
+    try:
+        make()()
+        bench.synchronize()
+    except (RuntimeError, NotImplementedError, AttributeError, KeyError, AssertionError):
+        return False
+    return True
+
+
+def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
+    """Return matrix products of common sizes in one precision; none if torch does not support it."""
+    if not is_supported(bench, partial(product, bench.device, 64, 64, 64, precision)):
+        return []
+    items = []
+    for side in SIDES:
+        for n, k in ((side, side), (4 * side, side), (side, 4 * side)):
+            for m in ROWS:
+                fits = 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]
+                if fits and (precision != "fp8" or m >= 16.0):  # torch's 8-bit product needs multiples of 16
+                    row = {"kernel": "gemm", "precision": precision, "m": int(m), "n": int(n), "k": int(k)}
+                    make = partial(product, bench.device, m, n, k, precision)
+                    items.append(Item(row, m * n * k + 20.0 * (m * n + m * k + n * k), make))
+    return items
+
+
+def product(device: torch.device, m: float, n: float, k: float, precision: str) -> Callable[[], object]:
+    """Return a call of C[m,n] = A[m,k] B[k,n], laid out as in the forward pass of a linear layer."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision == "fp8":
+        left, right = (noise(device, "fp32", int(rows), int(k)).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    left, right = (noise(device, precision, int(rows), int(k)) for rows in (m, n))
+    return lambda: torch.matmul(left, right.t())
+
+
+def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
+    """Return normally distributed values, like activations, because the power and the clock of a chip depend on data.
+
+    A block of values is repeated, because generating all values would take longer than the measurement.
+    """
+    count = math.prod(shape)
+    block = torch.randn(NOISE_LENGTH, device=device, dtype=DTYPES[precision])
+    return block.repeat(-(-count // NOISE_LENGTH))[:count].view(shape)
+
+
+def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
+    """Return causal attention, forward or backward, in one precision."""
+    name = "attention_backward" if backward else "attention"
+    if not is_supported(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
+        return []
+    items = []
+    for batch, heads, groups, width in HEADS:
+        for length in LENGTHS:
+            unfused = 8.0 * batch * heads * length**2  # bytes without a fused kernel
+            if max(64.0 * batch * heads * length * width, unfused) < job.memory_bytes / 2:
+                shape = (int(batch), int(heads), int(groups), int(length), int(width))
+                sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
+                row = {"kernel": name, "precision": precision, **sizes, "keys": int(length)}
+                make = partial(attention, bench.device, shape, precision, backward)
+                items.append(Item(row, batch * heads * width * length**2, make))
+    return items
+
+
+def attention(
+    device: torch.device, shape: tuple[int, int, int, int, int], precision: str, backward: bool
+) -> Callable[[], object]:
+    """Return a call of attention for (batch, heads, groups, length, width)."""
+    batch, heads, groups, length, width = shape
+
+    def tensor(count: int) -> torch.Tensor:
+        return noise(device, precision, batch, count, length, width).requires_grad_(backward)
+
+    query, key, value = tensor(heads), tensor(groups), tensor(groups)
+
+    def forward() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups < heads)
+
+    if not backward:
+        return forward
+    output = forward()
+    gradient = torch.randn_like(output)
+    return lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
+
+def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
+    """Return copies and element-wise kernels that do not allocate memory."""
+    items, width = [], torch.finfo(DTYPES[precision]).bits // 8
+    for name, (narrow_tensors, fp32_tensors, max_bytes) in ELEMENTWISE_KERNELS.items():
+        bytes_per_element = narrow_tensors * width + fp32_tensors * 4
+        for size in (size for size in BYTES if size <= min(max_bytes, job.memory_bytes / 8)):
+            count = int(size / bytes_per_element)
+            kind = "copy" if name == "copy" else "elementwise"
+            row = {"kernel": kind, "name": name, "bytes": count * bytes_per_element}
+            items.append(Item(row, size, partial(elementwise, bench.device, name, count, precision)))
+    return items
+
+
+def elementwise(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
+    """Return a call of a kernel of `ELEMENTWISE_KERNELS` over `count` elements."""
+    first, second = (noise(device, precision, count) for _ in range(2))
+    result = torch.empty_like(first)
+    fp32 = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: first.copy_(second),
+        "cast": lambda: fp32.copy_(first),
+        "mul": lambda: torch.mul(first, second, out=result),
+        "sigmoid": lambda: torch.sigmoid(first, out=second),
+        "accumulate": lambda: fp32.add_(first),
+    }
+    return calls[name]
+
+
+def host_copies(bench: Bench) -> list[Item]:
+    """Return copies between the device and pinned host memory; none on a CPU."""
+    if bench.cpu:
+        return []
+
+    def make(size: float, to_device: bool) -> Callable[[], object]:
+        host = torch.empty(int(size), dtype=torch.uint8, pin_memory=True)
+        remote = torch.empty(int(size), dtype=torch.uint8, device=bench.device)
+        target, source = (remote, host) if to_device else (host, remote)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    if not is_supported(bench, partial(make, 1024.0, True)):
+        return []
+    return [
+        Item({"kernel": "host_copy", "name": name, "bytes": int(size)}, size, partial(make, size, name == "to device"))
+        for size in (2.0**20, 2.0**24, 2.0**28)
+        for name in ("to device", "to host")
+    ]
+
+
+MODULES = 200
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """A product with a custom backward pass, like the layers of parallel frameworks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the product of both."""
+        ctx.save_for_backward(value, weight)
+        return value * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of both."""
+        value, weight = ctx.saved_tensors
+        return gradient * weight, gradient * value
+
+
+class _Scale(torch.nn.Module):  # type: ignore[misc]
+    """A module with one tiny kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return `value` times the weight."""
+        result: torch.Tensor = _Product.apply(value, self.weight)
+        return result
+
+
+def launches(bench: Bench) -> list[Row]:
+    """Return the host's time for a kernel of a chain of modules, forward and backward."""
+    chain = torch.nn.Sequential(*[_Scale().to(bench.device) for _ in range(MODULES)])
+    value, weights = torch.ones(1, device=bench.device), list(chain.parameters())
+    forward = bench.host_time(lambda: chain(value), 1)
+    end = chain(value)
+    backward = bench.host_time(lambda: torch.autograd.grad(end, weights, retain_graph=True), 1)
+    launch_times = [
+        Timing(timing.seconds / (kernels * MODULES), timing.spread, timing.repeats)
+        for timing, kernels in ((forward, 1), (backward, 2))
+    ]
+    names = ("forward", "backward")
+    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, launch_times, strict=True)]

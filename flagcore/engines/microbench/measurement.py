@@ -1,0 +1,194 @@
+"""One process: join the others, measure, and write the results.
+
+Collectives are among 2, 4, 8, ... neighbouring devices. All groups run at the same time, as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagcore.engines.microbench import Job, kernels
+from flagcore.engines.microbench.bench import Bench
+from flagcore.engines.microbench.kernels import Item
+
+TIMEOUT = timedelta(minutes=5)
+
+SHARES = {
+    "gemm": 0.35,
+    "attention": 0.1,
+    "attention_backward": 0.1,
+    "memory": 0.1,
+    "host_copy": 0.03,
+    "collectives": 0.3,
+}
+"""The share of the time for each kind of kernel."""
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+BYTES = tuple(2.0**power for power in range(10, 29, 2))
+WORK_SIDE = 384
+MIN_GRADIENT_BYTES = 4 << 20
+"""Tensors of at least this size are in fp32, like gradients; smaller ones are in bf16, like activations."""
+
+
+def measure(job: Job, number: int, listener: socket.socket) -> None:
+    """Measure in the process `number`. The processes connect through `listener`, and process 0 writes the output."""
+    start = time.perf_counter()
+    if job.shared:
+        torch.set_num_threads(job.threads)
+    bench = Bench(job.kind, number, job.devices > 1)
+    if job.devices > 1:
+        _join(job, number, listener)
+    scale = job.seconds - bench.agree(time.perf_counter() - start) - 1.0
+    if job.devices == 1:
+        scale /= 1.0 - SHARES["collectives"]
+    rows = _kernels(bench, job, scale)
+    if job.devices > 1:
+        rows += _collectives(bench, job, scale * SHARES["collectives"])
+    if number == 0:
+        _write(job, rows, time.perf_counter() - start)
+    if job.devices > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    supported: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
+    main = tuple(supported) or ("fp32",)
+    rows += kernels.launches(bench)
+    rows += kernels.measured(bench, kernels.memory(bench, job, main[0]), seconds * SHARES["memory"])
+    rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
+    for backward, kind in ((False, "attention"), (True, "attention_backward")):
+        for precision in main:
+            items = kernels.attentions(bench, job, precision, backward=backward)
+            rows += kernels.measured(bench, items, seconds * SHARES[kind] / len(main))
+    precisions = _precisions(bench, job)
+    for precision in precisions:
+        items = kernels.gemms(bench, job, precision)
+        rows += kernels.measured(bench, items, seconds * SHARES["gemm"] / len(precisions))
+    return rows
+
+
+def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
+    """Return the precisions to measure. If a chip has bf16, fp16 is left out; a CPU has neither tf32 nor fp8."""
+    precisions = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
+    if "bf16" in precisions and "fp16" in precisions:
+        precisions.remove("fp16")
+    if bench.cpu:
+        precisions = [name for name in precisions if name not in ("tf32", "fp8")]
+    return tuple(precisions) or ("fp32",)
+
+
+def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    groups = group_sizes(job.devices)
+    for ranks in groups:
+        items = collective_items(bench, job.devices, ranks, job.memory_bytes / 16)
+        work = 0.0
+        if job.shared:
+            items = between_kernels(items)
+            work = bench.time(compute_call(), 0.02 * seconds, alone=False).seconds
+        for row in kernels.measured(bench, items, seconds / len(groups), alone=False):
+            rows.append(row | {"us": max(row["us"] - 1e6 * work, 0.1 * row["us"])})
+    return rows
+
+
+def _join(job: Job, number: int, listener: socket.socket) -> None:
+    host, port = listener.getsockname()
+    if job.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo resolves the name of this host
+    store = dist.TCPStore(
+        host,
+        port,
+        job.devices,
+        is_master=number == 0,
+        timeout=TIMEOUT,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
+    )
+    dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
+
+
+def _write(job: Job, rows: list[dict[str, Any]], seconds: float) -> None:
+    results = {"torch": torch.__version__, "seconds": seconds, "rows": rows}
+    job.output.write_text(json.dumps(results), encoding="utf-8")
+
+
+def group_sizes(devices: int) -> tuple[int, ...]:
+    """Return the group sizes to measure: the number of devices, and the powers of two that divide it."""
+    return tuple(
+        sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else ()
+    )
+
+
+def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -> list[Item]:
+    """Return all collectives among `ranks` devices with tensors of up to `max_bytes` bytes."""
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, devices, ranks)]
+    group = groups[dist.get_rank() // ranks]
+    items = []
+    for kind in KINDS:
+        if kind != "send" or ranks == 2:
+            for size in (size for size in BYTES if size <= max_bytes):
+                row = {"collective": kind, "ranks": ranks, "bytes": int(size)}
+                items.append(
+                    Item(row, size * ranks, partial(collective_call, kind, int(size), ranks, group, bench.device))
+                )
+    return items
+
+
+def between_kernels(items: list[Item]) -> list[Item]:
+    """Return `items` with `compute_call` before each: ranks start late if compute and communication alternate."""
+
+    def after_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
+        def make_both() -> Callable[[], object]:
+            compute, communicate = compute_call(), make()
+            return lambda: (compute(), communicate())
+
+        return make_both
+
+    return [Item(item.row, item.work, after_work(item.make)) for item in items]
+
+
+def compute_call() -> Callable[[], object]:
+    """Return a call that keeps a core busy for about a millisecond."""
+    side = torch.ones(WORK_SIDE, WORK_SIDE)
+    return lambda: torch.mm(side, side)
+
+
+def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
+    """Return a call of a collective whose whole tensor has `size` bytes."""
+    dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
+    buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
+    part = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(buffer, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(buffer, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, buffer, group=group)
+    if kind == "all_to_all":
+        other = torch.zeros_like(buffer)
+        return lambda: dist.all_to_all_single(other, buffer, group=group)
+    return _half_round_trip(buffer, group)
+
+
+def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:
+    """Return a call that sends a message, in alternating directions."""
+    rank, first = dist.get_rank(), dist.get_global_rank(group, 0)
+    peer, state = dist.get_global_rank(group, 1) if rank == first else first, {"sends": rank == first}
+
+    def message() -> None:
+        operation = dist.isend if state["sends"] else dist.irecv
+        state["sends"] = not state["sends"]
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, whole, peer, group)]):
+            work.wait()
+
+    return message

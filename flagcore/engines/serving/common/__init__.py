@@ -1,1 +1,0 @@
-"""Modules that all serving engines share."""

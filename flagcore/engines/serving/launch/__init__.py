@@ -1,0 +1,1 @@
+"""How servers are started, exported, and read from commands."""

@@ -1,0 +1,206 @@
+"""Converts the command of a server to a spec."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import ImportNote
+from flagcore.domain.serving import Load
+from flagcore.engines.script import is_script, trace_script
+from flagcore.engines.serving.launch.profile import EngineProfile
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines.serving.space.knobs import DEFAULT_SPACE
+from flagcore.errors import SpecError, join_errors
+from flagcore.spec.importing import Notes
+
+LENGTHS = ("max_model_len", "context_length", "ctx_size")
+"""Arguments that may be written as 32k."""
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_HOSTS = "nnodes"
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
+_NUMBER = re.compile(r"-?(\d+|\d*\.\d+)")
+
+
+def spec_of_command(
+    engine: EngineProfile, command: Sequence[str], directory: Path, model: str | None
+) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+    """Return the data of a spec for a command and notes, see `Workload.read_command`. Raises SpecError."""
+    program, words = _find_program(engine, _server_command(engine, command, directory))
+    notes = Notes()
+    path, arguments, hosts = _arguments(engine, words, notes)
+    path = model or _weights(path, directory, notes)
+    if path is None:
+        fix = f"write it after {' '.join(program)}, or give its path as --model"
+        raise SpecError(key="model", problem="is not in the command", fix=fix)
+    baseline, engine_args = _divide(engine, arguments, directory, notes)
+    serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": _profile(notes)}
+    if tuple(program) != tuple(engine.program.program):
+        serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
+    cluster: dict[str, Any] = {"chip": "auto"}
+    devices = math.prod(baseline.get(name, 1) for name in (INSTANCES, TP, PP, DP))
+    if engine_args.pop(engine.program.expert_switch, False):
+        baseline[EP] = devices // (baseline.get(PP, 1) * baseline.get(INSTANCES, 1))
+    if devices > 1 or engine.split_by == TP:
+        if hosts > 1 and devices % hosts == 0:
+            cluster["nodes"], devices = hosts, devices // hosts
+        cluster["devices_per_node"] = devices
+        notes.note("cluster.devices_per_node", "is the number of devices of the command", "cluster.devices_per_node")
+        baseline = {TP: 1, **baseline}
+    data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
+    return data, notes.notes
+
+
+def _server_command(engine: EngineProfile, command: Sequence[str], directory: Path) -> Sequence[str]:
+    """Return the command, or the one that starts the engine in a script. Raises SpecError."""
+    if not is_script(command, str(directory)):
+        return command
+    try:
+        records, _failure = trace_script(command, str(directory), {})
+    except SpecError as error:
+        raise SpecError(key="command", value=error.value, problem=error.problem, fix="give the command") from None
+    commands = [each.words for each in records if _position(engine, each.words)]
+    if len(commands) != 1:
+        problem = f"starts {len(commands)} servers of {engine.program.title}"
+        raise SpecError(key="command", value=" ".join(command), problem=problem, fix="give the command of one")
+    return commands[0]
+
+
+def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | None:
+    """Return where the program of an engine begins and ends in a command; None if it is not there."""
+    for start in range(len(words)):
+        for pattern in engine.program.commands:
+            part = [os.path.basename(each) for each in words[start : start + len(pattern)]]
+            if part and _PYTHON.fullmatch(part[0]):
+                part[0] = "python"
+            if part == list(pattern):
+                return start, start + len(pattern)
+    return None
+
+
+def _find_program(engine: EngineProfile, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the program of a command and the words after it. Raises SpecError."""
+    place = _position(engine, words)
+    if place is None:
+        names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
+        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
+    return words[place[0] : place[1]], words[place[1] :]
+
+
+def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any], int]:
+    """Return the model, the flags of a server with their values, and its hosts. True is a flag without a value."""
+    model, arguments, hosts = None, dict[str, Any](), 1
+    for flag, values in _split(words):
+        name = strip_dashes(flag)
+        knob, _ = engine.program.knob_of(name)
+        if model is None and knob is not None and len(values) > (knob.kind != "flag"):
+            model = values.pop()  # `--enforce-eager MODEL`
+        if not flag or name in engine.program.model_flags:
+            model = values[0] if values else model
+        elif name == _HOSTS and len(values) == 1 and values[0].isdecimal():
+            hosts = int(values[0])
+            notes.note(flag, "is the number of hosts of the cluster", "cluster")
+        elif reason := engine.program.reserved.get(name):
+            notes.note(flag, f"dropped: {reason}", "serve.engine_args")
+        elif len(values) > 1:
+            notes.note(flag, f"dropped ({' '.join(values)}): a spec has single values", "serve.engine_args")
+        else:
+            arguments[name] = _value(name, values[0]) if values else True
+    known = engine.program.known_args(arguments)
+    for name in known:
+        if name != engine.program.expert_switch and engine.program.knob_of(name)[0] is None:
+            notes.note(f"--{name}", _unknown_flag(engine, name), f"serve.engine_args.{name}")
+    added = " and ".join(name for name in known if name not in arguments)
+    for name in (name for name in arguments if name not in known):
+        notes.note(f"--{name}", f"is expressed by {added}" if added else "dropped: has no effect", "serve.engine_args")
+    return model, known, hosts
+
+
+def _unknown_flag(engine: EngineProfile, name: str) -> str:
+    """Return the note for a flag that is no knob, with the knob's flag that it may be a misspelling of."""
+    flags = {strip_dashes(each) for knob in engine.knobs for flag in knob.flags for each in (flag.name, flag.off)}
+    similar = get_close_matches(name, sorted({*flags, *engine.program.reserved} - {""}), n=1, cutoff=0.85)
+    hint = f"did you mean --{similar[0]}?" if similar else "it is passed to the engine unchanged"
+    return f"is not known to flagcore: {hint}"
+
+
+def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag and its values; the flag of leading values is empty."""
+    flag, values = "", list[str]()
+    for word in words:
+        is_flag = word.startswith("-") and len(word) > 1 and not _NUMBER.fullmatch(word)
+        if not is_flag:
+            values.append(word)
+            continue
+        if flag or values:
+            yield flag, values
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+    if flag or values:
+        yield flag, values
+
+
+def _divide(
+    engine: EngineProfile, arguments: Mapping[str, Any], directory: Path, notes: Notes
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the knobs that are searched as a baseline, and the other arguments. Raises SpecError."""
+    baseline, others, problems = dict[str, Any](), dict[str, Any](), list[SpecError]()
+    for name, value in arguments.items():
+        knob, _ = engine.program.knob_of(name)
+        if knob is not None and any(each in DEFAULT_SPACE for each in knob.names):
+            try:
+                baseline[knob.name] = knob.parse(value, f"--{name}")
+            except SpecError as error:
+                problems.append(error)
+            written = name if name == knob.name else f"--{name}"
+            notes.note(written, "is the baseline; the search tries other values", f"auto_tuner.baseline.{knob.name}")
+        elif isinstance(value, str) and value.startswith(("./", "../")):
+            others[name] = os.path.abspath(directory / value)
+        else:
+            others[name] = value
+    if problems:
+        raise join_errors(problems)
+    return baseline, others
+
+
+def _profile(notes: Notes) -> dict[str, Any]:
+    load = Load()
+    notes.note(
+        "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
+    )
+    return {"input_len": load.input_len, "output_len": load.output_len, "concurrency": 16}
+
+
+def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:
+    """Return the path of a model, also of one in the cache of Hugging Face."""
+    if model is None or (directory / model).exists():
+        return model and os.path.abspath(directory / model)
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
+    if cached:
+        return str(cached[-1].parent)
+    notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
+    return model
+
+
+def _value(name: str, text: str) -> Any:
+    """Return a value of the command line as a number or a text."""
+    if _NUMBER.fullmatch(text):
+        return float(text) if "." in text else int(text)
+    return parse_length(text) if name.replace("-", "_") in LENGTHS else text
+
+
+def parse_length(value: Any) -> Any:
+    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does."""
+    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
+    if not match or (match[2] and match[3].isupper()):
+        return value
+    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])

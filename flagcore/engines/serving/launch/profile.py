@@ -1,0 +1,94 @@
+"""What an engine's package says about the engine; the other modules work with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import Axis, Columns, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.launch.reports import ServerReports
+from flagcore.engines.serving.launch.server import Instance, Router
+from flagcore.engines.serving.space import knobs as common_knobs
+from flagcore.engines.serving.space.hardware import TP
+from flagcore.engines.serving.space.program import Program
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """How Dynamo runs an engine: the Python module of its worker, and flags that differ from those of the server.
+
+    The worker takes `model_flag` and the server's flags except `frontend_flags`, and also `flags`. `kind_flag` selects
+    workers that only prefill or decode; empty if it is the server's. Such workers set `own_variables` themselves, and
+    exchange caches by one of `transfers`.
+    """
+
+    module: str
+    transfers: frozenset[str]
+    frontend_flags: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+    kind_flag: str = ""
+    own_variables: frozenset[str] = frozenset()
+
+
+@dataclass(kw_only=True, eq=False)
+class EngineProfile:
+    """One serving engine: its program, rules, settings and overheads.
+
+    The engine version of the spec selects among releases.
+    """
+
+    name: str
+    where: str
+    """The import path of `reports` for the trial program, as module:attribute."""
+    reports: ServerReports
+    program: Program
+    modules: Mapping[str, str]
+    """Modules that the server imports, and their pip requirements."""
+    rules: Callable[[Task], tuple[Rule, ...]]
+    """Returns the rules of the engine for legal candidates."""
+    settings: Callable[[Task, Columns], Settings]
+    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
+    """Returns how to start one instance with its knob values, on the given CPU cores if devices are cores."""
+    on_host: Callable[[int, int], tuple[str, ...]] | None = None
+    """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
+    host."""
+    of_kind: Callable[[Task, Mapping[str, KnobValue], str, Instance], Instance] | None = None
+    """Returns a server that only prefills or only decodes. None: the engine has no such servers."""
+    protocol: Callable[[Task, Mapping[str, KnobValue]], str] = lambda task, values: ""
+    """Returns how such servers exchange caches, as `load.routing` names it."""
+    router: Callable[[Task, Mapping[str, KnobValue]], Router] = lambda task, values: Router.of_replicas(
+        ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
+    )
+    """Returns the router in front of several servers. Raises UsageError if there is none for such servers."""
+    dynamo: Worker | None = None
+    """How Dynamo runs the engine. None: it does not."""
+    merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
+    """Returns the merges of candidates that the engine treats as equal."""
+    split_by: str = TP
+    """The knob whose default is the number of devices that the weights need."""
+    host_times: tuple[float, float] | None = None
+    """Seconds of an iteration and of each of its sequences if devices are CPU cores."""
+    receive_flag: str = ""
+    """The flag for the number of iterations between two polls for new requests."""
+    graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
+    """Returns the largest batch that the engine captures as a graph."""
+    published_runs: PublishedRuns = field(default_factory=PublishedRuns)
+    distribution: str = ""
+    """The pip distribution of the engine if its name is not the engine's."""
+    untested: str = ""
+    """Why predictions for this engine are less certain; empty if its runs were measured."""
+    start_seconds: float = 1200.0
+    """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
+    knobs: tuple[Knob, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.knobs = self.program.knobs
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
+        program = self.program
+        return common_knobs.axes(task, self.knobs, program.parse(task.spec).fixed, program.version(task.spec))

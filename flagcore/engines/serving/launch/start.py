@@ -1,0 +1,206 @@
+"""Starts a candidate: the trial program with a job, or the servers of the final configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from flagcore.contracts import ExportJob, Platform, ServerGroup, ServerGroups
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.engine import device_variables, without_devices
+from flagcore.domain.launch import Launch
+from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.serving import ServeSpec
+from flagcore.engines.serving.launch import dynamo, export
+from flagcore.engines.serving.launch.job import SERVE, SHARED_FOLDER, Job, as_text
+from flagcore.engines.serving.launch.profile import EngineProfile
+from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SHARED, Instance, Router
+from flagcore.engines.serving.load.traffic import in_flight
+from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware
+from flagcore.engines.serving.space.knobs import TRANSFER
+from flagcore.engines.serving.space.placement import Placement, placements
+from flagcore.errors import LaunchError, UsageError
+from flagcore.i18n import N_, _
+
+PROGRAM = "flagcore.engines.serving.trial"
+OWN_ADDRESS = "{own_address}"
+"""Placeholder of `ServerGroup` for the address of a server's host."""
+HOST_PROGRAM = f"{PROGRAM}.host"
+
+
+def launch(
+    platform: Platform,
+    engine: EngineProfile,
+    candidate: Candidate,
+    folder: str,
+    figures: Mapping[str, float],
+    *,
+    for_real: bool,
+) -> Launch:
+    """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError.
+
+    `figures` are predicted; a trial begins a search for the highest load near the predicted one.
+    """
+    task, serve = platform.task, platform.task.spec.serve
+    instances = instances_of(platform, engine, candidate, str(Path(folder, SHARED_FOLDER)))
+    directory = serve.directory or folder
+    try:
+        if for_real:
+            router = router_of(platform, engine, candidate, len(instances))
+            hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
+            if not hosts and any(each.host or each.further for each in instances):
+                text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
+                raise UsageError(_(text, target=dynamo.TARGET))
+            return export.launch(instances, folder, directory, engine.reports.health, hosts, router)
+        job = Job(
+            engine=engine.where,
+            instances=instances,
+            loads=tuple(in_flight(load) for load in serve.loads),
+            vocab_size=platform.task.spec.model.vocab_size,
+            timeout_s=platform.task.spec.control.max_time_per_task or engine.start_seconds,
+            repeats=serve.repeats,
+            client=serve.client,
+            report=serve.report,
+            slo=serve.slo,
+            asked=(*serve.slo, task.spec.objective),
+            highest=serve.highest,
+            start=_first_load(serve, figures),
+            predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
+            patterns=platform.failure_patterns,
+            directory=directory,
+            versions={engine.name: engine.program.version(platform.task.spec)},
+            hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
+            router=engine.router(task, candidate.as_dict()) if serve.client and len(instances) > 1 else None,
+            protocol=engine.protocol(task, candidate.as_dict()),
+            prefix_aware=serve.prefix_aware,
+        )
+        file = Path(folder, SERVE)
+        if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
+            file.touch(mode=0o600)
+        file.write_text(as_text(job), encoding="utf-8")
+    except UsageError as error:
+        if for_real:
+            raise
+        raise LaunchError(str(error)) from None
+    except OSError as error:
+        raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
+    program = (sys.executable, "-m", PROGRAM, folder)
+    if not job.hosts:
+        return Launch(argv=program, folder=folder)
+    on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
+    return Launch(argv=on_host, client=program, folder=folder)
+
+
+def instances_of(
+    platform: Platform, engine: EngineProfile, candidate: Candidate, shared: str = ""
+) -> tuple[Instance, ...]:
+    """Return the servers of a candidate. Those that exchange caches in files use the folder `shared`."""
+    values = candidate.as_dict()
+    instances = (_instance(platform, engine, values, each) for each in placements(platform.task, values))
+    return tuple(each.filled({SHARED: shared}) for each in instances)
+
+
+def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
+    """Return the router in front of `count` instances, None if nginx can divide the requests. Raises UsageError."""
+    values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
+    return engine.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
+
+
+def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
+    """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
+    if target == dynamo.TARGET:
+        places = placements(job.platform.task, job.candidate.as_dict())
+        return dynamo.export(engine, job, instances_of(job.platform, engine, job.candidate, SHARED), places)
+    return compose(engine, job)
+
+
+def compose(engine: EngineProfile, job: ExportJob) -> Mapping[str, str]:
+    """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
+    instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT)
+    if any(each.further or each.host for each in instances):
+        raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    variables = {**job.platform.environment, **job.platform.task.spec.envs}
+    common = {name: value for name, value in variables.items() if value not in export.NETWORK_DEVICES}
+    return export.compose_files(
+        instances,
+        job.platform.task.spec.serve.directory,
+        common,
+        job.comments,
+        router_of(job.platform, engine, job.candidate, len(instances)),
+    )
+
+
+def server_groups(platform: Platform, engine: EngineProfile, candidate: Candidate, name: str) -> ServerGroups | None:
+    """Return the kinds of servers of a candidate behind a router, see `Workload.groups`. Raises UsageError."""
+    values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
+    instances = instances_of(platform, engine, candidate, SHARED)
+    router = router_of(platform, engine, candidate, len(instances))
+    if router is None or (on_cores and not values.get(PREFILL_DECODE)):
+        return None
+    if any(each.further for each in instances) or on_cores:
+        raise UsageError("this target starts servers on devices of one host only")
+    if any(SHARED in word for each in instances for word in each.argv):
+        raise UsageError(f"{TRANSFER} uses a folder, which servers on several hosts do not share; set another one")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
+    placed = list(zip(instances, placements(platform.task, values), strict=True))
+    for kind, count in Counter(each.kind for each in instances).items():
+        instance, place = next(each for each in placed if each[0].kind == kind)
+        first = instance.at_head(OWN_ADDRESS, "").at_port(export.FRONT_PORT)
+        own = without_devices(platform.support, first.environment)
+        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{engine.reports.health}",)
+        launch = Launch(argv=first.argv, environment=own, folder="", ready=ready)
+        group = kind or "server"
+        groups.append(ServerGroup(name=group, launch=launch, devices=place.width, replicas=count))
+        hosts = (f"{name}-{group}-{number}.{name}-{group}" for number in range(count))
+        addresses += [(kind, host, export.FRONT_PORT) for host in hosts]
+    front = router.instance(addresses).at_port(export.FRONT_PORT)
+    ready = (f"http://127.0.0.1:{export.FRONT_PORT}{ROUTER_HEALTH}",)
+    return ServerGroups(groups=tuple(groups), front=Launch(argv=front.argv, folder="", ready=ready))
+
+
+def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
+    """Return the predicted highest load, by its rate or, with Little's law, its requests in flight."""
+    if serve.highest is None:
+        return 1.0
+    rate = figures.get("requests_per_s") or 1.0
+    return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
+
+
+def _instance(
+    platform: Platform, engine: EngineProfile, values: Mapping[str, KnobValue], placement: Placement
+) -> Instance:
+    """Return one server of a candidate with its devices. The user's variables override the engine's."""
+    task = platform.task
+    cores = Hardware.of(task).cores(placement.first, placement.width)
+    instance = engine.server(task, placement.values, cores)
+    if placement.kind:
+        assert engine.of_kind, "the candidate is legal"
+        instance = engine.of_kind(task, values, placement.kind, instance)
+    environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
+    first_host = placement.hosts[0]
+    named_hosts = dict(enumerate(task.spec.cluster.hosts))
+    devices = platform.devices_of(named_hosts.get(first_host, f"node {first_host}") if task.spec.on_each_host else "")
+    environment |= device_variables(platform.support, devices[placement.first : placement.first + placement.width])
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
+    set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
+    argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
+    if hosts > 1:
+        assert engine.on_host, "the candidate is legal"
+        argv, *other_argvs = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
+    return replace(
+        instance,
+        argv=argv,
+        environment=environment,
+        cores=cores,
+        requested=set_values,
+        host=placement.hosts[0],
+        further=tuple(other_argvs),
+        kind=placement.kind,
+    )

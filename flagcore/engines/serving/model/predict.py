@@ -1,0 +1,289 @@
+"""Predicts memory, latencies and rates of servers for columns of candidates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import numpy as np
+
+from flagcore.contracts import Costs, KernelCosts, communicator_bytes
+from flagcore.domain.objective import figure_name, is_rate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.model.candidates import Candidates, expected_figures, time_parts
+from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
+from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
+from flagcore.engines.serving.model.vision import EncoderCosts, encoder_costs
+from flagcore.engines.serving.model.work import Overheads, Serving, Split
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import InstanceKinds, uniform_kinds
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, Settings
+from flagcore.engines.serving.space.weights import STORED_BYTES, cache_bytes_per_token, parameters
+
+T = TypeVar("T", IterationCosts, ServingMemory)
+COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
+"""Compute formats of such weights, and of formats that the chip does not support; the first supported one is used."""
+
+BOUNDS = {
+    "rate": (0.85, 1.39, 2.45),
+    "tpot_s": (0.72, 1.56, 1.77),
+    "itl_s": (0.7, 1.6, 1.8),
+    "ttft_s": (0.71, 1.79, 6.6),
+    "e2e_s": (0.87, 1.68, 2.53),
+}
+"""80% intervals of times relative to the prediction, and their ends if the CPUs of a host are unknown. They are
+quantiles of three sources of published points with equal weights (benchmarks/README.md); ITL is estimated."""
+
+NO_GOOD_SHARE = 1e-3
+"""Share of good requests that represents none, so that goodput can be compared."""
+
+NARROW_BYTES = 1.9
+"""A file with fewer bytes per weight has weights of fewer than 16 bits."""
+
+WIDTH_FACTOR = 2.0
+"""Factor on the intervals if the chip was not measured, or the engine, linear or sparse attention was not fitted."""
+
+
+def predict(
+    task: Task,
+    settings: Settings,
+    costs: Costs,
+    overheads: Overheads,
+    *,
+    graph_tokens: int = GRAPH_TOKENS,
+    untested: bool = False,
+    kinds: InstanceKinds | None = None,
+) -> Predictions:
+    """Return memory and metrics of each candidate; times are NaN if facts about the chip are missing.
+
+    `settings` has one row per kind of instance in `kinds`; without `kinds` all instances of a candidate are equal.
+    Memory is that of the fullest device. With several load points, the metrics are those of the point that
+    `flagcore.engines.serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
+    """
+    serve = task.spec.serve
+    kinds = kinds or uniform_kinds(settings.instances)
+    split = split_of(settings, graph_tokens, 1.0 if costs.synchronous else crowding(task, kinds, settings))
+    memory, times = _memory_and_times(task, settings, split, costs, overheads)
+    context = Candidates(
+        kinds=kinds,
+        serve=serve,
+        objective=task.spec.objective,
+        settings=settings,
+        split=split,
+        memory=memory,
+        times=times,
+        overheads=overheads,
+        transfer=transfer_seconds(task, kinds, split, costs),
+        vision=task.spec.model.vision,
+        encoder=_encoder(task, settings, split, costs, overheads),
+    )
+    figures = expected_figures(context)
+    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
+    decodes = 1.0 if kinds.role is None else kinds.role != 1
+    figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
+    figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
+    unmeasured = costs.guessed or costs.synchronous or untested
+    unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
+    width_factor = WIDTH_FACTOR if unmeasured else 1.0
+    few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
+    return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
+
+
+def _encoder(task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads) -> EncoderCosts | None:
+    vision, shares = task.spec.model.vision, settings.tower_shares
+    if vision is None:
+        return None
+    serving = serving_of(task, costs.kernels, overheads)
+    return encoder_costs(vision, serving, split, costs, split.tensor if shares is None else shares)
+
+
+def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
+    """Return the seconds for the cache of one prompt token from an instance that prefills to one that decodes.
+
+    Each pair of ranks sends its part at the same time: a link has the bytes of the cache divided by the ranks of the
+    smaller side that hold different parts. The link is that between hosts unless both kinds fit on one host. Zero for
+    other instances.
+    """
+    if kinds.role is None:
+        return np.zeros(kinds.owner.size)
+    model, hardware = task.spec.model, Hardware.of(task)
+    groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)
+    parts = np.minimum(split.tensor, groups) * split.pipeline
+    smaller = np.full(kinds.size, np.inf)
+    np.minimum.at(smaller, kinds.owner, parts)
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
+    payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * split.cache_bytes / smaller[kinds.owner]
+    devices = kinds.total(split.tensor * split.pipeline * split.data)[kinds.owner]
+    stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
+    seconds = costs.collectives.seconds("send", payload, np.full(stride.shape, 2, dtype=np.int64), stride)
+    return np.where(kinds.role > 0, seconds / prompt, 0.0)
+
+
+def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray:
+    """Return the busy processes per CPU of a host, at least 1; 1 if the CPUs are unknown.
+
+    An instance has a front end, a scheduler for each attention rank and a process for each device (vLLM,
+    `docs/design/arch_overview.md`). Fewer CPUs delay launches and requests (Chung et al. 2026, arXiv 2603.22774).
+    """
+    group = task.cluster.groups[0]
+    processes = kinds.total(1 + settings.data + settings.devices)
+    hosts = np.ceil(kinds.total(settings.devices) / group.devices_per_node)
+    per_cpu = processes / hosts / (group.cpus_per_node or np.inf)
+    return np.maximum(per_cpu, 1.0)[kinds.owner]
+
+
+def _memory_and_times(
+    task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads
+) -> tuple[ServingMemory, IterationCosts]:
+    """Return the memory and iteration costs of candidates with their own format of weights and time of the host."""
+    serve, serving = task.spec.serve, serving_of(task, costs.kernels, overheads)
+    memory, times = memory_of(serving, split, settings, costs), iteration_costs(serving, split, costs)
+    if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
+        fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
+        fp8 = serving_of(fp8_task, costs.kernels, overheads)
+        memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
+        times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
+    if settings.host_s is not None:
+        changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
+        times = replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed))
+    return memory, times
+
+
+def _selected(rows: BoolArray, chosen: T, others: T) -> T:
+    """Return a dataclass of arrays with the `rows` of `chosen` and the other rows of `others`."""
+    arrays = {field.name: (getattr(chosen, field.name), getattr(others, field.name)) for field in fields(others)}
+    return replace(
+        others, **{name: np.where(rows.reshape(-1, *[1] * (each[1].ndim - 1)), *each) for name, each in arrays.items()}
+    )
+
+
+def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
+    """Return the inputs that all candidates share. A format that the chip cannot compute in is only for storage.
+
+    For weights in a file (GGUF), the size of the file counts, and `precision` is the compute format.
+    """
+    model, precision = task.spec.model, task.spec.serve.precision
+    ones, file_bytes = np.ones(1), _file_weight_bytes(task)
+
+    def computes(name: str) -> bool:
+        return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
+
+    loads = task.spec.serve.loads
+    prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
+    tokens = prompt + float(np.mean([load.output_len for load in loads]))
+    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt)
+    if precision not in STORED_BYTES and file_bytes is None and computes(precision):
+        return serving
+    supported = [name for name in COMPUTE_FORMATS if computes(name)]
+    weight_bytes = file_bytes or STORED_BYTES.get(
+        precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
+    )
+    compute_precision = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
+    return replace(serving, precision=compute_precision, weight_bytes=weight_bytes)
+
+
+def _file_weight_bytes(task: Task) -> float | None:
+    """Return the bytes per weight of a file with fewer than 16 bits per weight; None without such a file."""
+    weights = task.spec.serve.weights
+    if weights is None or not os.path.isfile(weights):
+        return None
+    weight_bytes = os.path.getsize(weights) / parameters(task.spec.model)
+    return weight_bytes if weight_bytes < NARROW_BYTES else None
+
+
+def split_of(
+    settings: Settings, captured_tokens: int = GRAPH_TOKENS, processes_per_cpu: FloatArray | float = 1.0
+) -> Split:
+    """Return how candidates split the work."""
+    names = ("tensor", "data", "expert", "pipeline", "instances", "pass_tokens")
+    counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
+    ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
+    captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
+    return Split(
+        **counts,
+        cores=np.maximum(settings.devices / ranks, 1.0),
+        captured=np.where(settings.graphs > 0, captured, 0.0),
+        cache_bytes=settings.cache_element_bytes.astype(np.float64),
+        crowding=np.broadcast_to(np.asarray(processes_per_cpu, dtype=np.float64), ranks.shape),
+    )
+
+
+def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
+    """Return the memory of a device. Driver and libraries reduce the budget of the engine."""
+    capacity = costs.memory.capacity_bytes()
+    driver_bytes = costs.memory.device_used_bytes(np.zeros(1)) + split.communicators * communicator_bytes(costs.memory)
+    budget = np.full(settings.instances.shape, np.inf)
+    if capacity is not None:
+        outside_bytes = 0.0 if serving.overheads.activations_beside else driver_bytes
+        budget = settings.memory_fraction * capacity - outside_bytes
+    memory = serving_memory(
+        serving,
+        split,
+        budget=budget,
+        own_cache=settings.cache_bytes,
+        batched_tokens=settings.max_batched_tokens.astype(np.float64),
+        running=settings.max_running.astype(np.float64),
+        longest=settings.context_len.astype(np.float64),
+        tower_shares=settings.tower_shares,
+    )
+    return memory if settings.on_device is None else _offload(serving, split, memory, settings.on_device)
+
+
+def _offload(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
+    """Return the memory of a device if the host has some layers with their cache, and the embedding tables."""
+    model = serving.model
+    device_share = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * device_share
+    weights = np.where(on_device < 1.0, layers, memory.weights)
+    return replace(
+        memory,
+        weights=weights,
+        cache=memory.cache * device_share,
+        token=memory.token * device_share,
+        longest_token=memory.longest_token * device_share,
+    )
+
+
+def _predictions(
+    context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
+) -> Predictions:
+    objective, memory, settings = context.objective, context.memory, context.settings
+    name = figure_name(objective)
+    figure = figures.get(name, figures["output_tokens_per_s"])
+    if objective == "goodput_requests_per_s":  # orders candidates without good requests
+        figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
+    with np.errstate(divide="ignore"):
+        time = 1.0 / figure if is_rate(objective) else figure
+    low, high, high_with_few_cpus = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    capacity = costs.memory.capacity_bytes()
+    engine_bytes = memory.weights + memory.activations + memory.graphs
+    request_bytes = settings.context_len * memory.longest_token
+    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: the cache of one request
+    needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
+    reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
+    buffers = context.split.communicators * communicator_bytes(costs.memory)
+    used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
+    if capacity is not None:  # an engine without memory for one request does not start
+        unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
+        used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
+    fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
+    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest_rows] / 2**30
+    return Predictions(
+        step_time_s=time,
+        low_s=time * low / width_factor,
+        high_s=time * (high_with_few_cpus if few_cpus else high) * width_factor,
+        time_s={},
+        static_bytes=(memory.weights + cache)[fullest_rows],
+        activation_bytes=(memory.activations + memory.graphs)[fullest_rows],
+        peak_allocated_bytes=needed_bytes[fullest_rows],
+        reserved_bytes=reserved_bytes[fullest_rows],
+        device_used_bytes=used_bytes[fullest_rows],
+        worst_stage=np.zeros(time.shape, dtype=np.int64),
+        capacity_bytes=capacity,
+        model_flops=0.0,
+        figures=figures,
+    )

@@ -1,0 +1,372 @@
+"""Simulates the requests of a load point on its lanes, and computes the metrics of a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from flagcore.domain.model import Vision
+from flagcore.domain.serving import OPEN_LOOP_FLIGHT, Load
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.engines.serving.load.figures import statistics_of, widest_limits
+from flagcore.engines.serving.load.images import image_tokens
+from flagcore.engines.serving.load.traces import Traffic
+from flagcore.engines.serving.load.traffic import in_flight, traffic
+from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
+from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.reuse import Part, cached_tokens, prefix_lanes, prompt_parts, turn_order
+from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.vision import ImageWork, image_work
+
+MAX_REQUEST_TIMES = 20_000
+"""Maximum number of requests with their own latencies; of more, an evenly spaced sample is kept."""
+
+OVERLOAD_GROWTH = 0.02
+"""An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """Latencies of a sample of requests in seconds, and totals of all requests.
+
+    `tpot` is NaN for answers of one token; `gaps` has the format of `Outcome.gaps`. `input_len` and `output_len` are
+    mean numbers of tokens of the `count` requests, `seconds` is the time from the first to the last.
+    """
+
+    ttft: FloatArray
+    e2e: FloatArray
+    tpot: FloatArray
+    gaps: list[tuple[float, int]]
+    sent: FloatArray
+    input_len: float
+    output_len: float
+    count: int
+    seconds: float
+
+    @classmethod
+    def from_outcome(cls, outcome: Outcome) -> RequestTimes:
+        prompts, outputs, sent, first, end = (
+            np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
+            for name in ("prompt", "output", "arrival", "first", "end")
+        )
+        return cls(
+            ttft=first - sent,
+            e2e=end - sent,
+            tpot=np.divide(end - first, outputs - 1.0, out=np.full(sent.shape, np.nan), where=outputs > 1.0),
+            gaps=outcome.gaps,
+            sent=sent,
+            input_len=float(prompts.mean()),
+            output_len=float(outputs.mean()),
+            count=sent.size,
+            seconds=outcome.duration,
+        )
+
+    def endless(self, simulated: int, flight: int, rows: slice) -> RequestTimes:
+        """Return the times of `flight` requests in flight; `simulated` of them were simulated, of which `rows` count.
+
+        Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait.
+        """
+        ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
+        seconds = float(e2e.sum()) / simulated
+        wait = (flight - simulated) * seconds / e2e.size
+        return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
+
+    def extrapolate(
+        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
+    ) -> RequestTimes:
+        """Return the times of all requests of these lengths; the first ones were simulated.
+
+        The other requests repeat the simulated ones without both ends. In a closed loop with `flight` requests in
+        flight, those beyond `simulated` wait, and the first wave starts `delay` seconds later. In an overloaded open
+        loop (`simulated` is None) each request waits longer than the previous one.
+        """
+        count, sample, ends = input_len.size, self.count, simulated or 0
+        low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
+        index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
+        source = np.where(index < low, index, low + index % (high - low))
+        if simulated is not None:
+            gap = float(self.e2e[low:high].mean()) / simulated  # from one end to the next (Little's law)
+            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
+            seconds = self.seconds + (count - sample) * gap + delay
+        else:
+            quarters = self.ttft[: 4 * (sample // 4)].reshape(4, -1).mean(axis=1)
+            interval = float(self.sent[-1]) / max(sample - 1, 1)
+            gap = float(quarters[3] - quarters[1]) / (sample // 2)
+            gap = gap if gap > OVERLOAD_GROWTH * interval else 0.0
+            wait = (index - source) * gap
+            seconds = self.seconds + (count - sample) * (interval + gap)
+        return replace(
+            self,
+            ttft=self.ttft[source] + wait,
+            e2e=self.e2e[source] + wait,
+            tpot=self.tpot[source],
+            input_len=float(input_len.mean()),
+            output_len=float(output_len.mean()),
+            count=count,
+            seconds=seconds,
+        )
+
+
+HIT_RATE = "cache_hit_rate"
+"""The share of prompt tokens that the prefix cache had."""
+
+WAVES_IN_FLIGHT = 10
+"""Simulated requests of a steady state per request in flight, as in published measurements."""
+
+STEADY_RATIO = 0.9
+"""Minimum length of a simulated request in a steady state, relative to the load's length: requests of equal length
+would stay in phase."""
+
+
+MAX_REQUESTS = 6000
+"""Maximum number of simulated requests of one lane, at least three times those in flight; others are extrapolated."""
+
+MIN_WAITING = 64
+"""Minimum number of waiting requests if more are in flight than can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLoad:
+    """The requests of a load, drawn once for all candidates.
+
+    `input_len` includes the tokens of images, and `images` is the other work for them. `parts` are those of each prompt
+    that a prefix cache may have. `turn` is the turn of each request in its
+    conversation, `think_s` the time before a turn after the first one. `prefix_aware` is as in ServeSpec. `hits`
+    stores cached tokens by the lanes and the size of a cache, `rows` the requests of a lane by the lanes.
+    """
+
+    load: Load
+    input_len: IntArray
+    output_len: IntArray
+    arrivals: FloatArray | None
+    is_text: bool = False
+    images: Sequence[ImageWork] = ()
+    parts: Sequence[Sequence[Part]] = ()
+    turn: IntArray | None = None
+    think_s: float = 0.0
+    prefix_aware: bool = False
+    hits: dict[tuple[int, float], FloatArray] = field(default_factory=dict, compare=False)
+    rows: dict[int, IntArray] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def draw(cls, load: Load, vision: Vision | None = None, *, prefix_aware: bool = False) -> SimulatedLoad:
+        """Draw the requests of `load`. Images need the `vision` tower. Raises SpecError for an invalid load or an
+        unreadable trace.
+        """
+        drawn_load = load = in_flight(load)
+        if load.num_prompts is None and load.trace is None:
+            flight = load.concurrency or OPEN_LOOP_FLIGHT
+            count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
+            ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
+            drawn_load = replace(load, num_prompts=count, range_ratio=ratio)
+        requests = traffic(drawn_load)
+        images = requests.images if vision is not None else ()
+        drawn = cls(
+            load,
+            requests.input_len + image_tokens(images, vision) if images and vision else requests.input_len,
+            requests.output_len,
+            requests.arrive_s,
+            bool(requests.texts or images),
+            image_work(images, vision) if vision else (),
+            prompt_parts(requests, load.prefix_len),
+            prefix_aware=prefix_aware,
+        )
+        return drawn if requests.follows is None else drawn._with_turns(requests)
+
+    def _with_turns(self, requests: Traffic) -> SimulatedLoad:
+        """Return the load with the requests of conversations in the order in which they are sent."""
+        assert requests.follows is not None
+        flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
+        order, turn = turn_order(requests.follows, flight, self.load.seed)
+        return replace(
+            self,
+            load=self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight),
+            input_len=self.input_len[order],
+            output_len=self.output_len[order],
+            arrivals=None if self.arrivals is None else self.arrivals[order],
+            parts=[self.parts[index] for index in order],
+            turn=turn[order],
+            think_s=self.load.think_time_s,
+        )
+
+    def _spread(self, between_s: float) -> SimulatedLoad:
+        """Return an open loop of conversations with `between_s` seconds from the arrival of a turn to the next one."""
+        assert self.turn is not None
+        assert self.arrivals is not None
+        arrivals = self.arrivals + self.turn * between_s
+        order = np.argsort(arrivals, kind="stable")
+        return replace(
+            self,
+            input_len=self.input_len[order],
+            output_len=self.output_len[order],
+            arrivals=arrivals[order],
+            parts=[self.parts[index] for index in order],
+            turn=None,
+            hits={},
+        )
+
+    def _hits_of(self, price: Price, lanes: int) -> FloatArray:
+        """Return the prompt tokens in the cache of one of `lanes` lanes, for each of its requests."""
+        key = lanes, price.lane.retained
+        if not self.parts or not price.lane.retained:
+            return np.zeros(self._rows(lanes).size)
+        if key not in self.hits:
+            self.hits[key] = cached_tokens([self.parts[row] for row in self._rows(lanes)], price.lane.retained)
+        page = price.lane.page
+        return np.asarray(self.hits[key] // page * page)
+
+    def _rows(self, lanes: int) -> IntArray:
+        """Return the requests on one of `lanes` equal lanes; with prefixes, on the one with the median number."""
+        if lanes not in self.rows:
+            self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
+            if self.prefix_aware and self.parts and lanes > 1:
+                lane_of = prefix_lanes(self.parts, lanes)
+                counts = np.bincount(lane_of, minlength=lanes)
+                self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
+        return self.rows[lanes]
+
+    def _hit_rate(self, price: Price, lanes: int) -> float:
+        """Return the share of the prompt tokens that the prefix caches of `lanes` equal lanes have."""
+        inputs = self.input_len[self._rows(lanes)]
+        shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
+        return float(shared.sum() / inputs.sum())
+
+    def at(self, value: float) -> SimulatedLoad:
+        """Return the load with other clients, or at another rate if it has one."""
+        if self.load.request_rate is None or self.arrivals is None:
+            return replace(self, load=replace(self.load, concurrency=int(value)))
+        arrivals = self.arrivals * (self.load.request_rate / value)
+        return replace(self, load=replace(self.load, request_rate=value), arrivals=arrivals)
+
+    @property
+    def longest(self) -> float:
+        return float((self.input_len + self.output_len).max())
+
+    @property
+    def means(self) -> tuple[float, float]:
+        return float(self.input_len.mean()), float(self.output_len.mean())
+
+    def flight(self, lanes: int) -> int:
+        """Return the maximum number of requests in flight on one of `lanes` lanes."""
+        return -(-self._in_flight // min(lanes, self._in_flight))
+
+    @property
+    def _in_flight(self) -> int:
+        return min(self.load.concurrency or self.input_len.size, self.input_len.size)
+
+    def figures(
+        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of the load on `lanes` equal lanes; rates are totals over all lanes.
+
+        With `prefill`, the lanes only decode. Later turns of an open loop arrive after the mean time of an answer,
+        which a first simulation finds.
+        """
+        if self.turn is not None and self.arrivals is not None:
+            figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
+            return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
+        flight, lane_flight = self._in_flight, self.flight(lanes)
+        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
+        if self.arrivals is not None:  # the last request runs on another lane
+            times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
+        figures = figures_of(times, flight / lane_flight, slo)  # the number of full lanes
+        return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
+
+    @property
+    def _is_endless(self) -> bool:
+        """Whether the load is a closed loop that goes on."""
+        return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+
+    def _endless(self, times: RequestTimes, simulated: int, flight: int, *, is_crowded: bool = False) -> RequestTimes:
+        """Return the times of a load that goes on.
+
+        The first wave found free slots: it counts only in measurements that include it. If requests wait for slots
+        (`is_crowded`), neither the first wave nor the last one counts.
+        """
+        first, last = simulated * (self.load.is_steady or is_crowded), simulated * is_crowded
+        rows = slice(first, times.count - last) if times.count > 2 * simulated else slice(None)
+        return times.endless(simulated, flight, rows)
+
+    def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
+        """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
+
+        Requests that arrive while all slots are busy only wait, so a closed loop and a burst are simulated with fewer
+        requests in flight, and the others get additional wait time. Of more than `MAX_REQUESTS`, the first ones
+        represent all.
+        """
+        rows = self._rows(lanes)
+        inputs, outputs = self.input_len[rows], self.output_len[rows]
+        arrivals = None if self.arrivals is None else self.arrivals[rows]
+        if inputs.size <= MAX_REQUESTS:
+            count, simulated, is_closed = inputs.size, flight, arrivals is None
+        else:
+            is_closed = arrivals is None or not arrivals[-1]
+            slots = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
+            simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
+            count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
+        lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
+        images = [self.images[row] for row in rows] if self.images else ()
+        arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
+        if prefill is None:
+            hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
+            if self.turn is not None:  # first turns have no think time
+                think_s = self.think_s * float((self.turn > 0).mean())
+            outcome = simulate(price, lengths, arrival_times, simulated, hits, think_s, images)
+        else:
+            outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated, images)
+        times = RequestTimes.from_outcome(outcome)
+        if self._is_endless:
+            return self._endless(times, simulated, flight, is_crowded=price.lane.running < flight)
+        if count < inputs.size:
+            accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
+            delay = (flight - simulated) * accepted_s  # the front end parses the first wave together
+            return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
+        return times
+
+
+def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
+    """Return latencies by statistic and rates, as `flagcore.engines.serving.load.figures` defines them."""
+    rate = lanes * times.count / max(times.seconds, 1e-9)
+    has_tpot = ~np.isnan(times.tpot)
+    good_share = float(_meets_limits(times, has_tpot, slo).mean())
+    figures = {
+        "output_tokens_per_s": times.output_len * rate,
+        "total_tokens_per_s": (times.input_len + times.output_len) * rate,
+        "requests_per_s": rate,
+        "goodput_requests_per_s": good_share * rate,
+    }
+    for name, values, weights in (
+        ("ttft_s", times.ttft, None),
+        ("tpot_s", times.tpot[has_tpot], None),
+        ("itl_s", np.array([gap for gap, _ in times.gaps]), np.array([float(count) for _, count in times.gaps])),
+        ("e2e_s", times.e2e, None),
+    ):
+        figures |= {f"{name}.{statistic}": value for statistic, value in _statistics(values, weights).items()}
+    return figures
+
+
+def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
+    """Return mean and percentiles; 0 without values, such as the ITL of one-token answers."""
+    if not values.size:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
+    if weights is None:
+        return statistics_of(values)
+    order = np.argsort(values)
+    cumulative = np.cumsum(weights[order])
+    indices = np.minimum(np.searchsorted(cumulative, np.array([0.5, 0.9, 0.99]) * cumulative[-1]), values.size - 1)
+    p50, p90, p99 = (float(each) for each in values[order][indices])
+    return {"mean": float((values * weights).sum() / weights.sum()), "p50": p50, "p90": p90, "p99": p99}
+
+
+def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:
+    """Return which requests meet all limits; the widest of several limits on one latency counts."""
+    widest = widest_limits(slo)
+    is_good = np.ones(times.ttft.size, dtype=np.bool_)
+    tpot = np.where(has_tpot, times.tpot, 0.0)
+    for name, values in (("ttft_s", times.ttft), ("tpot_s", tpot), ("e2e_s", times.e2e)):
+        if name in widest:
+            is_good &= values <= widest[name]
+    return is_good

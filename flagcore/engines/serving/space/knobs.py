@@ -1,0 +1,355 @@
+"""The common knobs of serving engines, and the parser of knob values in specs and job records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import SHARES, Flag, Knob
+from flagcore.domain.objective import is_rate
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.serving.space import placement
+from flagcore.engines.serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    has_images,
+    max_in_flight,
+)
+from flagcore.errors import SpecError
+
+LAYOUT = (INSTANCES, TP, PP, DP, EP)
+DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
+"""Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
+CONTEXT = "context_len"
+"""A spec without a space sets it only if the engine does not start otherwise."""
+IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
+    **dict.fromkeys((PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
+    "enforce_eager": (None, False),
+}
+"""Knobs that every job record may have, and their values that an engine without the knob accepts."""
+
+
+def axes(
+    task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue], version: str | None = None
+) -> tuple[Axis, ...]:
+    """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
+
+    For a spec without a space, knobs of DEFAULT_SPACE and CONTEXT are `auto` unless fixed. Raises SpecError for a key
+    of the space that is not a knob, and for a value of a knob that the engine release `version` does not have.
+    """
+    baseline = task.spec.baseline or {}
+    for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
+        _knobs_by_key(values, knobs, task.spec.serve.engine, f"auto_tuner.{section}.")
+    result = []
+    for knob in knobs:
+        if knob.name == PREFILL_DECODE:
+            knob = replace(knob, words=placement.known_roles(task))
+        value = fixed.get(knob.name, knob.neutral)
+        extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
+        if baseline_value is not None:
+            extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
+        by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
+        searched = task.listed_values(knob, AUTO if by_default and knob.name not in fixed else [value])
+        if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
+            searched = (knob.neutral,)
+        set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
+        if set_value is not None and not knob.is_available(version):
+            section = "serve.engine_args" if knob.name in fixed else "auto_tuner.baseline"
+            key = f"{'auto_tuner.space' if set_value in searched and knob.name not in fixed else section}.{knob.name}"
+            problem = f"needs {task.spec.serve.engine} {knob.versions}, but the release is {version}"
+            raise SpecError(key=key, value=set_value, problem=problem, fix="remove it, or use such a release")
+        result.append(knob.axis(searched, extra_values))
+    return tuple(result)
+
+
+def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
+    """Return the knob values of a spec or a job record. Raises SpecError."""
+    knobs_by_key = _knobs_by_key(values, knobs, engine, "")
+    return {knob.name: knob.parse(values[key], key) for key, knob in knobs_by_key.items()}
+
+
+def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, prefix: str) -> dict[str, Knob]:
+    """Return the knob of each key. Raises SpecError for an unknown key, and for two keys of one knob."""
+    by_name = {name: knob for knob in knobs for name in knob.names}
+    result: dict[str, Knob] = {}
+    for key, value in values.items():
+        knob = by_name.get(key)
+        if knob is None:
+            if value in IMPLIED_VALUES.get(key, ()):
+                continue
+            names = [knob.name for knob in knobs]
+            close_matches = get_close_matches(str(key), names, n=1, cutoff=0.5)
+            fix = f"did you mean {close_matches[0]}?" if close_matches else f"its knobs: {', '.join(names)}"
+            raise SpecError(key=f"{prefix}{key}", problem=f"is not a knob of {engine}", fix=fix)
+        other = next((other for other, same in result.items() if same is knob), None)
+        if other is not None:
+            raise SpecError(key=f"{prefix}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
+        result[key] = knob
+    return result
+
+
+def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: str | None = None) -> tuple[str, ...]:
+    """Return the flags of a candidate's knobs in an engine release."""
+    return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral), version))
+
+
+def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+    """Return a column of each knob; a missing column has the fixed or the neutral value."""
+    column = next(iter(columns.values()), np.zeros(1))
+    result = dict(columns)
+    for knob in knobs:
+        if knob.name not in columns:
+            result[knob.name] = np.full(column.shape, code(knob, fixed.get(knob.name, knob.neutral)))
+    return result
+
+
+def code(knob: Knob, value: KnobValue) -> int:
+    """Return the code of a value in the columns of a knob."""
+    words = SHARES if knob.kind == "share" else knob.words
+    return words.index(value) + 1 if isinstance(value, str) else value or 0
+
+
+def is_fp8(quantization: Knob, columns: Columns) -> BoolArray:
+    """Return the rows whose weights are converted to fp8."""
+    return np.isin(
+        columns[quantization.name], [code(quantization, word) for word in quantization.words if "fp8" in word]
+    )
+
+
+def tower_shares(knob: Knob, columns: Columns, *, loaded: bool = True) -> FloatArray:
+    """Return the ranks that split the weights of the vision tower, infinity if it is not `loaded`."""
+    tensor = columns[TP].astype(np.float64)
+    is_whole = columns[TOWER] == code(knob, "data")
+    return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
+
+
+def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
+    """Return the values of a numeric column, `default` where it is not set."""
+    return np.where(codes > 0, codes, default)
+
+
+def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
+    """Return the shares of a column of codes, `default` where it is not set."""
+    return np.where(codes > 0, codes / len(SHARES), default)
+
+
+def divisors(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the number of devices in ascending order."""
+    cards = Hardware.of(task).cards
+    return tuple(each for each in range(1, cards + 1) if cards % each == 0)
+
+
+def tensor_sizes(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the number of devices, and the powers of two up to it, in ascending order.
+
+    Attention heads are rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12 cannot.
+    """
+    cards = Hardware.of(task).cards
+    return tuple(sorted({*divisors(task), *(1 << step for step in range(cards.bit_length()))}))
+
+
+def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
+    """Return the `count` powers of two up to the requests in flight, limited to `maximum`."""
+    limit = min(maximum, 1 << (max(1, max_in_flight(task.spec.serve.loads)) - 1).bit_length())
+    return tuple(1 << step for step in range(limit.bit_length()))[-count:]
+
+
+class Auto(NamedTuple):
+    """The values of `auto` for a task, and their description."""
+
+    values: Callable[[Task], Sequence[KnobValue]]
+    help: str
+
+
+def fixed_values(*values: KnobValue) -> Auto:
+    """Return an `auto` with the same values for every task."""
+    return Auto(lambda task: values, ", ".join(map(_value_text, values)))
+
+
+def _value_text(value: KnobValue) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def by_hardware(cores: Auto, devices: Auto) -> Auto:
+    """Return an `auto` with different values on CPU cores and on devices."""
+    return Auto(
+        lambda task: (cores if Hardware.of(task).on_cores else devices).values(task),
+        f"{devices.help}; on cores {cores.help}",
+    )
+
+
+def if_fp8(default: str, fp8: str) -> Auto:
+    """Return an `auto` of cache formats: `default`, and `fp8` if the chip supports it."""
+    help_text = f"{default}, and {fp8} if the chip supports it"
+    return Auto(lambda task: (default, fp8) if Hardware.of(task).fp8 else (default,), help_text)
+
+
+NOT_SET = fixed_values(None)
+DIVISORS = Auto(divisors, "divisors of the devices")
+TENSOR_SIZES = Auto(tensor_sizes, "divisors of the devices, and powers of two")
+DIVISORS_WITH_EXPERTS = Auto(
+    lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,), "1; with experts divisors of the devices"
+)
+POWERS_IN_FLIGHT = Auto(lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight")
+DIVISORS_FOR_RATES = Auto(
+    lambda task: divisors(task) if is_rate(task.spec.objective) else (1,), "divisors of the devices; 1 for a latency"
+)
+"""Several instances do not reduce a latency."""
+
+
+def knob(
+    name: str,
+    help: str,
+    *,
+    flags: Sequence[str | Flag] | None = None,
+    off: str = "",
+    auto: Auto = NOT_SET,
+    **fields: Any,
+) -> Knob:
+    """Return a knob with its flags, the preferred one first; the default flag is its name with hyphens.
+
+    `off` is the flag that means False; `fields` are fields of `Knob`.
+    """
+    spellings = (name.replace("_", "-"),) if flags is None else flags
+    rows = tuple(each if isinstance(each, Flag) else Flag(name=each, off=off) for each in spellings)
+    return Knob(name=name, help=help, flags=rows, auto=auto.values, auto_help=auto.help, **fields)
+
+
+def variant(common: Knob, *flags: str | Flag, off: str = "", auto: Auto | None = None, **fields: Any) -> Knob:
+    """Return a common knob with an engine's flags, the preferred one first, and changed fields."""
+    if auto is not None:
+        fields |= {"auto": auto.values, "auto_help": auto.help}
+    rows = [each if isinstance(each, Flag) else Flag(name=each, off=off) for each in flags or (("",) if off else ())]
+    return replace(common, flags=tuple(rows), **fields)
+
+
+class RolesKnob(Knob):
+    """The instances that prefill and those that decode, as a text. The possible values depend on the task."""
+
+    def parse(self, value: object, key: str) -> KnobValue:
+        return None if value is None else placement.parse_roles(value, key)
+
+
+def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
+    """Return a knob with the values on and off, which have a flag each; not set: the engine decides."""
+    flags = (Flag(name=on, word="on"), Flag(name=off, word="off"))
+    spellings = {"enabled": "on", "disabled": "off"}
+    return knob(name, help, kind="word", words=("on", "off"), spellings=spellings, flags=flags, **fields)
+
+
+ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
+MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
+TRANSFER = "kv_transfer"
+TOWER = "mm_encoder_tp_mode"
+EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
+"""Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
+
+INSTANCES_KNOB = knob(
+    INSTANCES,
+    "Number of servers, each with its own devices or CPU cores; `serve.router` divides the requests between them.",
+    flags=(),
+    layout=True,
+    neutral=1,
+    auto=DIVISORS_FOR_RATES,
+    aliases=("instance",),
+)
+ROLES_KNOB = RolesKnob(
+    name=PREFILL_DECODE,
+    help="Instances that only prefill and instances that only decode, with their layouts, such as 2xtp2+1xtp4; "
+    "replaces all other knobs of layouts.",
+    label="P+D",
+    layout=True,
+    kind="word",
+    auto=placement.auto_roles,
+    auto_help="not set; for a rate also divisions of all devices between two layouts",
+)
+TRANSFER_KNOB = knob(
+    TRANSFER,
+    f"What moves caches from instances that prefill to instances that decode; used with {PREFILL_DECODE}.",
+    flags=(),
+    label="KV transfer",
+    kind="word",
+)
+_SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
+TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=TENSOR_SIZES, **_SIZE)
+PP_KNOB = knob(PP, "Pipeline stages: devices that hold successive layers.", label="PP", auto=DIVISORS, **_SIZE)
+DP_KNOB = knob(
+    DP,
+    "Attention data parallelism: groups inside one instance that each hold the attention of some sequences.",
+    label="DP",
+    auto=DIVISORS_WITH_EXPERTS,
+    **_SIZE,
+)
+EP_KNOB = knob(EP, "Devices that share the experts.", label="EP", auto=DIVISORS_WITH_EXPERTS, **_SIZE)
+CONTEXT_KNOB = knob(CONTEXT, "Tokens of one sequence, prompt and answer.", flags=())
+PREFIX_KNOB = knob(
+    "enable_prefix_caching",
+    "Whether cached prompt prefixes are reused.",
+    flags=(),
+    label="prefix caching",
+    kind="flag",
+    neutral=True,
+    auto=fixed_values(True, False),
+)
+EAGER_KNOB = knob(
+    "enforce_eager",
+    "Eager mode: no graph capture and no compilation, for a faster start and slower serving.",
+    flags=(),
+    label="eager",
+    kind="flag",
+    neutral=False,
+    auto=fixed_values(False, True),
+    memory_order=-1,
+)
+KV_KNOB = knob(
+    "kv_cache_type",
+    "Number format of cached keys and values; 8 or 4 bits change the answers.",
+    flags=(),
+    label="KV cache",
+    kind="word",
+)
+BACKEND_KNOB = knob(BACKEND, "Kernels of attention.", label="attention", kind="word")
+MOE_KNOB = knob(MOE, "Kernels of the experts.", label="MoE backend", kind="word")
+BALANCING_KNOB = knob(
+    BALANCING,
+    "Whether experts with much work get copies on other devices; needs expert parallelism.",
+    label="EPLB",
+    kind="flag",
+    neutral=False,
+)
+QUANTIZATION_KNOB = knob(
+    QUANTIZATION,
+    "Format to which the engine converts the weights, or in which they are stored; a conversion changes the answers.",
+    kind="word",
+)
+TOWER_KNOB = knob(
+    TOWER,
+    "How tensor ranks share the vision tower: each has a part of its weights, or all weights and a part of the images.",
+    label="tower",
+    kind="word",
+    words=("weights", "data"),
+    auto=Auto(
+        lambda task: ("weights", "data") if task.spec.model.vision and has_images(task.spec.serve.loads) else (None,),
+        "both for a load with images; else not set",
+    ),
+)
+SPECULATION_KNOB = knob(
+    SPECULATION,
+    "Method that drafts tokens, which the model accepts or rejects; the gain depends on the text.",
+    kind="word",
+)
+DRAFTED_KNOB = knob(
+    DRAFTED, "Drafted tokens of a sequence in one iteration.", label="drafted tokens", part_of=SPECULATION
+)

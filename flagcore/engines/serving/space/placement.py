@@ -1,0 +1,355 @@
+"""The instances of candidates: of which kinds they are, and where they run.
+
+All are equal, or some only prefill and the others only decode. A text such as 2xtp2+1xtp4 lists both.
+
+The terms are those of the planners of Dynamo (ai-dynamo/aiconfigurator `README.md`): workers of each kind with a
+parallelism of their own, whose rates should match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.objective import is_rate
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.load.routing import DECODE, PREFILL
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count, on_hosts
+from flagcore.engines.serving.space.weights import min_devices
+from flagcore.errors import SpecError
+
+KINDS = (PREFILL, DECODE)
+SPLITS = {"tp": TP, "pp": PP, "dp": DP, "ep": EP}
+PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens")
+DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
+"""Knobs that act on one kind only; the other kind has the engine's defaults."""
+MAX_COUNTS = 12
+"""Maximum number of divisions of the devices between two layouts that `auto` tries. Chosen: neighbors differ by less
+than a tenth of the devices."""
+_KIND = re.compile(r"(\d{1,6})x(?=[tpde])(?:tp(\d{1,6}))?(?:pp(\d{1,6}))?(?:dp(\d{1,6}))?(?:ep(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The instances of one kind: their number and the layout of each."""
+
+    count: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def devices(self) -> int:
+        """The devices of one instance."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {knob: getattr(self, name) for name, knob in SPLITS.items()}
+
+    def __str__(self) -> str:
+        others = "".join(f"{name}{size}" for name in ("pp", "dp", "ep") if (size := getattr(self, name)) > 1)
+        return f"{self.count}xtp{self.tp}{others}"
+
+
+Pair: TypeAlias = "tuple[Role, Role]"
+"""The instances that prefill, and those that decode."""
+Check: TypeAlias = "Callable[[Pair], bool]"
+
+
+@lru_cache(maxsize=1 << 16)
+def roles(word: str) -> Pair:
+    """Return both kinds of a value of PREFILL_DECODE. Raises ValueError for another text."""
+    found = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
+    if len(found) != 2 or not (found[0] and found[1]):
+        raise ValueError(word)
+    prefill, decode = (Role(*(int(size or 1) for size in each.groups())) for each in found if each)
+    if min(*(getattr(each, name) for each in (prefill, decode) for name in ("count", *SPLITS))) < 1:
+        raise ValueError(word)
+    return prefill, decode
+
+
+def parse_roles(value: object, key: str) -> str:
+    """Return the value of `key` in its shortest form. Raises SpecError."""
+    try:
+        return "+".join(map(str, roles(value if isinstance(value, str) else "")))
+    except ValueError:
+        fix = "list the number and the layout of the instances that prefill and of those that decode: 2xtp2+1xtp4"
+        raise SpecError(key=key, value=value, problem="is not a valid value", fix=fix) from None
+
+
+def known_roles(task: Task) -> tuple[str, ...]:
+    """Return all values of PREFILL_DECODE for a task in the order of their codes: those of `auto`, then the spec's."""
+    sections = {"auto_tuner.space": task.spec.space, "auto_tuner.baseline": task.spec.baseline or {}}
+    entries = [
+        (values[PREFILL_DECODE], f"{key}.{PREFILL_DECODE}")
+        for key, values in sections.items()
+        if PREFILL_DECODE in values
+    ]
+    texts = [(each, key) for value, key in entries for each in (value if isinstance(value, tuple) else (value,))]
+    listed = [parse_roles(each, key) for each, key in texts if each not in (None, "auto")]
+    return tuple(dict.fromkeys((*_divisions(task), *listed)))
+
+
+def auto_roles(task: Task) -> tuple[KnobValue, ...]:
+    """Return the values of `auto`: not set, and for a rate the divisions of all devices between two kinds."""
+    return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
+
+
+def _divisions(task: Task) -> tuple[str, ...]:
+    hardware = Hardware.of(task)
+    has_experts = task.spec.model.num_moe_experts is not None
+    return _all_divisions(hardware.cards, hardware.per_host, hardware.on_cores, has_experts, min_devices(task))
+
+
+@lru_cache(maxsize=16)
+def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool, smallest: int) -> tuple[str, ...]:
+    """Return the divisions of `cards` into instances of two layouts that leave no room for another instance.
+
+    An instance has a power of two of devices, at least half of `smallest`, and does not span hosts unless it needs to.
+    With experts it may also split them, and have an attention group on each device.
+    """
+    widths = [1 << step for step in range(cards.bit_length()) if 1 << step < cards]
+    usual = [each for each in widths if smallest <= 2 * each and each <= max(per_host, smallest)]
+    layouts = [Role(1)] if on_cores else [Role(1, width) for width in usual]
+    if has_experts and not on_cores:
+        layouts += [Role(1, width, ep=width) for width in usual if width > 1]
+        layouts += [Role(1, dp=width, ep=width) for width in usual if width > 1]
+    found = list[str]()
+    for first in layouts:
+        for second in layouts:
+            counts = range(1, (cards - second.devices) // first.devices + 1)
+            for number in counts if len(counts) <= MAX_COUNTS else _spread(counts):
+                others = (cards - number * first.devices) // second.devices
+                rest = cards - number * first.devices - others * second.devices
+                if others and rest < min(first.devices, second.devices):
+                    found.append(f"{number}x{str(first)[2:]}+{others}x{str(second)[2:]}")
+    return tuple(dict.fromkeys(found))
+
+
+def _spread(counts: range) -> list[int]:
+    """Return `MAX_COUNTS` of the counts, evenly spaced."""
+    return sorted({int(each) for each in np.linspace(counts[0], counts[-1], MAX_COUNTS).round()})
+
+
+def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules for PREFILL_DECODE: both kinds fit on the devices, and each obeys `layout_rules`."""
+    hardware = Hardware.of(task)
+    pairs = [None, *(roles(word) for word in known_roles(task))]
+    of_layout = [rule for rule in layout_rules if set(rule.knobs) <= set(SPLITS.values())]
+
+    def too_many(pair: Pair) -> bool:
+        return sum(each.count * each.devices for each in pair) > hardware.cards
+
+    def misplaced(pair: Pair) -> bool:
+        return not too_many(pair) and places(widths(pair, hardware), hardware) is None
+
+    def illegal(pair: Pair) -> bool:
+        columns = {knob: np.array([each.layout[knob] for each in pair]) for knob in SPLITS.values()}
+        return any(bool(np.any(rule.broken(columns))) for rule in of_layout)
+
+    checks = (
+        ("cards", too_many, f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"),
+        ("hosts", misplaced, f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"),
+        ("layout", illegal, f"each kind of {PREFILL_DECODE} must obey the rules for layouts"),
+    )
+    return tuple(
+        Rule(name=f"{name}_of_kinds", knobs=(PREFILL_DECODE,), message=message, broken=_by_code(pairs, check))
+        for name, check, message in checks
+    )
+
+
+def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
+    """Return the rule of pairs between which a value of the knob `transfer` cannot move caches.
+
+    `is_broken` has a predicate of a pair by the code of the value.
+    """
+    pairs = [None, *(roles(word) for word in known_roles(task))]
+    tables = {code: np.array([pair is not None and check(pair) for pair in pairs]) for code, check in is_broken.items()}
+
+    def broken(c: Columns) -> BoolArray:
+        result = np.zeros(c[PREFILL_DECODE].shape, dtype=np.bool_)
+        for code, table in tables.items():
+            result |= (c[transfer] == code) & table[c[PREFILL_DECODE]]
+        return result
+
+    return Rule(name="transfer_of_kinds", knobs=(PREFILL_DECODE, transfer), message=message, broken=broken)
+
+
+def _by_code(pairs: Sequence[Pair | None], check: Check) -> Callable[[Columns], BoolArray]:
+    table = np.array([pair is not None and check(pair) for pair in pairs], dtype=np.bool_)
+    return lambda c: table[c[PREFILL_DECODE]]
+
+
+def merges(transfer: str) -> tuple[Merge, ...]:
+    """Return the merges of the knobs that PREFILL_DECODE replaces, and of `transfer` without it."""
+
+    def merge(knob: str, neutral: int) -> Merge:
+        return Merge(
+            name=f"{knob}_of_kinds",
+            knobs=(knob, PREFILL_DECODE),
+            canonical=lambda c: {knob: np.where(c[PREFILL_DECODE] > 0, neutral, c[knob])},
+        )
+
+    unused = Merge(
+        name="no_transfer",
+        knobs=(transfer, PREFILL_DECODE),
+        canonical=lambda c: {transfer: np.where(c[PREFILL_DECODE] > 0, c[transfer], 0)},
+    )
+    return (*(merge(knob, 1) for knob in (INSTANCES, *SPLITS.values())), unused)
+
+
+def widths(pair: Pair, hardware: Hardware) -> list[int]:
+    """Return the devices of each instance, those that prefill first. CPU cores are divided evenly."""
+    number = sum(each.count for each in pair)
+    share = int(hardware.share(np.array([number]))[0])
+    return [share if hardware.on_cores else each.devices for each in pair for _ in range(each.count)]
+
+
+def places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
+    """Return the hosts and the first device of each instance, None if they do not fit. Large instances choose first."""
+    order = sorted(range(len(parts)), key=lambda index: -parts[index])
+    found = on_hosts([parts[index] for index in order], hardware)
+    return None if found is None else [found[order.index(index)] for index in range(len(parts))]
+
+
+def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
+    """Return the knob values of the instances of a kind: its layout, and no limits of the other kind."""
+    pair = roles(str(values[PREFILL_DECODE]))
+    other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
+    own = {name: value for name, value in values.items() if name not in other_limits}
+    return {**own, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **pair[KINDS.index(kind)].layout}
+
+
+def columns_of_kind(columns: Columns, kind: str, pairs: Sequence[Pair]) -> dict[str, IntArray]:
+    """Return the columns of the instances of a kind; `pairs` has the instances of each row."""
+    place, other_limits = KINDS.index(kind), DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
+    result = {knob: column.copy() for knob, column in columns.items()}
+    result |= {knob: np.zeros_like(columns[knob]) for knob in (PREFILL_DECODE, *other_limits) if knob in columns}
+    sizes = {knob: np.array([pair[place].layout[knob] for pair in pairs], dtype=np.int64) for knob in SPLITS.values()}
+    result |= {knob: column for knob, column in sizes.items() if knob in columns}
+    result[INSTANCES] = np.array([sum(each.count for each in pair) for pair in pairs], dtype=np.int64)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
+
+    An instance on several `hosts` has all their devices. `kind` is PREFILL or DECODE if it does only one of both.
+    """
+
+    values: Mapping[str, KnobValue]
+    first: int
+    width: int
+    hosts: range = range(1)
+    kind: str = ""
+
+
+def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
+    """Return the instances of a candidate, each on consecutive devices; cores are split evenly.
+
+    An instance is on the first host with room for it, or, if it is larger, on whole hosts.
+    """
+    hardware, pair = Hardware.of(task), values.get(PREFILL_DECODE)
+    if isinstance(pair, str):
+        return _placements_of_kinds(roles(pair), values, hardware)
+    number = count(values, INSTANCES)
+    ranks = count(values, TP) * count(values, PP) * count(values, DP)
+    width = int(hardware.share(np.array([number]))[0]) if hardware.on_cores else ranks
+    places = on_hosts([width] * number, hardware)
+    assert places is not None, "the candidate is legal"
+    return tuple(Placement(values, first, width, hosts) for hosts, first in places)
+
+
+def _placements_of_kinds(pair: Pair, values: Mapping[str, KnobValue], hardware: Hardware) -> tuple[Placement, ...]:
+    """Return the instances that prefill, then those that decode."""
+    own = {kind: of_kind(values, kind) for kind in KINDS}
+    kinds = [kind for kind, role in zip(KINDS, pair, strict=True) for _ in range(role.count)]
+    devices = widths(pair, hardware)
+    found = places(devices, hardware)
+    assert found is not None, "the candidate is legal"
+    return tuple(
+        Placement(own[kind], first, width, hosts, kind)
+        for kind, width, (hosts, first) in zip(kinds, devices, found, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceKinds:
+    """Kinds of equal instances, one row of `columns` each.
+
+    A kind has `count` instances of candidate `owner`. Rows are sorted by candidate. `role` is 1 for instances that only
+    prefill, which come first, 2 for those that only decode, and 0 for others; None: 0 for all.
+    """
+
+    owner: IntArray
+    count: IntArray
+    columns: Columns
+    role: IntArray | None = None
+
+    @property
+    def size(self) -> int:
+        return int(self.owner[-1]) + 1 if self.owner.size else 0
+
+    @property
+    def first_rows(self) -> IntArray:
+        """The row of each candidate's first kind."""
+        return np.searchsorted(self.owner, np.arange(self.size))
+
+    @property
+    def lanes(self) -> FloatArray:
+        """The instances among which the requests of each kind are divided: all, or those of its role."""
+        totals = self.total(np.ones(self.owner.size))[self.owner]
+        return totals if self.role is None else np.where(self.role > 0, self.count, totals)
+
+    @property
+    def members(self) -> list[range]:
+        return [range(*edges) for edges in pairwise([*self.first_rows.tolist(), self.owner.size])]
+
+    def total(self, values: FloatArray | IntArray) -> FloatArray:
+        """Return the sum of `values` of one instance over all instances of each candidate."""
+        return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
+
+    def worst(self, values: FloatArray) -> IntArray:
+        """Return the row of each candidate's kind with the largest value."""
+        order = np.lexsort((values, self.owner))
+        return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
+
+
+def uniform_kinds(instances: IntArray) -> InstanceKinds:
+    """Return the kinds of instances of candidates whose instances are all equal."""
+    return InstanceKinds(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
+
+
+def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
+    """Return the kinds of instances of each row: two if PREFILL_DECODE is set, else one."""
+    size = next(iter(columns.values())).size
+    codes = np.broadcast_to(columns.get(PREFILL_DECODE, np.zeros(1, dtype=np.int64)), size)
+    if not codes.any():
+        return replace(uniform_kinds(columns.get(INSTANCES, np.ones(size, dtype=np.int64))), columns=columns)
+    pairs = [None, *(roles(word) for word in known_roles(task))]
+    kinds = list[tuple[int, int, int]]()
+    for row, code in enumerate(codes.tolist()):
+        pair = pairs[code]
+        kinds += [(row, each.count, number) for number, each in enumerate(pair, 1)] if pair else [(row, 0, 0)]
+    owner, count, role = np.array(kinds, dtype=np.int64).T
+    kind_columns = {knob: column[owner] for knob, column in columns.items()}
+    count = np.where(role > 0, count, np.maximum(kind_columns[INSTANCES], 1))
+    for number, kind in enumerate(KINDS, 1):
+        of_role = np.flatnonzero(role == number)
+        pairs_of_rows = [pairs[code] for code in codes[owner[of_role]].tolist()]
+        own = {knob: column[of_role] for knob, column in kind_columns.items()}
+        for knob, column in columns_of_kind(own, kind, pairs_of_rows).items():
+            kind_columns[knob] = kind_columns[knob].copy()
+            kind_columns[knob][of_role] = column
+    return InstanceKinds(owner, count, kind_columns, role)

@@ -1,0 +1,220 @@
+"""The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag, Knob
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.spec import Spec, Task
+from flagcore.engines.serving.space import installed, knobs
+from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines.serving.space.weights import check_directory
+from flagcore.errors import NoDevice, SpecError, join_errors
+
+RESERVED_FLAGS: Mapping[str, str] = {
+    "host": "servers listen where the load client is",
+    "port": "each trial uses a free port",
+    "api-key": "the load client sends no key",
+    "ssl-keyfile": "the load client uses plain HTTP",
+    "ssl-certfile": "the load client uses plain HTTP",
+    **dict.fromkeys(
+        ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
+        "each host of an instance has its own",
+    ),
+}
+"""Flags of several engines that the user cannot set, with the reasons."""
+
+
+class EngineArgs(NamedTuple):
+    """`engine_args` of a spec: the knobs that they fix for all candidates, and the other flags."""
+
+    fixed: dict[str, KnobValue]
+    others: dict[str, EngineArg]
+
+
+P = TypeVar("P", bound="Program")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """An engine's flags and overheads.
+
+    `program` is the default command, and `commands` are all commands of users. `model_flags` are flags of the model,
+    which may also follow the command; `expert_switch` is the flag of expert parallelism if it is a switch. `packages`
+    are the pip packages that may install the engine, `releases` a PEP 440 specifier of the known releases, empty if
+    knobs do not depend on them. `reserved` are the flags that the user cannot set, with the
+    reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
+    `flag_fields`; flags are not checked if both are empty.
+
+    `overheads` are the fields of `Overheads` (model/work.py) by the first release to which they apply, the newest
+    first.
+    `block_sizes` are the supported block sizes of attention backends.
+    """
+
+    title: str
+    program: Sequence[str]
+    knobs: tuple[Knob, ...]
+    commands: Sequence[Sequence[str]] = ()
+    model_flags: Sequence[str] = ()
+    expert_switch: str = ""
+    packages: Sequence[str] = ()
+    releases: str = ""
+    reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
+    flag_files: Sequence[str] = ()
+    flag_fields: Sequence[str] = ()
+    overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls: type[P], package: str, knobs: tuple[Knob, ...]) -> P:
+        """Return the program in `engine.yaml` of an engine's package, whose keys are the fields."""
+        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), _Loader)
+        data["reserved"] = RESERVED_FLAGS | data["reserved"]
+        return cls(knobs=knobs, **data)
+
+    def parse(self, spec: Spec) -> EngineArgs:
+        """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
+        engine_args = self.split(spec)
+        self.check(engine_args.others, self.installed_flags(spec) if engine_args.others else ())
+        return engine_args
+
+    def split(self, spec: Spec) -> EngineArgs:
+        """Return the result of `parse` without a check of the other flags. A knob is set by its name or by its flag."""
+        engine_args, problems = EngineArgs({}, {}), list[SpecError]()
+        for key, value in self.known_args(spec.serve.engine_args).items():
+            name = strip_dashes(key)
+            knob, flag = self.knob_of(name)
+            if knob is None:
+                engine_args.others[name] = value
+            elif flag is not None and name == flag.off and isinstance(value, bool):
+                engine_args.fixed[knob.name] = not value
+            elif flag is not None and flag.word and value is True:
+                engine_args.fixed[knob.name] = flag.word
+            else:
+                try:
+                    engine_args.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")
+                except SpecError as error:
+                    if knob.name in knobs.EXTENSIBLE and isinstance(value, str):
+                        engine_args.others[name] = value
+                    else:
+                        problems.append(error)
+        if problems:
+            raise join_errors(problems)
+        return engine_args
+
+    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
+        """Return arguments with knobs in place of the flags that only together have a knob's meaning."""
+        return dict(args)
+
+    def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
+        """Return the knob with a name or a flag (without dashes), and the flag; None for others."""
+        for knob in self.knobs:
+            if knob.name == name.replace("-", "_"):
+                return knob, None
+        matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
+        found = (pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off)))
+        return next(found, (None, None))
+
+    def check(self, names: Iterable[str], known_flags: Collection[str]) -> None:
+        """Raise SpecError for reserved flags and, if `known_flags` is not empty, for flags that are not in it."""
+        problems: list[SpecError] = []
+        for name in names:
+            key, positive = f"serve.engine_args.{name}", name.removeprefix("no-").split(".")[0]
+            if reason := self.reserved.get(name) or self.reserved.get(positive):
+                problems.append(SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it"))
+            elif known_flags and name not in known_flags and positive not in known_flags:
+                close_matches = get_close_matches(name, sorted(known_flags), n=1)
+                fix = f"did you mean {close_matches[0]}?" if close_matches else "remove it"
+                problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
+        if problems:
+            raise join_errors(problems)
+
+    def installed_flags(self, spec: Spec) -> frozenset[str]:
+        """Return the flags of the installed engine without dashes; empty if it is not installed."""
+        try:
+            command = self.command(spec)
+        except NoDevice:
+            return frozenset()
+        return _flags_in_source(installed.package_folders(command[0]), tuple(self.flag_files), tuple(self.flag_fields))
+
+    def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
+        """Return a column of each knob; a missing column has the value that `engine_args` fix, or the neutral value."""
+        return knobs.all_columns(columns, self.knobs, self.parse(task.spec).fixed)
+
+    def command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
+        return installed.find_command(spec, tuple(self.program))
+
+    def start_command(self, spec: Spec) -> tuple[str, ...]:
+        """Return the result of `command`, without a path if the command is not on this machine."""
+        try:
+            return self.command(spec)
+        except NoDevice:
+            return tuple(spec.serve.command or self.program)
+
+    def version(self, spec: Spec) -> str:
+        """Return the version in the spec, or of the installed package; empty if unknown."""
+        if spec.serve.engine_version:
+            return spec.serve.engine_version
+        try:
+            return installed.package_version(self.command(spec)[0], *self.packages)
+        except NoDevice:
+            return ""
+
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless a server can be started with the spec's Hugging Face directory."""
+        check_directory(spec)
+        command = self.command(spec)
+        version = installed.package_version(command[0], *self.packages)
+        installed.check_version(spec, version)
+        if spec.serve.command is None and "-m" in command and not version:
+            fix = f"install {self.packages[0]} there, or set serve.command"
+            raise NoDevice(f"{self.title} is not installed for {command[0]}; {fix}")
+        self.parse(spec)
+
+
+_LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
+_FIELD_PATTERN = re.compile(r"^ {4}([a-z]\w*)\s*:", re.MULTILINE)
+_MAX_BYTES = 8 << 20
+
+
+@lru_cache(maxsize=16)
+def _flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: tuple[str, ...]) -> frozenset[str]:
+    """Return the flags in an engine's source, without importing or running it. Missing files are ignored."""
+    flags: set[str] = set()
+    for folder in folders:
+        for names, pattern in ((files, _LITERAL_PATTERN), (fields, _FIELD_PATTERN)):
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file() and path.stat().st_size < _MAX_BYTES:
+                    flags |= {strip_dashes(word) for word in pattern.findall(path.read_text("utf-8", errors="replace"))}
+        if flags:
+            break
+    return frozenset(flags)
+
+
+def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
+    """Return flags as words. True is a bare flag, false is `--no-` with the flag if `has_negation`, null is omitted."""
+    words: list[str] = []
+    for name, value in args.items():
+        dashes = "-" if len(name) <= 3 and name.isalpha() else "--"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [dashes + name] if value else [f"--no-{name}"] if has_negation else []
+        else:
+            words += [dashes + name, str(value)]
+    return words

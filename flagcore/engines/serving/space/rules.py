@@ -1,0 +1,274 @@
+"""Rules and merges that serving engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
+from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines.serving.space.knobs import CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, code, tensor_sizes
+from flagcore.engines.serving.space.program import Program
+from flagcore.engines.serving.space.weights import context_limit
+from flagcore.errors import SpecError
+from flagcore.spec.huggingface import MODELS
+
+
+def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
+    """Return the rules for instances and for splits of the model.
+
+    With `data` the engine has attention DP and EP, and splits attention by heads. With `pipeline` it has stages, with
+    `span` an instance may span hosts.
+    """
+    hardware, model = Hardware.of(task), task.spec.model
+    knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
+    cards = Rule(
+        name="cards",
+        knobs=knobs,
+        message=f"{' x '.join(knobs)} must not exceed the {hardware.cards} devices",
+        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
+    )
+    layers = Rule(
+        name="pipeline_layers",
+        knobs=(PP,),
+        message=f"{PP} must not exceed num_layers = {model.num_layers}",
+        broken=lambda c: c[PP] > model.num_layers,
+    )
+    return (
+        cards,
+        *_hosts(hardware, knobs, span),
+        *((layers,) if pipeline else ()),
+        *(_attention_and_experts(task) if data else ()),
+    )
+
+
+def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
+    """Return the rule that instances fit on hosts of the cluster. The first of `knobs` is the number of instances."""
+
+    def misplaced(c: Columns) -> BoolArray:
+        width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)
+        hosts_each = width // hardware.per_host
+        large = ((width % hardware.per_host != 0) | (c[INSTANCES] * hosts_each > hardware.hosts)) if span else True
+        small = c[INSTANCES] > hardware.hosts * (hardware.per_host // width)
+        return np.where(width > hardware.per_host, large, small)
+
+    if hardware.hosts == 1 or hardware.on_cores:
+        return ()
+    whole = ", or have all devices of several hosts" if span else ""
+    limit = f"an instance must fit on a host of {hardware.per_host} devices{whole}"
+    return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
+
+
+def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
+    model = task.spec.model
+    heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    linear_heads = model.linear_attention.key_heads if model.linear_attention else 0
+    return (
+        Rule(
+            name="attention_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide num_attention_heads = {heads}",
+            broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
+        ),
+        Rule(
+            name="query_groups",
+            knobs=(TP,),
+            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
+        ),
+        Rule(
+            name="linear_heads",
+            knobs=(TP,),
+            message=f"{TP} must divide linear_num_key_heads = {linear_heads}",
+            broken=lambda c: linear_heads % c[TP].clip(1) != 0,
+        ),
+        Rule(
+            name="experts_exist",
+            knobs=(EP,),
+            message=f"{EP} > 1 needs a model with experts",
+            broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
+        ),
+    )
+
+
+_TEXT_ONLY = ("language-model-only", "is-embedding", "embedding", "embeddings")
+"""Flags of servers that cannot have images."""
+
+
+def check_images(task: Task, needed_flag: str = "") -> None:
+    """Raise SpecError for requests with images if the model or the server cannot have them.
+
+    `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
+    """
+    serve, vision = task.spec.serve, task.spec.model.vision
+    if not has_images(serve.loads):
+        return
+    flags = {strip_dashes(key): value for key, value in serve.engine_args.items() if value not in (False, None)}
+    blocked = next((name for name in _TEXT_ONLY if name in flags), "")
+    blocked = blocked or next((name for name in ("runner", "task") if flags.get(name) in ("pooling", "embed")), "")
+    if blocked:
+        problem, fix = (
+            f"cannot be sent to a server with {blocked}",
+            f"remove serve.engine_args.{blocked}, or the images",
+        )
+    elif needed_flag and needed_flag not in flags:
+        problem = f"need the file of a vision tower: {serve.engine} without {needed_flag} takes text only"
+        fix = f"set serve.engine_args: {{{needed_flag}: FILE}}, or remove the images"
+    elif vision is None:
+        problem = f"need a model with a known vision tower ({', '.join(MODELS)})"
+        fix = "set model to its Hugging Face directory or config.json, or remove the images"
+    else:
+        return
+    if serve.loads[0].images:
+        raise SpecError(key="serve.profile.images", problem=problem, fix=fix)
+    trace = serve.loads[0].trace
+    raise SpecError(key="serve.profile.trace", value=trace, problem=f"has images, which {problem}", fix=fix)
+
+
+def tower_merge(task: Task) -> Merge:
+    """Return the merge of values of `TOWER` without a vision tower, or with one tensor rank."""
+    return Merge(
+        name="tower_of_one_rank",
+        knobs=(TP, TOWER),
+        canonical=lambda c: {TOWER: np.where((c[TP] > 1) & (task.spec.model.vision is not None), c[TOWER], 0)},
+    )
+
+
+def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
+    """Return the rules that the context fits the longest request, because engines silently truncate longer answers,
+    and that it does not exceed the context of the model. Raises SpecError for a request that exceeds the latter.
+    """
+    check_images(task)
+    loads, limit = task.spec.serve.loads, context_limit(task.spec)
+    vision = task.spec.model.vision
+    needed, known = longest_request(loads, vision), longest_request(loads, vision, estimated=False)
+    fits = Rule(
+        name="context_length",
+        knobs=(knob,),
+        message=f"{knob} must be at least the tokens of the longest request, {needed}",
+        broken=lambda c: (c[knob] > 0) & (c[knob] < needed),
+    )
+    if limit is None:
+        return (fits,)
+    text = f"the model's context of {limit} tokens ({task.spec.serve.weights})"
+    if known > limit:
+        key = "trace" if any(load.trace for load in loads) else "input_len"
+        problem = f"leads to a request of {known} tokens, prompt and answer, which exceed {text}"
+        fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
+        raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
+    exceeds = Rule(
+        name="model_context",
+        knobs=(knob,),
+        message=f"{knob} must not exceed {text}",
+        broken=lambda c: c[knob] > limit,
+    )
+    return fits, exceeds
+
+
+def speculation_rules(
+    task: Task,
+    method: Knob,
+    program: Program,
+    need_model: Sequence[str],
+    model_flag: str,
+    own_layers: str,
+    *,
+    needs_tokens: bool = True,
+) -> tuple[Rule, ...]:
+    """Return the rules of speculation by `method`.
+
+    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens. With
+    `needs_tokens`, all methods need the number of drafted tokens.
+    """
+    drafts = [code(method, word) for word in need_model]
+    has_model = model_flag in program.parse(task.spec).others
+    tokens = Rule(
+        name="speculation_needs_tokens",
+        knobs=(method.name, DRAFTED),
+        message=f"{method.name} needs {DRAFTED}",
+        broken=lambda c: (c[method.name] > 0) & (c[DRAFTED] == 0),
+    )
+    return (
+        *((tokens,) if needs_tokens else ()),
+        Rule(
+            name="speculation_needs_a_draft",
+            knobs=(method.name,),
+            message=f"{method.name} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
+            broken=lambda c: np.isin(c[method.name], drafts) & (not has_model),
+        ),
+        Rule(
+            name="no_prediction_layers",
+            knobs=(method.name,),
+            message=f"{method.name} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+            broken=lambda c: (c[method.name] == code(method, own_layers)) & (task.spec.model.mtp_num_layers == 0),
+        ),
+    )
+
+
+def no_drafts() -> Merge:
+    """Return the merge of numbers of drafted tokens without speculation."""
+    return Merge(
+        name="no_speculation",
+        knobs=(SPECULATION, DRAFTED),
+        canonical=lambda c: {DRAFTED: np.where(c[SPECULATION] > 0, c[DRAFTED], 0)},
+    )
+
+
+def same_as_unset(knobs: Sequence[Knob], defaults: Mapping[str, KnobValue]) -> list[Merge]:
+    """Return the merges of the engine's default values with knobs that are not set."""
+
+    def merge(knob: Knob) -> Merge:
+        name, default = knob.name, code(knob, defaults[knob.name])
+        return Merge(
+            name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
+        )
+
+    return [merge(knob) for knob in knobs if knob.name in defaults]
+
+
+CACHE_SHARE = 0.25
+"""Share of the memory in use that an expert reserves for the cache. With less, an instance gets more devices."""
+
+
+def usual_space(
+    task: Task, knobs: Sequence[Knob], defaults: Mapping[str, KnobValue], fixed: Mapping[str, KnobValue]
+) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return the layouts among which an expert chooses, with the engine's defaults for all other knobs.
+
+    The layouts are those of the spec's space; without a space, all that do not split a matrix over several nodes. On
+    CPU cores the engine's defaults are the only choice: one instance uses all of them.
+    """
+    space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
+    usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in defaults.items()}
+    if task.spec.serve.default_space and CONTEXT in usual and CONTEXT not in fixed:
+        usual[CONTEXT] = AUTO
+    if Hardware.of(task).on_cores:
+        return usual
+    for knob in (knob for knob in knobs if knob.name in LAYOUT and knob.name not in fixed):
+        named = knob.value_in(space)
+        if named is not None:
+            usual[knob.name] = named
+        elif task.spec.serve.default_space:
+            usual[knob.name] = tuple(size for size in tensor_sizes(task) if size <= node) if knob.name == TP else AUTO
+    return usual
+
+
+def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
+    """Return the row that uses the most devices, then one with enough memory for the cache, then the one with the
+    fewest devices per instance.
+
+    Ties prefer fewer attention and expert groups, and splits by the knob `split_by` only.
+    """
+    one = np.ones_like(predictions.worst_stage)
+    sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
+    used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
+    cache = predictions.figures["kv_cache_gib"] * 2.0**30
+    crowded = ~(cache >= CACHE_SHARE * predictions.device_used_bytes)
+    other = sizes[PP if split_by == TP else TP]
+    return int(np.lexsort((sizes[split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])

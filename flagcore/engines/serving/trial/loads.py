@@ -1,0 +1,397 @@
+"""Sends the loads of a trial to its servers: the warm-up, and load points or the search for the highest.
+
+Another client may send them: guidellm, aiperf, `vllm bench serve` or `sglang.bench_serving`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from flagcore.domain.serving import CLIENT_LOG, Load
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.launch.job import Job, plain_load
+from flagcore.engines.serving.launch.reports import ServerReports, combine
+from flagcore.engines.serving.launch.server import transfer_port
+from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.load.highest import MIN_RATE, completions_per_s, highest_load
+from flagcore.engines.serving.load.reports import read_report
+from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
+from flagcore.engines.serving.load.routing import PREFILL
+from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
+from flagcore.engines.serving.trial.servers import (
+    EXIT_SECONDS,
+    INVALID_ANSWERS,
+    Served,
+    Server,
+    check_all_alive,
+    check_ended,
+    log,
+)
+from flagcore.engines.serving.trial.time_left import Limit, fewest_answers
+from flagcore.errors import UsageError
+
+STATES_BY_PROBLEM = {
+    ProblemKind.STATUS.value: TrialState.INVALID,
+    ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
+}
+"""The state of a trial by the kind of its first problem; the default is FAILED."""
+TIME_SHARE_OF_LOADS = 0.8
+"""Part of the time left that the loads without a number of requests may take together."""
+TIME_SHARE = 1.5
+"""A search ends if the time left is less than this share of that of its longest load, or than the arrivals of the next
+one; repeats end if it is less than this share of that of the last repeat. A steady load can end early: it needs 1."""
+OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
+"""The failure of a load that a server does not accept."""
+WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
+"""Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
+
+
+class LoadRunner:
+    """Sends all loads to running servers. A round of all load points is one repeat.
+
+    Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
+    """
+
+    later: Sequence[Load] = ()
+    """The loads of the first round after the current one, which need time, too."""
+    may_be_cut = True
+    """Whether fewer requests are better than none, because the load is not measured yet."""
+
+    def __init__(
+        self,
+        job: Job,
+        reports: ServerReports,
+        servers: Sequence[Served],
+        router: Sequence[Server],
+        folder: Path,
+        deadline: float,
+    ) -> None:
+        self.job, self.reports, self.servers, self.folder, self.deadline = job, reports, servers, folder, deadline
+        self.model = _model(servers[0])
+        self.completions_per_s = math.inf  # of the last load
+        self.limit = Limit.of(folder, job.timeout_s, max(each.startup_s for each in servers))
+        self.loads_left = 1
+        self.is_cut_off = False  # the last load ended with requests in flight
+        self.client_url = (router or servers)[0].url
+        self.all: Sequence[Served] = (*servers, *router)
+        targets = [
+            Target(url=each.url, path=reports.api, transfer_port=transfer_port(urlsplit(each.url).port or 0))
+            for each in servers
+        ]
+        by_kind = list(zip(targets, (each.kind for each in job.instances), strict=True))
+        self.prefill = [target for target, kind in by_kind if kind == PREFILL]
+        self.targets = [target for target, kind in by_kind if kind != PREFILL]
+
+    def points(self) -> list[dict[str, Any]]:
+        """Return the metrics of each load point in each repeat for which there is time. Raises TrialFailure."""
+        job = self.job
+        self._warm_up()
+        if job.highest is not None:
+            return self._search(job.highest)
+        points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
+        times_s = [0.0] * len(points)
+        # all points once, then all again: if the time ends, each point has nearly as many repeats as the others
+        for repeat, (index, load) in product(range(job.repeats), enumerate(job.loads)):
+            name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+            began = time.monotonic()
+            if repeat and self.deadline - began < times_s[index] * (1.0 if load.is_steady else TIME_SHARE):
+                log(f"no time left for {name}")
+                break
+            log(name)
+            self.loads_left = (job.repeats - repeat) * len(job.loads) - index
+            self.later, self.may_be_cut = () if repeat else job.loads[index + 1 :], repeat == 0
+            measurement: dict[str, Any] | None
+            try:
+                if job.client is not None:
+                    measurement = self._run_client(job.client, f"client-{repeat}", name)
+                else:
+                    measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
+            except TrialFailure as failure:
+                if not repeat or failure.state is not TrialState.TIMED_OUT:
+                    raise  # without a first repeat the point has no figures; other failures are the candidate's
+                log(f"{name} is left out: {failure}")
+                break
+            points[index]["repeats"].append(measurement)
+            times_s[index] = time.monotonic() - began
+        for repeats in (point["repeats"] for point in points):
+            if len(repeats) < job.repeats:
+                note = f"{len(repeats)} of {job.repeats} repeats: the time of the trial was used up"
+                repeats[-1].setdefault("notes", []).append(note)
+        return points
+
+    def _search(self, key: str) -> list[dict[str, Any]]:
+        """Return the load points of the search for the highest load, without stopped ones.
+
+        A load above the limits, or one that the servers refuse or do not finish, is tried again at once: a disturbance
+        can only raise latencies. The highest load within the limits runs `repeats` times. If it then exceeds a limit,
+        the next lower one is repeated, and so on. If none meets the limits, the only point is the lowest one tried.
+        """
+        base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
+        maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
+        tried, longest_s, seed, headroom = dict[float, bool](), 0.0, 0, 1.0
+
+        def run(value: float, *, stop: bool = True) -> bool:
+            nonlocal longest_s, seed, headroom
+            began = time.monotonic()
+            arrivals_s = 0.0 if is_concurrency else (base.num_prompts or 0) / value
+            # a load whose time ends has no figures, so one is not begun unless it is likely to end; before the first
+            # figures the arrivals alone count, because a lower load may be faster than those that were tried
+            if tried and self.deadline - began < max(TIME_SHARE * longest_s if points else 0.0, arrivals_s):
+                log(reason := f"no time left for {key} {value:.4g}")
+                if points or stop:
+                    return False
+                reason += " and below, and higher ones exceed the limits; set a lower serve.profile.num_prompts"
+                raise TrialFailure(TrialState.TIMED_OUT, reason)
+            load, self.may_be_cut = base.at(key, value), not points
+            log(f"{key} {value:.4g}")
+            seed += 1
+            try:
+                measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            except TrialFailure as failure:
+                late = failure.state is TrialState.TIMED_OUT and points
+                if not late and not (stop and OVERLOADED.search(str(failure))):
+                    raise
+                log(f"{key} {value:.4g} is too high: {failure}")
+                measured, self.is_cut_off = None, True
+            if measured is None:
+                tried[value] = False
+            else:
+                points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
+                tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+                ratios = (limit / (measured["figures"].get(name) or limit) for name, limit in self.job.slo.items())
+                headroom = min(ratios, default=1.0)
+            longest_s = max(longest_s, time.monotonic() - began)
+            return tried[value]
+
+        highest_load(
+            lambda value: run(value) or run(value),  # again, because a disturbance can only raise latencies
+            self.job.start,
+            minimum=1.0 if is_concurrency else MIN_RATE,
+            maximum=maximum,
+            is_integer=is_concurrency,
+            capacity=lambda: math.inf if is_concurrency else self.completions_per_s,
+            headroom=lambda: headroom,
+        )
+        # the search ends at a load that met the limits once, maybe by luck: repeats decide
+        for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
+            repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
+            if not repeated or repeated[-1]:
+                break
+        if not points:
+            run(min(tried), stop=False)
+        return [points[value] for value in sorted(points)]
+
+    def _warm_up(self, most: int = MAX_WARM_UP) -> None:
+        """Send the warm-up; a smaller one if the servers refuse so many requests at once. Raises TrialFailure."""
+        try:
+            self._send(_warm_up(self.job.loads[0], len(self.servers), most), "warm-up", seed=0)
+        except TrialFailure as failure:
+            if most == 1 or not OVERLOADED.search(str(failure)):
+                raise
+            self._warm_up(1)
+
+    def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
+        client_folder = self.folder / folder
+        figures, duration_s = run_client(
+            command, self.job.report, self.client_url, self.model, client_folder, self.deadline, name
+        )
+        check_all_alive(self.all, f"during {name}")
+        return {"figures": figures, "duration_s": duration_s}
+
+    def _measure(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
+        if self.is_cut_off:
+            self._warm_up(1)  # returns when the servers have dropped the requests of the last load
+        local = [server for server in self.all if isinstance(server, Server)]
+        start = counters(self.reports, self.servers)
+        cpu_start_s = sum(server.cpu_seconds() for server in local)
+        result = self._send(load, name, seed, limits, fewest=fewest_answers(load) if self.may_be_cut else sys.maxsize)
+        ended_s = time.monotonic()
+        self.completions_per_s = completions_per_s(result.requests)
+        self.is_cut_off = result.stopped or result.window is not None
+        if result.stopped:
+            return None
+        figures = {**result.figures, **shares(self.reports, start, counters(self.reports, self.servers))}
+        if local:
+            figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
+        else:  # servers may run on this host, too
+            figures.pop("others_cores", None)
+        if self.job.slo:
+            figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
+        return {
+            "figures": figures,
+            "quantiles": quantiles_of(result.requests),
+            "duration_s": result.duration_s,
+            "window": [ended_s - result.duration_s + each for each in result.window or (0.0, result.duration_s)],
+            "completed": result.completed,
+            "error": result.error,
+            "notes": list(result.notes),
+        }
+
+    def _send(
+        self,
+        load: Load,
+        name: str,
+        seed: int,
+        limits: Mapping[str, float] | None = None,
+        *,
+        fewest: int | None = None,
+    ) -> LoadResult:
+        """Return the result of a load. Raises TrialFailure unless all requests, or `fewest` when its share of the time
+        is used up, have complete answers.
+        """
+        timeout_s = self.deadline - time.monotonic()
+        if timeout_s <= 0:
+            raise TrialFailure(TrialState.TIMED_OUT, self.limit.no_time(name))
+        if load.is_steady:
+            share_s = TIME_SHARE_OF_LOADS * timeout_s / self.loads_left
+        else:
+            share_s = timeout_s / (1 + len(self.later))
+        result = measure(
+            self.targets,
+            load,
+            model=self.model,
+            vocab_size=self.job.vocab_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            limits=limits,
+            asked=self.job.asked,
+            prefix_aware=self.job.prefix_aware,
+            prefill=self.prefill,
+            protocol=self.job.protocol,
+            share_s=share_s,
+            fewest=fewest,
+        )
+        if result.failed and result.progress is None:
+            raise _load_failure(result, name, self.all)
+        check_all_alive(self.all, f"during {name}")
+        if result.progress is None:
+            return result
+        loads, predicted_s = (load, *self.later), self.job.predicted_s
+        reason = self.limit.short_of_time(result.progress, name, loads, timeout_s, predicted_s)
+        if result.failed:
+            raise TrialFailure(TrialState.TIMED_OUT, reason)
+        return replace(result, notes=(*result.notes, reason))
+
+
+def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str, float]) -> dict[str, float]:
+    """Return the engine's shares of a load from its counters before and after it, without those that were reset."""
+    increases = {name: value - start.get(name, 0.0) for name, value in end.items()} if start else {}
+    return {
+        name: increases.get(part, 0.0) / whole_increase
+        for name, (part, *whole) in reports.shares.items()
+        if min(increases.get(each, 0.0) for each in (part, *whole)) >= 0
+        and (whole_increase := sum(increases.get(each, 0.0) for each in whole)) > 0
+    }
+
+
+def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
+    """Return whether the median of each figure is within its limit. A missing figure is not."""
+    return all(
+        statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
+    )
+
+
+def _warm_up(load: Load, servers: int, most: int) -> Load:
+    """Return a wave of at most `most` short answers, but two per server, which ends lazy initializations of engines."""
+    wave = max(min(load.concurrency or load.num_prompts or 1, most), 2 * servers)
+    length = 32 if load.trace is not None else load.input_len
+    output_len = min(WARM_UP_TOKENS, load.output_len)
+    return Load(input_len=length, output_len=output_len, num_prompts=wave, concurrency=wave, images=load.images)
+
+
+def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
+    """Return the failure of a load. A cause in a server's log takes precedence.
+
+    Raises the failure of a server that has ended or ends soon: connections may be lost before it ends.
+    """
+    reason = result.problems[0] if result.problems else "unknown reason"
+    state = STATES_BY_PROBLEM.get(reason.partition(":")[0], TrialState.FAILED)
+    if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
+        state = TrialState.FAILED
+    reason = f"{result.failed} of {result.completed + result.failed} requests in {name}: {reason}"
+    check_ended(servers, f"during {name}", EXIT_SECONDS if state is TrialState.FAILED else 0.0)
+    for server in servers if state is TrialState.FAILED else ():
+        cause, line = first_error(log_text(server.log), server.patterns)
+        if cause is TrialState.OUT_OF_MEMORY:
+            return TrialFailure(cause, f"{server.name}: {line}; {reason}")
+        if cause is not None:
+            reason += f"; the log of {server.name}: {line}"
+    return TrialFailure(state, reason)
+
+
+def _model(server: Served) -> str:
+    try:
+        return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
+    except INVALID_ANSWERS as error:
+        check_ended([server], "while its model was read")
+        raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
+
+
+def counters(reports: ServerReports, servers: Sequence[Served]) -> dict[str, float]:
+    """Return the counters of all servers together."""
+    found = [reports.read_counters(server.fetch) for server in servers]
+    names = dict.fromkeys(name for each in found for name in each)
+    combined = {name: combine(name, [each[name] for each in found if name in each]) for name in names}
+    return {name: value for name, value in combined.items() if math.isfinite(value)}
+
+
+TAIL_LENGTH = 300
+"""Number of characters of a client's last output in its failure."""
+
+
+def run_client(
+    command: Sequence[str], report: str, url: str, model: str, folder: Path, deadline: float, name: str
+) -> tuple[dict[str, float], float]:
+    """Run a client in its own folder, and return the metrics of its report and its run time in seconds.
+
+    `{url}`, `{model}` and `{report}` in `command` are replaced. Raises TrialFailure with the client's last output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report_file, log = folder / report, folder / CLIENT_LOG
+    report_file.unlink(missing_ok=True)
+    start = time.monotonic()
+    with log.open("wb") as output:
+        words = [_fill_placeholders(word, url=url, model=model, report=str(report_file)) for word in command]
+        try:
+            process = subprocess.run(
+                words,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=max(1.0, deadline - start),
+            )
+        except subprocess.TimeoutExpired:
+            raise TrialFailure(TrialState.TIMED_OUT, f"the client of {name} did not end in time") from None
+        except OSError as error:
+            reason = f"serve.client.command: {words[0]} cannot be started: {error.strerror or error}"
+            raise TrialFailure(TrialState.INVALID, reason) from None
+    if process.returncode:
+        output_tail = " ".join(log_text(log).split())[-TAIL_LENGTH:]
+        raise TrialFailure(TrialState.FAILED, f"the client of {name} ended with {process.returncode}: {output_tail}")
+    try:
+        return read_report(report_file), time.monotonic() - start
+    except UsageError as error:
+        raise TrialFailure(TrialState.FAILED, f"the client of {name}: {error}") from None
+
+
+def _fill_placeholders(word: str, **values: str) -> str:
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word

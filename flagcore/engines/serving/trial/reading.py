@@ -1,0 +1,185 @@
+"""Reads the results of a trial: all load points, and the one for its score."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.objective import figure_name, is_rate, seconds
+from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.engines.serving.model.price import tokens_per_iteration
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.knobs import DRAFTED
+
+INVALID_METRICS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""Exceptions that reading invalid metrics may raise."""
+GOODPUT = "goodput_requests_per_s"
+LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
+"""Keys that identify a load point in `Measurement.points`."""
+
+
+def read(task: Task, candidate: Candidate, folder: str, instance_devices: Sequence[int]) -> Measurement:
+    """Return the measurement of a trial. `instance_devices` are the numbers of devices of the instances.
+
+    A metric is the median of its repeats; the spread is at least the uncertainty of a load that ended early. With
+    several load points, one point determines the result. For a rate it is the best point that meets the SLO or, if none
+    does, the closest to it. For a latency it is the point that misses the SLO the most or, if none does, the slowest,
+    because the lightest load would always be the best. Memory in use is only known on CPU cores: the resident memory
+    per core of the fullest instance. Raises NoMetrics.
+    """
+    data, devices = read_metrics(folder), max(1, min(sum(instance_devices), task.cluster.devices))
+    on_cores = Hardware.of(task).on_cores
+    try:
+        points = [_Point(task, point, devices) for point in data["points"]]
+        select = min if is_rate(task.spec.objective) else max
+        point = select(points, key=lambda point: (point.excess, point.step_s))
+        startup_figures = {name: float(value) for name, value in data["counters"].items()}
+        startup_figures["startup_s"] = max(map(float, data["startup_s"]))
+        memory = _memory(data, instance_devices if on_cores else [1] * len(instance_devices))
+        return Measurement(
+            step_times_s=point.steps_s,
+            step_time_s=point.step_s,
+            spread_s=max(interquartile_range(point.steps_s), point.error * point.step_s),
+            tokens_per_second_per_device=point.figures["total_tokens_per_s"] / devices,
+            effective=_effective(candidate, data),
+            versions={name: str(version) for name, version in data["versions"].items()},
+            device_used_bytes=_resident_bytes(data, instance_devices) if on_cores else None,
+            figures=point.figures | startup_figures | memory,
+            points=tuple(point.as_record() for point in points),
+            broken=point.broken,
+            notes=point.notes,
+            windows=point.windows,
+        )
+    except INVALID_METRICS as error:
+        raise NoMetrics(f"{METRICS} is incomplete ({type(error).__name__}: {error})") from None
+
+
+class _Point:
+    """One load point. `excess` is the factor by which it misses the SLO, 1 if it meets the SLO."""
+
+    def __init__(self, task: Task, data: Mapping[str, Any], devices: int) -> None:
+        self.load: Mapping[str, Any] = data["load"]
+        repeats = [{name: float(value) for name, value in repeat["figures"].items()} for repeat in data["repeats"]]
+        for figures in repeats:
+            figures[PER_DEVICE] = figures["output_tokens_per_s"] / devices
+        self.notes = tuple(dict.fromkeys(str(note) for repeat in data["repeats"] for note in repeat.get("notes", ())))
+        windows = [repeat["window"] for repeat in data["repeats"] if "window" in repeat]
+        self.windows = tuple((float(start), float(end)) for start, end in windows)
+        self.error = max(float(repeat.get("error", 0.0)) for repeat in data["repeats"])
+        counts = [repeat.get("completed") for repeat in data["repeats"]]
+        self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None
+        self.figures = {
+            name: statistics.median(each[name] for each in repeats)
+            for name in repeats[0]
+            if all(name in each for each in repeats)
+        }
+        if highest := task.spec.serve.highest:
+            self.figures[HIGHEST_LOAD] = float(self.load[highest])
+        objective = task.spec.objective
+        name = figure_name(objective)
+        if name not in self.figures:
+            raise KeyError(f"{name} was not measured")
+        figures_of_repeats = [
+            each[name] or _minimal_goodput(name, each, count) for each, count in zip(repeats, counts, strict=True)
+        ]
+        if name.startswith(("tpot_s", "itl_s")) and not all(figures_of_repeats):
+            reason = "all tokens of a request arrived together: the client is too slow, or the answers are too short"
+            raise NoMetrics(f"{name} is 0; {reason}")
+        self.steps_s = tuple(seconds(objective, figure) for figure in figures_of_repeats)
+        if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
+            raise ValueError(f"{name} is not a positive number")
+        self.step_s = statistics.median(self.steps_s)
+        excess = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.limits.items()}
+        self.excess = max(1.0, *excess.values()) if excess else 1.0
+        limits = {name: limit for name, limit in task.spec.limits.items() if excess[name] > 1.0}
+        self.broken = tuple(_broken_limit(name, self.figures, limit) for name, limit in limits.items())
+
+    def as_record(self) -> dict[str, Any]:
+        load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
+        return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
+
+
+def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
+    """Return the goodput of half a request for a load without good requests, so that such loads can be compared."""
+    if name != GOODPUT or not isinstance(answer_count, int) or answer_count < 1:
+        return 0.0
+    return figures["requests_per_s"] / (2 * answer_count)
+
+
+def _broken_limit(name: str, figures: Mapping[str, float], limit: float) -> str:
+    figure = f"{figures[name]:.4g} s" if name in figures else "not measured"
+    return f"{name} is {figure}, over {limit:g} s"
+
+
+def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values in use; the engine's own values are marked in the names of the knobs."""
+    unset = {knob for knob, value in candidate.items if value is None}
+    return {
+        (f"{knob} (the engine's own choice)" if knob in unset else knob): value
+        for knob, value in dict(data["effective"]).items()
+    }
+
+
+def _resident_bytes(data: Mapping[str, Any], core_counts: Sequence[int]) -> int | None:
+    """Return the resident bytes per core of the fullest instance, None if unknown."""
+    resident = zip(data.get("resident_bytes", ()), core_counts, strict=False)
+    shares = [bytes_ / max(cores, 1) for bytes_, cores in resident]
+    return int(max(shares, default=0)) or None
+
+
+def _memory(data: Mapping[str, Any], instance_devices: Sequence[int]) -> dict[str, float]:
+    """Return the memory that the engines report: GiB on the fullest device, and tokens of all instances."""
+    reported: dict[str, list[float]] = {}
+    for memory, devices in zip(data.get("memory", ()), instance_devices, strict=False):
+        for name, value in memory.items():
+            reported.setdefault(name, []).append(float(value) / (max(devices, 1) if name.endswith("_gib") else 1))
+    return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in reported.items()}
+
+
+ROUNDING = 0.01
+"""Differences in the acceptance that change no prediction."""
+
+
+def with_measured_acceptance(task: Task, trials: Sequence[Trial]) -> Task:
+    """Return the task with the median acceptance of its trials, unchanged if none reports one."""
+    found = [
+        acceptance(tokens, drafted)
+        for trial in trials
+        if trial.state is TrialState.MEASURED and trial.measurement
+        if (tokens := _tokens_per_iteration(trial.measurement.figures)) is not None
+        if isinstance(drafted := trial.candidate.as_dict().get(DRAFTED), int) and drafted > 0
+    ]
+    if not found:
+        return task
+    value, serve = round(statistics.median(found) / ROUNDING) * ROUNDING, task.spec.serve
+    loads = tuple(replace(load, acceptance=value) for load in serve.loads)
+    return replace(task, spec=replace(task.spec, work=replace(serve, loads=loads)))
+
+
+def _tokens_per_iteration(figures: Mapping[str, float]) -> float | None:
+    """Return the mean tokens of a sequence in one iteration; None if unknown.
+
+    Each iteration yields a token of the model, and the accepted ones. It counts iterations without drafts, which
+    n-grams often have, and which the acceptance does not show.
+    """
+    if (share := figures.get("drafted_share")) is not None and share < 1.0:
+        return 1.0 / (1.0 - share)
+    return figures.get("tokens_per_iteration")
+
+
+def acceptance(tokens: float, drafted: int) -> float:
+    """Return the probability that a drafted token is accepted once those before it are, from the mean tokens of an
+    iteration with `drafted` drafted tokens (the inverse of `tokens_per_iteration`).
+    """
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_iteration(middle, drafted) < tokens else (low, middle)
+    return high

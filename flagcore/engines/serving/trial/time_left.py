@@ -1,0 +1,93 @@
+"""Says why a load did not end in the time of its trial, and which settings would let it end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.result import FEWEST_ANSWERS, Progress
+
+MARGIN_SECONDS = 5.0
+"""Part of a trial's time that is reserved to stop its servers and to report."""
+RESERVE = 1.25
+"""Ratio of the advised to the estimated time."""
+LIMIT = re.compile(r"(auto_tuner\.control\.max_time\w*) = (\S+) s")
+"""The key and the value in the reason of a time limit."""
+FEWEST_ADVISED = 4
+"""A lower number of requests is not advised."""
+LONG_START = 0.5
+"""A start that takes more than this share of a trial's time is reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The time limit of a trial. It is `key` = `value_s`, or the rest of it, which is `seconds`.
+
+    Its servers started in `start_s` seconds.
+    """
+
+    seconds: float
+    start_s: float
+    key: str = "auto_tuner.control.max_time_per_task"
+    value_s: float
+
+    @classmethod
+    def of(cls, folder: Path, seconds: float, start_s: float) -> Limit:
+        """Return the limit of the trial in `folder`, whose launch has the reason."""
+        try:
+            because = str(json.loads((folder / "launch.json").read_text("utf-8"))["timeout_because"])
+        except (OSError, ValueError, LookupError, TypeError):
+            because = ""
+        found = LIMIT.search(because)
+        if found is None:
+            return cls(seconds=seconds, start_s=start_s, value_s=seconds)
+        return cls(seconds=seconds, start_s=start_s, key=found[1], value_s=float(found[2]))
+
+    def no_time(self, name: str) -> str:
+        """Return that no time is left for a load."""
+        return f"no time left for {name}{self._long_start}; set a higher {self.key}"
+
+    @property
+    def _long_start(self) -> str:
+        is_long = self.start_s > LONG_START * self.seconds
+        return f"; the start took {self.start_s:.0f} s of {self.seconds:.0f} s" if is_long else ""
+
+    def short_of_time(
+        self, progress: Progress, name: str, loads: Sequence[Load], left_s: float, predicted_s: float | None
+    ) -> str:
+        """Return what a load did in its time, the time that it needs, and settings with which it would end.
+
+        `loads` are this one and those after it, for which `left_s` seconds were left.
+        `predicted_s` is the predicted mean time of an answer.
+        """
+        text = f"{progress.answered or 'none'} of {progress.requests} requests of {name} in {progress.seconds:.0f} s"
+        if progress.each_s is not None:
+            text += f", {progress.each_s:.3g} s each"
+            text += f" (predicted {predicted_s:.2g} s)" if predicted_s else ""
+        text += self._long_start if progress.has_tokens else f": no token arrived{self._long_start}"
+        if progress.all_s is None:
+            return text + (f"; set a higher {self.key}" if progress.answered else "")
+        tokens = [(each.num_prompts or progress.requests) * each.output_len for each in loads]
+        needed_s = progress.all_s * sum(tokens) / tokens[0]
+        text += f"; all need ~{needed_s:.0f} s of {left_s:.0f} s; set {self._raised_by(RESERVE * needed_s - left_s)}"
+        count = math.floor(progress.requests * left_s / (RESERVE * needed_s))
+        at_once = loads[0].concurrency or 1
+        count -= count % at_once if count > at_once else 0
+        return text + (f" or serve.profile.num_prompts: {count}" if FEWEST_ADVISED <= count < progress.requests else "")
+
+    def _raised_by(self, seconds: float) -> str:
+        """Return the setting that gives a trial this much more time, rounded up to two digits."""
+        value = self.value_s + max(seconds, 1.0)
+        unit = 10.0 ** max(0, math.floor(math.log10(value)) - 1)
+        return f"{self.key}: {math.ceil(value / unit) * unit:.0f}"
+
+
+def fewest_answers(load: Load) -> int:
+    """Return how many answers of a load give figures: FEWEST_ANSWERS, and all that are in flight at once."""
+    at_once = load.num_prompts if load.request_rate == math.inf else 0
+    return max(FEWEST_ANSWERS, load.concurrency or at_once or 0)

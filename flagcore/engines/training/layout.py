@@ -1,0 +1,345 @@
+"""Inputs of the formulas: layouts of candidates, options that all candidates share, and node groups of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.model import Model
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+
+T = TypeVar("T")
+R = TypeVar("R", bound="ArrayRecord")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """A record of arrays or other records. Addition, multiplication and indexing apply to each field."""
+
+    def __add__(self: R, other: R) -> R:
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    def __mul__(self: R, times: FloatArray | float) -> R:
+        return type(self)(**{name: getattr(self, name) * times for name in self.__dataclass_fields__})
+
+    def __getitem__(self: R, rows: slice | IntArray) -> R:
+        return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
+
+    def take(self: R, rows: IntArray, axis: int) -> R:
+        """Return some rows with `numpy.ndarray.take`, which is several times faster than an index."""
+        return self[rows]
+
+    def or_else(self: R, other: R, rows: BoolArray) -> R:
+        """Return this record with `other` in some rows."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
+        return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
+
+
+def _rows(values: Any, rows: slice | IntArray) -> Any:
+    """Return some rows of an array or a record, or of each record of a tuple."""
+    if isinstance(values, tuple):
+        return tuple(each[rows] for each in values)
+    return values[rows] if isinstance(rows, slice) else values.take(rows, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """The contents of one (virtual) stage. `embedding` and `loss` are 1 if it has the embedding or the output head."""
+
+    embedding: int = 0
+    layers: int = 0
+    mtp: int = 0
+    loss: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """Splits of layers over stages, numbered from 1; candidates with number 0 are split by the rules of `Layout`.
+
+    `holdings` are the contents of each stage of a split: (splits, stages, fields of `pipeline.Part`). `turns` are the
+    indices of the first stage, the second stage and each stage that differs from the previous one, padded with the last
+    stage: (splits, turns). `counts` is the number of distinct turns, `lengths` the number of stages.
+    """
+
+    holdings: FloatArray
+    lengths: FloatArray
+    turns: FloatArray
+    counts: IntArray
+
+    @classmethod
+    def from_holdings(cls, holdings: FloatArray, lengths: FloatArray, before: Splits | None = None) -> Splits:
+        """Return splits of `lengths` stages with these holdings, numbered after those of `before`."""
+        all_holdings, all_lengths = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
+        if before is not None:
+            all_holdings, all_lengths = before.holdings, before.lengths
+        longest = max(all_holdings.shape[1], holdings.shape[1])
+        padded = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (all_holdings, holdings)]
+        all_holdings, all_lengths = np.concatenate(padded), np.concatenate((all_lengths, lengths))
+        index, last = np.arange(longest), all_lengths[:, None] - 1.0
+        is_turn = np.ones(all_holdings.shape[:2], dtype=np.bool_)
+        is_turn[:, 2:] = (all_holdings[:, 2:] != all_holdings[:, 1:-1]).any(axis=2)
+        turns = np.sort(np.where(is_turn & (index < last), index, last), axis=1)
+        counts = np.maximum((turns < last).sum(axis=1), 1)
+        return cls(all_holdings, all_lengths, turns[:, : counts.max()], counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of a job as inputs of the formulas; each engine derives them from its own settings.
+
+    `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
+    `splits` are the splits to which `Layout.split` refers. With `equal_stages`, derived splits have equal stages
+    between the first and the last; with `early_mtp`, they may have multi-token prediction on the stage before the last.
+    `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages
+    offload. Fields in bytes are per element. With `adapters` the model's weights have no gradients and no optimizer.
+    `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". The flex dispatcher sends a
+    token to a rank once, for all of its experts there. With `assumed_fp8_gather` only candidates with the distributed
+    optimizer have fp8 weights.
+    """
+
+    schedule: str | None = None
+    splits: Splits | None = None
+    equal_stages: bool = False
+    early_mtp: bool = False
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    recompute_modules: frozenset[str] = frozenset({"core_attn"})
+    recompute_stage_layers: tuple[int, ...] = ()
+    grad_bytes: int = 4
+    main_grad_bytes: int = 4
+    main_param_bytes: int = 4
+    exp_avg_bytes: int = 4
+    exp_avg_sq_bytes: int = 4
+    precision_aware_optimizer: bool = False
+    fp8_param_gather: bool = False
+    assumed_fp8_gather: bool = False
+    optimizer_offload_fraction: float = 0.0
+    offload_modules: frozenset[str] = frozenset()
+    offload_stages: tuple[int, ...] = ()
+    fsdp: bool = False
+    adapters: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    tp_comm_overlap: bool = False
+    overlap_p2p_comm: bool = True
+    overlap_expert_comm: bool = False
+    dispatcher: str = "alltoall"
+    grouped_gemm: bool = True
+    expert_imbalance: float = 1.0
+    cp_comm: str = "p2p"
+    cuda_graph: str = ""
+    cross_entropy_fusion: bool = False
+    dropout: bool = False
+
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Inputs that all candidates of a task share.
+
+    With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
+    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotation and the
+    accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
+    tensor-parallel rank. With `gathered_keys` context parallelism gathers keys and values, a copy for each query head.
+    """
+
+    model: Model
+    sequence: int
+    global_batch: int
+    precision: str
+    flash: bool = True
+    fused_activation: bool = False
+    transformer_engine: bool = False
+    gathered_keys: bool = False
+    options: Options = DEFAULTS
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one activation or weight; 8-bit formats keep 16-bit activations between layers."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def weight_share(self) -> float:
+        """Share of a micro-batch's activations that is kept for the gradients of weights, as in ZB-2p.
+
+        It is 32 h / (34 h + 5 a s), without the last term for flash attention (arXiv 2401.10241, its scheduler).
+        """
+        scores = 0.0 if self.flash else 5.0 * self.model.num_attention_heads * self.sequence / self.model.hidden_size
+        return 32.0 / (34.0 + scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(ArrayRecord):
+    """The parallel sizes and splits of candidates: counts as float arrays, one element per candidate.
+
+    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
+    each (virtual) stage, `selective` is 1 with selective recompute; 0 is off. `first_layers` and `last_layers` are 0
+    for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
+
+    `further` are the meshes after the first, on the further node groups of the costs. They have the `pipeline`,
+    `virtual`, `microbatches` and `split` of the first one. It is empty if all node groups have the same sizes.
+
+    If each node group has whole replicas, `data` counts those of all groups, and `here` has those of this one.
+    """
+
+    data: FloatArray
+    tensor: FloatArray
+    pipeline: FloatArray
+    virtual: FloatArray
+    context: FloatArray
+    expert: FloatArray
+    expert_tensor: FloatArray
+    micro_batch: FloatArray
+    microbatches: FloatArray
+    sharded_optimizer: FloatArray
+    sequence_parallel: FloatArray
+    selective: FloatArray
+    uniform: FloatArray
+    block: FloatArray
+    first_layers: FloatArray
+    last_layers: FloatArray
+    split: FloatArray
+    further: tuple[Mesh, ...] = ()
+    here: tuple[FloatArray, ...] = ()
+
+    def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
+        """Return the first row of each distinct combination of the named fields, and each candidate's combination."""
+        return distinct([getattr(self, name) for name in names])
+
+    def tokens(self, sequence: int) -> FloatArray:
+        """Return the tokens of one micro-batch in a tensor-parallel group."""
+        return self.micro_batch * sequence / self.context
+
+    def token_rows(self, sequence: int) -> FloatArray:
+        """Return the tokens of one micro-batch on one rank outside of the tensor-parallel layers."""
+        sequence_shards: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
+        return self.tokens(sequence) / sequence_shards
+
+    def expert_tokens(self, model: Model, sequence: int) -> FloatArray:
+        """Return the token copies that the experts of one rank process with balanced routing."""
+        return model.moe_router_topk * self.token_rows(sequence) * self.expert_tensor
+
+    def shards(self) -> FloatArray:
+        """Return the number of ranks that shard the optimizer state of a dense weight."""
+        return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
+
+    @property
+    def pairing(self) -> FloatArray:
+        """Overlap of layers of two micro-batches: 0 (none), 1 (without a pipeline) or 2 (interleaved pipeline)."""
+        recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
+        return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
+
+    def pairs(self, model: Model) -> BoolArray:
+        """Return whether `overlap_moe_expert_parallel_comm` is legal for each candidate."""
+        depths = model.mtp_num_layers
+        return (self.pairing > min(depths, 1)) & (depths < 2)
+
+    def expert_replicas(self) -> FloatArray:
+        """Return the number of ranks that reduce the gradients of the same experts.
+
+        Without expert parallelism experts are reduced like all other weights, for any tensor split (megatron-core 0.16
+        `transformer/moe/experts.py`).
+        """
+        dense = self.data * self.context
+        group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
+        return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
+
+    def communicators(self) -> FloatArray:
+        """Return the number of communicators of a rank: of all ranks, and of each parallel group with several ranks."""
+        shards = self.data * self.context
+        experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
+        groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
+        several = [np.where(size > 1.0, 1.0, 0.0) for size in (self.tensor * shards * self.pipeline, *groups)]
+        count: FloatArray = np.sum(several, axis=0)
+        return count
+
+    def expert_shards(self) -> FloatArray:
+        """Return the number of ranks that shard the optimizer state of an expert's weight."""
+        return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh(ArrayRecord):
+    """The stages of candidates on one node group, with sizes of their own: from stage `start` on."""
+
+    start: FloatArray
+    layout: Layout
+
+
+def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
+    """Return the first row of each distinct combination of integer columns, and the combination of each row."""
+    key = np.zeros(columns[0].shape, dtype=np.int64)
+    for column in columns:
+        values = column.astype(np.int64)
+        value_count = int(values.max(initial=0)) + 1
+        if int(key.max(initial=0)) * value_count >= 1 << 62:
+            key = np.unique(key, return_inverse=True)[1]
+        key = key * value_count + values
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def pick(indices: IntArray, values: Sequence[T]) -> T:
+    """Return `values[indices[i]][i]` for each candidate i, for arrays or records of arrays.
+
+    It is faster than `numpy.choose` and has no limit on the number of arrays.
+    """
+    return _picked(indices * indices.size + np.arange(indices.size), values)
+
+
+def _picked(places: IntArray, values: Sequence[T]) -> T:
+    """Return the elements at `places` of the concatenated values."""
+    first: Any = values[0]
+    result: Any
+    if isinstance(first, ArrayRecord):
+        parts = {
+            name: _picked(places, [getattr(value, name) for value in values]) for name in first.__dataclass_fields__
+        }
+        result = type(first)(**parts)
+    else:
+        result = np.concatenate([np.broadcast_to(cast("Any", value), places.shape) for value in values]).take(places)
+    return cast("T", result)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The first stage of each node group after the first, and the layout on each group, one array or record of
+    candidates per group.
+
+    With equal sizes, stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees that no stage spans two
+    groups.
+    """
+
+    starts: tuple[FloatArray, ...]
+    layouts: tuple[Layout, ...]
+
+    @classmethod
+    def from_layout(cls, layout: Layout, costs: Costs) -> Placement:
+        if layout.further:
+            starts, layouts = zip(*((each.start, each.layout) for each in layout.further), strict=True)
+            return cls(starts, (layout, *layouts))
+        size = layout.tensor * layout.context * layout.data
+        end = layout.pipeline - 1.0
+        starts = tuple(np.minimum(np.ceil(first / size), end) for first in costs.further)
+        return cls(starts, (layout,) * len(costs.groups))
+
+    def group(self, index: FloatArray) -> IntArray:
+        number = np.zeros(index.shape, dtype=np.int64)
+        for start in self.starts:
+            number += index >= start
+        return number
+
+    def pick(self, index: FloatArray, values: Sequence[T]) -> T:
+        """Return the value of the node group of stage `index` of each candidate; `values` has one entry per group."""
+        return values[0] if len(values) == 1 else pick(self.group(index), values)
+
+    def stages(self, layout: Layout) -> list[FloatArray]:
+        edges = (np.zeros_like(layout.pipeline), *self.starts, layout.pipeline)
+        return [after - before for before, after in pairwise(edges)]

@@ -1,0 +1,303 @@
+"""Bytes that the modules of a layer store of one micro-batch, also with selective recompute and offload.
+
+More savings never increase the predicted memory: a saving adds at most the bytes that the other layers in flight save.
+In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.engines.training.layout import Layout, Training
+from flagcore.engines.training.parameters import Parts, add_parts
+from flagcore.engines.transformer import attended
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraBytes:
+    """Bytes that a saving adds to a module's peak, at most `saved_per_layer` for each other layer in flight."""
+
+    bytes: FloatArray
+    saved_per_layer: FloatArray
+
+    def extra_bytes(self, layers: FloatArray) -> FloatArray:
+        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.saved_per_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Bytes of one micro-batch in one module.
+
+    `tensors` are stored for the backward pass, by name. `work` is the peak of this module's forward or backward above
+    the bytes that it and the modules before it store. `extras` are added to the peak by recompute and offload.
+    """
+
+    component: str
+    tensors: Mapping[str, FloatArray]
+    work: FloatArray
+    extras: tuple[ExtraBytes, ...] = ()
+
+    @property
+    def stored(self) -> FloatArray:
+        return sum(self.tensors.values(), np.zeros(()))
+
+    def only(self, rows: BoolArray) -> Module:
+        """Return this module in some rows, and an empty one in the others."""
+        tensors = {name: value * rows for name, value in self.tensors.items()}
+        return Module(self.component, tensors, self.work * rows, self.extras)
+
+
+def stored(modules: Sequence[Module]) -> FloatArray:
+    """Return the bytes that `modules` store."""
+    return sum((module.stored for module in modules), np.zeros(()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of common tensors of one micro-batch.
+
+    `hidden` is the bytes of the tensor between layers on one rank, `whole` of all tokens of its tensor-parallel group.
+    `gathered` and `scattered` are their copies in backward under sequence parallelism. `unit` is the bytes of an
+    activation, `linear` of an element of a linear layer's saved input, `weight` of the temporary gradient of a weight
+    (0 if the kernel accumulates it). `tokens`, `rows` and `local` are counts of tokens: of the tensor-parallel group,
+    of one rank outside the tensor-parallel layers, and `tokens` over the tensor-parallel size.
+    """
+
+    unit: float
+    linear: float
+    weight: float
+    tokens: FloatArray
+    rows: FloatArray
+    local: FloatArray
+    hidden: FloatArray
+    whole: FloatArray
+    gathered: FloatArray
+    scattered: FloatArray
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout) -> Sizes:
+        unit, h = float(train.value_bytes), float(train.model.hidden_size)
+        tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+        is_split = layout.sequence_parallel * (layout.tensor > 1)
+        return cls(
+            unit=unit,
+            linear=LINEAR_BYTES.get(train.precision, unit),
+            weight=0.0 if train.transformer_engine else unit,
+            tokens=tokens,
+            rows=rows,
+            local=tokens / layout.tensor,
+            hidden=unit * h * rows,
+            whole=unit * h * tokens,
+            gathered=is_split * unit * h * tokens,
+            scattered=is_split * unit * h * rows,
+        )
+
+
+LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes per element of a linear layer's saved input: 8 or 4 bits, and the scale of a block of 32 or 16 elements.
+From the definitions of the number formats."""
+
+
+EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
+"""Tensors that a mixture of experts stores in addition to its input."""
+
+OFFLOADED = {
+    "attn_norm": ("attn_norm",),
+    "qkv_linear": ("qkv_linear", "latent"),
+    "core_attn": ("qkv",),
+    "attn_proj": ("context", "attn_proj"),
+    "mlp_norm": ("mlp_norm",),
+    "expert_fc1": ("expert_fc1",),
+    "moe_act": ("moe_first",),
+}
+"""The tensors that the offload of each module sends to the host: its inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedTensors:
+    """Tensors that are recomputed together instead of stored, by name.
+
+    `enabled` is 1 for candidates with this recompute. The tensors are allocated again when backward reaches the last
+    module that would store one, or the later component `restored_at`. Each has `copies` until the backward of its
+    module is done; `output` is held until all are done. Both are ignored if `nested` is 1, because a larger part
+    of the layer, which contains these modules, is recomputed.
+    """
+
+    names: Collection[str]
+    enabled: FloatArray
+    restored_at: str = ""
+    copies: float = 1.0
+    output: FloatArray | None = None
+    nested: FloatArray | float = 0.0
+
+    @property
+    def needs_extra(self) -> bool:
+        """Whether the recomputed tensors need more bytes than stored ones."""
+        return self.copies > 1.0 or self.output is not None
+
+
+def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[RecomputedTensors]:
+    """Return the tensors that selective recompute of `modules` does not store; the values of `modules` are 1 for
+    candidates that recompute the module.
+
+    A module that is recomputed as a whole also stores its output until its backward is done. If only the output of a
+    module is recomputed, two copies of it are stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are
+    recomputed when backward reaches the next block. Transformer-engine's layers that fuse norm and projection
+    never store the norm's output.
+    """
+    model, hidden = train.model, sizes.hidden
+    context = sizes.unit * sizes.local * attended(model)
+    separate = not train.transformer_engine
+    stores_norm = {
+        "qkv_linear": separate or model.multi_latent_attention,
+        "mlp_input": separate or model.num_moe_experts,
+    }
+    block, moe = "ffn" if model.num_moe_experts is None else "experts", modules.get("moe", 0.0)
+
+    def of_module(name: str, mask: FloatArray) -> list[RecomputedTensors]:
+        if name == "layernorm":
+            pairs = (("qkv_linear", "out_proj"), ("mlp_input", block))
+            return [RecomputedTensors((tensor,), mask, at, copies=2.0) for tensor, at in pairs if stores_norm[tensor]]
+        by_module = {
+            "moe": RecomputedTensors(EXPERT_TENSORS, mask, output=hidden),
+            "mlp": RecomputedTensors(("mlp_first", "mlp_act"), mask, output=hidden),
+            "core_attn": RecomputedTensors(("scores",), mask, output=context),
+            "mla_up_proj": RecomputedTensors(("qkv",), mask, copies=2.0),
+            "moe_act": RecomputedTensors(("moe_act",), mask, copies=2.0, nested=moe),
+            "moe_fc1": RecomputedTensors(("moe_first",), mask),
+            "router": RecomputedTensors(("routing",), mask),
+            "shared_experts": RecomputedTensors(("shared_first", "shared_act"), mask, output=hidden, nested=moe),
+        }
+        return [by_module[name]]
+
+    order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "moe_fc1", "router", "shared_experts", "moe")
+    return [group for name in order if name in modules for group in of_module(name, modules[name])]
+
+
+def saving(
+    row: Sequence[Module],
+    recomputed: Sequence[RecomputedTensors],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
+) -> list[Module]:
+    """Return the modules of a layer without their recomputed tensors and, where `on_host` is 1, without `offloaded`.
+
+    If several of `recomputed` name the same tensor, the first one counts. Recomputed tensors are not offloaded.
+    During backward the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
+    is replaced by that of the previous layer (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    """
+    remaining = [dict(module.tensors) for module in row]
+    work = [module.work for module in row]
+    extras: list[list[ExtraBytes]] = [[] for _ in row]
+    for group in recomputed:
+        owners = [index for index, tensors in enumerate(remaining) if any(name in tensors for name in group.names)]
+        if not owners:
+            continue
+        restorers = [index for index, module in enumerate(row) if module.component == group.restored_at]
+        restored, extra_copies, saved = np.zeros(()), np.zeros(()), np.zeros(())
+        needs: list[tuple[int, FloatArray]] = []
+        for index in range(owners[0], max(owners + restorers) + 1):
+            for name in group.names:
+                if name in remaining[index]:
+                    recomputed_bytes = group.enabled * remaining[index][name]
+                    on_device = recomputed_bytes * (1.0 - on_host) if name in offloaded else recomputed_bytes
+                    restored, saved = restored + recomputed_bytes, saved + on_device
+                    extra_copies = extra_copies + (group.copies - 1.0) * on_device
+                    remaining[index][name] = remaining[index][name] - recomputed_bytes
+            work[index] = work[index] + restored
+            needs.append((index, extra_copies if group.output is None else extra_copies + group.output * group.enabled))
+        if group.needs_extra:
+            for index, amount in needs:
+                extras[index].append(ExtraBytes(amount * (1.0 - group.nested), saved))
+    if offloaded:
+        _offload(remaining, work, extras, offloaded, on_host)
+    rows = zip(row, remaining, work, extras, strict=True)
+    return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
+
+
+def _offload(
+    remaining: list[dict[str, FloatArray]],
+    work: list[FloatArray],
+    extras: list[list[ExtraBytes]],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
+) -> None:
+    """Move the offloaded bytes from the stored tensors of the modules to their peaks, in place."""
+    offloaded_bytes = []
+    for tensors in remaining:
+        names = [name for name in tensors if name in offloaded]
+        offloaded_bytes.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
+        tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
+    total, offloaded_before = sum(offloaded_bytes, np.zeros(())), np.zeros(())
+    for index, module_bytes in enumerate(offloaded_bytes):
+        offloaded_before = offloaded_before + module_bytes
+        work[index] = work[index] + offloaded_before
+        if index + 1 < len(offloaded_bytes):
+            extras[index].append(ExtraBytes(total - offloaded_before, total - offloaded_before))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Peaks of a layer above its stored bytes: the maximum without savings, and one for each saving."""
+
+    without_savings: FloatArray
+    saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]
+
+    @classmethod
+    def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
+        """Return the peaks of a layer plus `offset`. The first `split` modules are independent of the later ones."""
+        without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
+        for index, module in reversed(list(enumerate(row))):
+            if index == split - 1:
+                later_bytes = np.zeros(())
+            peak = module.work - later_bytes + offset
+            later_bytes = later_bytes + module.stored
+            if module.extras:
+                saving.append((peak, module.extras))
+            else:
+                without_savings = np.maximum(without_savings, peak)
+        return cls(without_savings, tuple(saving))
+
+    def worst(self, layers: FloatArray) -> FloatArray:
+        peak = self.without_savings
+        for above, extras in self.saving:
+            peak = np.maximum(peak, above + sum(extra.extra_bytes(layers) for extra in extras))
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes of one micro-batch in one layer: the stored bytes, and the peaks above them.
+
+    `crossing` are the peaks while another micro-batch runs forward at the same time as this layer's backward, None
+    without such an overlap.
+    """
+
+    parts: Parts
+    stored: FloatArray
+    moments: Moments
+    crossing: Moments | None = None
+
+    @classmethod
+    def from_modules(cls, row: Sequence[Module], front: int = 0) -> Layer:
+        """Add up the modules of a layer. With `front`, its backward may overlap another micro-batch's forward.
+
+        Both run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first `front`
+        modules (attention and router) precedes the backward of the experts, and the forward of the experts precedes
+        the backward of attention.
+        """
+        parts: Parts = {}
+        for module in row:
+            add_parts(parts, {module.component: module.stored})
+        crossing = Moments.from_modules(row, stored(row[:front]), front) if front else None
+        return cls(parts, stored(row), Moments.from_modules(row), crossing)
+
+    def above(self, layers: FloatArray, is_overlapped: BoolArray | bool = False) -> FloatArray:
+        peak = self.moments.worst(layers)
+        if self.crossing is None:
+            return peak
+        return np.where(is_overlapped, self.crossing.worst(layers), peak)

@@ -1,0 +1,348 @@
+"""Activations of a pipeline stage: layers, recomputation, offload and the stage's edges combined."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.engines.training.layout import Layout, Training
+from flagcore.engines.training.memory.activations import attention, depths, embedding, ffn, head, mixture
+from flagcore.engines.training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
+from flagcore.engines.training.parameters import Parts, add_parts
+from flagcore.engines.training.stages import Stage, block_layers, depths_received, in_flight
+
+PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
+"""The inputs of linear layers, which weight gradients need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The modules of the layers of each kind (without experts, with experts), of the embedding, and of the head."""
+
+    sizes: Sizes
+    layers: tuple[list[Module], ...]
+    entry: Module
+    head: list[Module]
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout) -> Rows:
+        """Return the modules of each candidate without selective recompute and offload."""
+        sizes = Sizes.from_layout(train, layout)
+        heads = attention(train, layout, sizes)
+        layers = [[*heads, *ffn(train, layout, sizes)]]
+        if train.model.num_moe_experts is not None:
+            layers.append([*heads, *mixture(train, layout, sizes)])
+        return cls(sizes, tuple(layers), embedding(train, layout, sizes), head(train, layout, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The parts of the stages of each candidate. `recomputed` is 1 where selective recompute applies to a
+    module. `deferred` are the bytes that a layer stores of a micro-batch until its weight gradients are computed.
+    """
+
+    rows: Rows
+    recomputed: Mapping[str, FloatArray]
+    dense: Layer
+    moe: Layer
+    head: Layer
+    deferred: FloatArray
+    offloaded: Collection[str] = field(default_factory=frozenset)
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.rows.sizes
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, rows: Rows | None = None) -> Kinds:
+        """Return the parts; without experts, both kinds of layers are the same. `rows` are the modules, if already
+        known.
+        """
+        rows, on = rows or Rows.from_layout(train, layout), bool(layout.selective.any())
+        recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
+        offloaded = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
+        named = 1.0 if not train.options.offload_stages else 0.0
+        layers = _layers(train, rows, recomputed, offloaded if named else (), named)
+        products = [value for module in rows.layers[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+        return cls(
+            rows=rows,
+            recomputed=recomputed,
+            dense=layers[0],
+            moe=layers[-1],
+            head=Layer.from_modules(rows.head),
+            deferred=2.0 * sum(products, np.zeros(())),
+            offloaded=offloaded,
+        )
+
+    def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
+        """Return the layers of a stage, without and with experts. If no stages are named, all stages offload."""
+        if not self.offloaded or not train.options.offload_stages:
+            return self.dense, self.moe
+        on_host = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
+        found = _layers(train, self.rows, self.recomputed, self.offloaded, on_host)
+        return found[0], found[-1]
+
+    def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
+        """Return the modules after the layers of the last stage, and of the stage with multi-token prediction, which
+        offloads nothing.
+        """
+        depth = train.model.mtp_num_layers
+        if not depth:
+            return self.head
+        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.offloaded else self.moe
+        layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
+        layers = layers * (not self.offloaded)
+        above = last.above(depth + layers, _crossed(train, layout, stage))
+        modules = depths(train, layout, self.sizes, last.stored, above, layers)
+        if not np.any((stage.mtp > 0) != (stage.last > 0)):
+            return Layer.from_modules([*modules, *self.rows.head])
+        is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.rows.head))]
+        return Layer.from_modules(
+            [each.only(here) for each, here in zip([*modules, *self.rows.head], is_here, strict=True)]
+        )
+
+
+def _layers(
+    train: Training,
+    rows: Rows,
+    recomputed: Mapping[str, FloatArray],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
+) -> list[Layer]:
+    tensors = recomputed_tensors(train, rows.sizes, recomputed)
+    found = []
+    for row in rows.layers:
+        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
+        front = split if train.options.overlap_expert_comm else 0
+        found.append(Layer.from_modules(saving(row, tensors, offloaded, on_host), front))
+    return found
+
+
+def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the bytes that a stage offloads to the host for each micro-batch, and later fetches."""
+    kinds = Kinds.from_layout(train, layout)
+    dense, moe = kinds.on(train, stage)
+    stored_layers = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (stored_layers[0].stored - dense.stored) + stage.moe * (stored_layers[-1].stored - moe.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """The activations of a stage at the peak of forward and backward.
+
+    `dense` and `moe` are the numbers of layers that store all their tensors. `inputs` are the bytes of the inputs of
+    recomputed layers, `stored` the bytes of all micro-batches in flight, and `above` the bytes that the peak adds to
+    them.
+    """
+
+    dense: FloatArray
+    moe: FloatArray
+    inputs: FloatArray
+    stored: FloatArray
+    above: FloatArray
+
+
+def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
+    """Return the activations of a stage. Full recompute stores the input of each recomputed layer or chunk of layers
+    and, while one chunk is recomputed, all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with
+    all layers, block recompute with the first layers of each virtual stage.
+
+    If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are counted as on
+    equal virtual stages. More layers on a stage never need less memory.
+    """
+    whole = in_flight(layout, stage.index, train.options) / stage.in_flight
+    if train.model.num_moe_experts is not None:
+        stage = replace(stage, dense=np.minimum(stage.dense * whole, stage.layers))
+    work = _Work.from_stage(train, layout, stage, kinds)
+    full = (layout.uniform > 0) | (work.block > 0)
+    dense, moe, inputs = work.split(work.block)
+    above = work.plain
+    if np.any(full):
+        several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
+        dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
+        inputs = np.where(several, chunks * whole * work.input, inputs)
+        least = np.where(several, work.in_chunks(inputs), work.in_blocks())
+        above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
+    one = work.bytes(dense, moe, inputs)
+    above = np.maximum(
+        np.where(stage.layers > 0, above, 0.0), stage.first * (kinds.rows.entry.work - one / layout.virtual)
+    )
+    loop, loop_at_loss = _schedule_tensors(layout, stage)
+    loop_at_loss = loop_at_loss + (loop_at_loss + 2.0) * depths_received(train.model, stage)
+    above = above + loop * kinds.sizes.hidden
+    ends = kinds.ends(train, layout, stage)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
+    waiting, count = _waiting(train, stage, kinds), stage.last
+    if np.any(_early(stage)):
+        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * kinds.sizes.hidden, above - ends.stored)
+        above, count = np.where(_early(stage), at_mtp, above), count + _early_in_flight(train, layout, stage)
+    above = np.where(stage.last > 0, at_loss, above)
+    end_bytes = ends.stored * count + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
+    return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The layers of a stage, and the effect of full recompute on them.
+
+    `plain` is the peak of the backward pass of fully stored layers above the stored bytes, `input` the stored bytes of
+    each other layer.
+    """
+
+    layout: Layout
+    stage: Stage
+    dense: Layer
+    moe: Layer
+    chunk: FloatArray
+    block: FloatArray
+    input: FloatArray
+    hidden: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def from_stage(cls, train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> _Work:
+        """Combine the layers of a stage. Uniform recompute in chunks of one layer is one block of all layers."""
+        dense, moe = kinds.on(train, stage)
+        hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
+        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
+        block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
+        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
+        return cls(
+            layout, stage, dense, moe, chunk, block, least, hidden, _backward(train, layout, stage, dense, moe, block)
+        )
+
+    def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the numbers of fully stored layers, without and with experts, and the bytes of the inputs of the other
+        layers.
+        """
+        dense, moe = _whole(self.layout, self.stage, block)
+        return dense, moe, (self.stage.layers - dense - moe) * self.input
+
+    def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
+        return dense * self.dense.stored + moe * self.moe.stored + inputs
+
+    def again(self, number: FloatArray) -> FloatArray:
+        """Return the peak of `number` recomputed layers, of the kind of layers on the stage that needs more."""
+        moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
+        if self.dense is self.moe:
+            return moe
+        return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
+
+    def in_chunks(self, inputs: FloatArray) -> FloatArray:
+        """Return the peak with uniform recompute, including stored bytes. It is at most the peak without recompute."""
+        found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
+        return np.minimum(found, self._without())
+
+    def in_blocks(self) -> FloatArray:
+        """Return the peak with block recompute, including stored bytes.
+
+        It is at most the peak with a smaller block. The peak is in the last recomputed layer, after the inputs of the
+        layers before it, or in the last layer of the stage, after the output of the recomputed ones. With one
+        micro-batch in flight the former grows by an input per layer, as in Megatron. Both are piecewise linear in the
+        size of the block, so the minimum over smaller blocks is where they are equal, where the kind of layer changes,
+        at 0, or at the block itself.
+        """
+        repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
+        held = self.plain + self.hidden * (self.stage.last == 0)
+        none = np.zeros(())
+
+        def moment(block: FloatArray) -> FloatArray:
+            dense, moe, inputs = self.split(block)
+            later = self.bytes(dense, moe, none) / virtual
+            above = np.maximum(np.where(self.chunk > block, held, 0.0), repeated - later)
+            return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
+
+        leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
+        meet = leading + behind - (repeated - held) / np.maximum(self.moe.stored, 1.0)
+        turns = [meet]
+        if self.dense is not self.moe:
+            short = repeated - held - behind * self.moe.stored
+            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
+        found = np.minimum(moment(self.block), self._without())
+        for turn in turns:
+            found = np.minimum(found, moment(np.clip(turn, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        return found
+
+    def _without(self) -> FloatArray:
+        return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
+
+
+def _early(stage: Stage) -> BoolArray:
+    """Return where a stage has multi-token prediction without the loss."""
+    is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
+    return is_early
+
+
+def _early_in_flight(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the micro-batches in flight on the last virtual stage of a device with early multi-token prediction."""
+    chunks = in_flight(layout, stage.index, train.options) * layout.virtual
+    return np.where(_early(stage), np.maximum(chunks - (layout.virtual - 1.0) * layout.pipeline, 1.0), 0.0)
+
+
+def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of layers, without and with experts, outside of a block at the start of each virtual stage."""
+    again = np.minimum(block * layout.virtual, stage.layers)
+    dense = np.minimum(again, stage.dense)
+    return stage.dense - dense, stage.moe - (again - dense)
+
+
+def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
+    """Return whether a forward pass overlaps a backward pass."""
+    crossed: BoolArray = (stage.in_flight < layout.microbatches) & layout.pairs(train.model)
+    return crossed
+
+
+def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
+    """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes.
+
+    Backward begins with the last layer, and reaches the leading dense layers when the later layers are freed. An
+    overlapping forward pass has allocated these bytes again by then.
+    """
+    crossed, whole = _crossed(train, layout, stage), _whole(layout, stage, block)
+    first = dense.above(whole[0] * stage.in_flight, crossed)
+    if dense is moe:
+        return first
+    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
+    if dense.crossing is not None:
+        behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
+    last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
+    return np.where(stage.dense > 0, np.maximum(last, first - behind), last)
+
+
+def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
+    """Return the stored bytes of a stage's micro-batches, by component."""
+    dense, moe = kinds.on(train, stage)
+    parts: Parts = {}
+    add_parts(parts, dense.parts, found.dense * stage.in_flight)
+    add_parts(parts, moe.parts, found.moe * stage.in_flight)
+    add_parts(parts, {"norms": found.inputs}, stage.in_flight)
+    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last + _early_in_flight(train, layout, stage))
+    add_parts(parts, {"embedding": kinds.rows.entry.stored}, stage.first * stage.in_flight)
+    return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
+
+
+def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
+    """Return the bytes that are stored only for weight gradients; ZB-2p limits memory to 2p micro-batches."""
+    count = stage.deferred
+    if train.options.schedule == "zb-2p":
+        count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)
+    return count * stage.layers * kinds.deferred
+
+
+def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of tensors between stages that the pipeline's loop still references, during a layer's backward
+    and at the loss.
+
+    1F1B: the last sent gradient and, until a new graph replaces the old one, the last stage's previous input.
+    Interleaved: about the same for each virtual stage, with an error of at most two. Counted in megatron-core 0.16
+    (`pipeline_parallel/schedules.py`).
+    """
+    end = layout.pipeline - 1.0
+    steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)
+    several, last = layout.virtual > 1, (stage.index == end) & (end > 0)
+    filled = np.minimum(np.minimum(2.0 * layout.virtual, 6.0) - 1.0 + 2.0 * (stage.index > 0), 7.0)
+    inner = np.where(last, 4.0, filled * (layout.microbatches > layout.pipeline))
+    return np.where(several, inner, steady), np.where(several, 4.0 * last, 2.0 * steady)

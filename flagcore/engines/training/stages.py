@@ -1,0 +1,262 @@
+"""The layers of each stage of a pipeline, and the micro-batches whose activations it stores at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training.layout import (
+    DEFAULTS,
+    ArrayRecord,
+    Layout,
+    Options,
+    Splits,
+    StageLayers,
+    pick,
+)
+from flagcore.engines.training.schedules import formulas
+from flagcore.physics.schedules.catalogue import SCHEDULES
+
+LAYERS, DENSE, MTP = 3, 4, 5
+"""Indices of fields of `Part` in the holdings of a split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part(ArrayRecord):
+    """The contents of one stage of each candidate. `first` is 1.0 if the stage has the embedding, `last` if it has the
+    output head and the loss, `final_norm` if it has the final norm. `dense` is the number of its `layers` without
+    experts, `mtp` the number of depths of multi-token prediction.
+    """
+
+    first: FloatArray
+    last: FloatArray
+    final_norm: FloatArray
+    layers: FloatArray
+    dense: FloatArray
+    mtp: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Part):
+    """One stage of each candidate. `chunk` is the number of layers of one virtual stage. `in_flight` is the number of
+    micro-batches whose activations are stored at the peak, `deferred` the number of micro-batches that wait only for
+    weight gradients, and `copies` the number of copies of the weights on a device.
+    """
+
+    index: FloatArray
+    chunk: FloatArray
+    in_flight: FloatArray
+    deferred: FloatArray
+    copies: float
+
+    @property
+    def moe(self) -> FloatArray:
+        return self.layers - self.dense
+
+
+def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
+    """Return the stages of each candidate that can have the largest peak, in order; short pipelines repeat the last
+    one.
+
+    These are the first, the second, the last, each stage with other contents than the previous one, and `starts`, the
+    first stages on other devices. Every other stage equals the previous one and stores fewer micro-batches. If options
+    differ by stage, all stages are returned.
+    """
+    end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
+    wanted = _turns(model, layout, options)
+    if starts:
+        wanted = [*np.sort(np.stack([*wanted, *starts]), axis=0)]
+    by_stage = options.recompute_stage_layers or options.offload_stages or options.schedule
+    if by_stage or longest <= len(wanted) + 1:
+        wanted = [np.minimum(end, float(number)) for number in range(longest - 1)]
+    return [stage(model, layout, index, options) for index in (*wanted, end)]
+
+
+def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
+    """Return the indices of the first and the second stage, and of each stage with other contents than the previous
+    one.
+    """
+    end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
+    even = [np.zeros_like(end), np.minimum(end, 1.0)]
+    if model.num_moe_experts is not None and model.moe_first_dense_layers:
+        chunk = _chunk_layers(model, layout, options)
+        even.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
+    if options.splits is None or not number.any():
+        return even
+    count = int(options.splits.counts[number].max())
+    turns = options.splits.turns[number, :count].T
+    if number.all():
+        return [*turns]
+    even += [end] * (count - len(even))
+    return [np.where(number > 0, turns[min(place, count - 1)], each) for place, each in enumerate(even)]
+
+
+def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
+    """Return stage `index` of each candidate.
+
+    Candidates with a number in `Layout.split` have the layers of that split. For the others, layers are split evenly,
+    except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if options
+    require it. If no even split exists, all stages but the last have the number rounded up, as in usual layouts.
+    """
+    number = layout.split.astype(np.int64)
+    if options.splits is None or not number.any():
+        part = _even(model, layout, index, options)
+    else:
+        held = options.splits.holdings[number, index.astype(np.int64)]
+        part = Part(*held.T)
+        if not number.all():
+            part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
+    return stage_with(part, model, layout, index, options)
+
+
+def some_of(stage: Stage, rows: IntArray) -> Stage:
+    """Return the stage of the candidates `rows`."""
+    values = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    return Stage(**{name: value.take(rows) if np.ndim(value) else value for name, value in values.items()})
+
+
+def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
+    """Return stage `index` of each candidate, which has the contents `part`."""
+    deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
+    uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
+    if uneven.size and not options.equal_stages:
+        flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
+    if options.schedule:
+        deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        copies = SCHEDULES[options.schedule].copies
+    return Stage(
+        **{each.name: getattr(part, each.name) for each in fields(part)},
+        index=index,
+        chunk=part.layers / layout.virtual,
+        in_flight=flight,
+        deferred=deferred,
+        copies=float(copies),
+    )
+
+
+def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
+    """Return the candidates with the split of one layout, which applies to those with as many (virtual) stages."""
+    table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
+    before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
+    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
+    if model.num_moe_experts is None:
+        leading = table[:, 2]
+    norm = table[:, 1]
+    if model.mtp_num_layers:
+        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
+    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
+    fits = layout.pipeline * layout.virtual == len(stages)
+    lengths = np.unique(layout.pipeline[fits]).astype(np.int64)
+    devices = np.zeros((lengths.size, int(lengths.max(initial=1)), columns.shape[1]))
+    for place, length in enumerate(lengths):
+        devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
+    number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
+    return replace(layout, split=number), replace(
+        options, splits=Splits.from_holdings(devices, lengths.astype(np.float64))
+    )
+
+
+def depths_received(model: Model, stage: Stage) -> FloatArray:
+    """Return how many depths of multi-token prediction the stage with the loss receives from another one."""
+    return stage.last * (model.mtp_num_layers - stage.mtp)
+
+
+def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
+    """Return the number of layers of each virtual stage that are recomputed one by one."""
+    if not options.recompute_stage_layers:
+        return layout.block
+    table = np.array(options.recompute_stage_layers, dtype=np.float64)
+    return table[np.minimum(index.astype(np.int64), len(table) - 1)] / layout.virtual
+
+
+def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
+    """Return the maximum number of micro-batches whose activations stage `index` stores, in units of a whole stage.
+
+    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1 chunks of
+    1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). If the exchange of
+    experts overlaps, this is also the number of forward passes before the first backward, one more than otherwise. Each
+    further forward pass runs layer by layer during a backward pass, which frees the same amount.
+    """
+    schedule = options.schedule or "interleaved"
+    return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
+
+
+def layers_before_last(model: Model, layout: Layout) -> FloatArray:
+    """Return the maximum number of layers on the virtual stages of the last device, except the last one: that of an
+    even split.
+    """
+    even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
+    return even * (layout.virtual - 1.0)
+
+
+def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
+    """Return the micro-batches in flight, in units of a whole stage, if virtual stages have different numbers of
+    layers.
+
+    A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first virtual
+    stages have one layer more. On the last device, each virtual stage but the last has the layers of an even split.
+    """
+    size, virtual, layers = layout.pipeline, layout.virtual, part.layers
+    rounds = np.floor(flight / size)
+    remaining = (flight - rounds * size) * virtual
+    each = np.floor(layers / virtual)
+    spread = remaining * each + np.minimum(remaining, (layers - each * virtual) * size)
+    before = virtual - 1.0
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the loss, behind early multi-token prediction
+    left = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
+    current = np.minimum(remaining, before * size)
+    filled = current * (layers - left) / before + (remaining - current) * left
+    held_layers = rounds * size * layers + np.where(part.last > 0, filled, spread)
+    return held_layers / layers
+
+
+def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
+    end, chunk = layout.pipeline - 1.0, _chunk_layers(model, layout, options)
+    first, last = (index == 0).astype(np.float64), (index == end).astype(np.float64)
+    middle = chunk * layout.virtual
+    head = np.where(layout.first_layers > 0, layout.first_layers, middle - options.account_for_embedding)
+    middle_layers = model.num_layers - head - middle * np.maximum(end - 1.0, 0.0)
+    tail = np.where(layout.last_layers > 0, layout.last_layers, np.maximum(middle_layers, 0.0))
+    layers = np.where(first > 0, head, np.where(last > 0, tail, middle))
+    layers = np.where(end > 0, layers, float(model.num_layers))
+    dense = layers
+    if model.num_moe_experts is not None:
+        dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
+    if options.schedule and SCHEDULES[options.schedule].folded:
+        last = first
+    if options.schedule == "dualpipe":
+        first = last = np.maximum(first, last)
+    norm = last
+    if (
+        model.mtp_num_layers and options.account_for_loss
+    ):  # it follows the last layer, which need not be where the loss is
+        norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
+    return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
+
+
+def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
+    """Return the layers of one virtual stage in the middle of the pipeline."""
+    fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
+    others = layout.pipeline - fixed_first - fixed_last
+    counted = model.num_layers + options.account_for_embedding + options.account_for_loss
+    spread = counted - layout.first_layers - layout.last_layers
+    return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))
+
+
+def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
+    """Return the number of the model's leading dense layers on stage `index`; virtual stages alternate over the
+    devices.
+    """
+    first_chunk = np.maximum(
+        np.where(layout.first_layers > 0, head / layout.virtual, head - (layout.virtual - 1.0) * chunk), 0.0
+    )
+    chunk = np.maximum(chunk, 1.0)
+    count = np.zeros_like(index)
+    for layer in range(model.moe_first_dense_layers):
+        place = np.where(layer < first_chunk, 0.0, 1.0 + (layer - first_chunk) // chunk)
+        count += place % layout.pipeline == index
+    return count

@@ -1,0 +1,133 @@
+"""Time of the pipeline: the makespan of a schedule from the times of a few representative stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training.layout import Layout, Placement, Training
+from flagcore.engines.training.schedules.critical_path import StageTimes
+from flagcore.engines.training.schedules.formulas import makespan
+from flagcore.engines.training.stages import Stage, depths_received
+from flagcore.engines.training.time.communication import Messages
+from flagcore.engines.training.time.passes import StageTime
+
+REFILL_LAUNCHES = 45.0
+"""Kernel launches until a device is busy again after a message, because the host synchronises with each message
+(megatron-core 0.16 `p2p_communication.py`). Fitted to the interleaved runs of one paper: 0.4 to 0.6 ms each."""
+
+
+def pipeline_time(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, found: Sequence[Stage], times: list[StageTime]
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
+
+    `found` are representative stages in order, the last stage last; a stage that is not among them equals the previous
+    one.
+    """
+    messages, blocking, send, mean_message = sends(train, layout, costs, placement, found[-1])
+    total = layout.microbatches * times[-1].busy
+    overlapped = overlapped_passes(train, times)
+    for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
+        rows = np.flatnonzero(layout.pipeline == length)
+        subset = layout[rows]
+        places = _representatives(int(length), [stage.index[rows] for stage in found]) * rows.size
+        places += np.arange(rows.size)
+
+        def of(values: list[FloatArray], rows: IntArray = rows, places: IntArray = places) -> FloatArray:
+            return np.concatenate([value.take(rows) for value in values]).take(places)
+
+        name = train.options.schedule or "interleaved"
+        forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
+        send_delays = messages.send_delays(int(length), rows, layout, placement)
+        if send_delays is not None:
+            forward, backward = forward + send_delays[0] * blocking[rows], backward + send_delays[1] * blocking[rows]
+        stage_times = StageTimes(
+            forward=forward,
+            backward_input=backward,
+            backward_weight=of([time.weight for time in times]),
+            send=send[rows],
+            blocking=blocking[rows],
+            weight_share=train.weight_share,
+            paired=of(overlapped) if overlapped else None,
+        )
+        total[rows] = makespan(name, stage_times, subset.microbatches, subset.virtual)
+    return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
+
+
+def sends(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
+) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
+    """Return the times of messages, 1 where sending blocks the sender (else 0), the seconds of a usual message, and the
+    mean seconds of all messages.
+
+    If sending blocks, each message takes the time of its node group or border, which differs from the usual one by
+    `Messages.send_delays`; otherwise all take the mean time.
+    """
+    messages, blocking = Messages.from_layout(train, layout, costs, placement), sender_waits(train, layout, last)
+    refill = blocking * _refill_seconds(costs)
+    mean = messages.mean(layout, placement) + refill
+    send = np.where(blocking > 0, messages.usual + refill, mean) if messages.between else mean
+    return messages, blocking, send, mean
+
+
+def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> FloatArray:
+    """Return 1 where sending a message blocks the sender, else 0.
+
+    If the last stage receives depths of multi-token prediction, stages send the shapes of their messages first, and
+    wait for the device (megatron-core 0.16 `p2p_communication.py`).
+    """
+    shapes = False if last is None else depths_received(train.model, last) > 0
+    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm & ~np.asarray(shapes), 0.0, 1.0)
+
+
+def message_seconds(
+    train: Training, layout: Layout, costs: Costs, placement: Placement, waits: FloatArray
+) -> FloatArray:
+    """Return the seconds of one message between two stages, the mean over a pipeline."""
+    return Messages.from_layout(train, layout, costs, placement).mean(layout, placement) + waits * _refill_seconds(
+        costs
+    )
+
+
+def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds that early multi-token prediction adds to a micro-batch on a stage: its messages, which have
+    shapes, do not overlap compute.
+    """
+    waits = 1.0 - sender_waits(train, layout)
+    return (
+        2.0
+        * layout.virtual
+        * waits
+        * message_seconds(train, layout, costs, Placement.from_layout(layout, costs), waits)
+    )
+
+
+def _refill_seconds(costs: Costs) -> float:
+    return REFILL_LAUNCHES * float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
+
+
+def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
+    """Return the seconds of an overlapped forward and backward of two micro-batches, for each stage.
+
+    The all-to-alls of tokens overlap kernels. The list is empty for schedules without such pairs. Source: DeepSeek-V3
+    report (arXiv 2412.19437), section 3.2.1.
+    """
+    if train.options.schedule not in ("dualpipe", "dualpipev"):
+        return []
+    dispatch = [time.forward.expert + time.backward.expert for time in times]
+    return [np.maximum(time.busy - each, each) for time, each in zip(times, dispatch, strict=True)]
+
+
+def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
+    """Return the number of the representative of each stage of a pipeline: (stages, candidates)."""
+    numbers = np.full((length, indices[0].size), -1)
+    for index in indices[:-1]:
+        for stage in range(int(index.min()), length - 1):
+            numbers[stage] += index <= stage
+    np.maximum(numbers, 0, out=numbers)
+    numbers[-1] = len(indices) - 1
+    return numbers

@@ -1,0 +1,323 @@
+"""Time of a training step from the times of layers, stages, the pipeline, gradients and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.prediction import Passes
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore.engines.training.memory.states import split_parameters
+from flagcore.engines.training.memory.stored_activations import offloaded_bytes
+from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.stages import Stage, stage, stages
+from flagcore.engines.training.time.layer import embedding_time, head_time, layer_time
+from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time, reduction
+from flagcore.engines.training.time.passes import Block, Seconds, StageTime
+from flagcore.engines.training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
+from flagcore.physics.cost_stack import with_slowdown
+
+ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
+"""Memory traffic per parameter and micro-batch to add a weight gradient to its fp32 buffer: write and read of the
+16-bit gradient, read and write of the buffer (2 + 2 + 4 + 4); a fused kernel has only the traffic of the buffer.
+Counted."""
+
+LAUNCH_NORM = 5.0
+"""Exponent in `_with_launches`: between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the ranks
+measured on another accelerator (8)."""
+
+LAYER_COUNTS = (
+    "tensor",
+    "context",
+    "micro_batch",
+    "sequence_parallel",
+    "expert",
+    "expert_tensor",
+    "pairing",
+)
+"""Fields of a layout that determine the time of a layer."""
+
+MIN_SECONDS = 1e-9
+"""Minimum seconds of a stage, which avoids a division by zero for stages without layers."""
+
+LAUNCH_SHARE = {"": 1.0, "layer": 0.4, "iteration": 0.0}
+"""Share of kernels that the host launches one by one, by the part of a step that one graph launches; an estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(ArrayRecord):
+    """The blocks of a model: layers, embedding and head."""
+
+    dense: Block
+    moe: Block
+    embedding: StageTime
+    head: StageTime
+
+    def __getitem__(self, rows: slice | IntArray) -> Parts:
+        dense = self.dense[rows]
+        moe = dense if self.moe is self.dense else self.moe[rows]
+        return Parts(dense, moe, self.embedding[rows], self.head[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of all candidates on each node group, computed once for each distinct combination of `LAYER_COUNTS`.
+
+    `combinations` has one candidate per combination; `index` is the index of each candidate's combination. `parts` are
+    the blocks of `combinations`.
+    """
+
+    combinations: tuple[Layout, ...]
+    index: tuple[IntArray, ...]
+    parts: tuple[Parts, ...]
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
+        layouts = Placement.from_layout(layout, costs).layouts
+        distinct = [each.distinct(LAYER_COUNTS) for each in layouts]
+        combinations = tuple(each[rows] for each, (rows, _) in zip(layouts, distinct, strict=True))
+        parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
+        return cls(combinations, tuple(index for _, index in distinct), parts)
+
+    def __getitem__(self, rows: slice | IntArray) -> Blocks:
+        return replace(self, index=tuple(each[rows] for each in self.index))
+
+    def on(self, group: int) -> Parts:
+        """Return the blocks of each candidate on the devices of a node group."""
+        return self.parts[group][self.index[group]]
+
+
+def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
+    dense = layer_time(train, layout, costs, moe=False)
+    moe = layer_time(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
+    return Parts(dense, moe, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
+
+
+@dataclass(frozen=True, slots=True)
+class _NoCollectives:
+    """Costs of collectives that take no time, for a single rank."""
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return np.zeros_like(payload_bytes)
+
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return np.zeros(np.shape(ranks))
+
+
+def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
+    """Return the seconds of each part of one step, which add up to the step; NaN if a cost is unknown.
+
+    `blocks` are the blocks of the candidates at `costs_in_run(costs)`, if already computed. The parts are those of the
+    slowest stage, with the costs of its node group. The rest of the pipeline's time is split into exposed messages and
+    bubble.
+    """
+    costs = costs_in_run(costs)
+    placement, groups = Placement.from_layout(layout, costs), costs.groups
+    distinct_stages = stages(train.model, layout, train.options, placement.starts)
+    params = _params(train, placement, distinct_stages)
+    blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
+    times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
+    slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
+    forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
+    ordered = _in_replica(layout)
+    pipeline_s, message = pipeline_time(
+        train, ordered, costs, Placement.from_layout(ordered, costs), distinct_stages, times
+    )
+    idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
+    waits = sender_waits(train, layout, distinct_stages[-1])
+    messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
+    meshes = list(zip(placement.layouts, groups, params, strict=True))
+    largest = [_largest_params(placement, distinct_stages, pairs, number) for number, pairs in enumerate(params)]
+    gradients_s = [
+        gradient_time(train, *reduction(mesh, each), pair, slowest)
+        for (mesh, each, _), pair in zip(meshes, largest, strict=True)
+    ]
+    optimizer_s = [
+        placement.pick(each.index, [optimizer_time(train, mesh, on, each, pairs[number]) for mesh, on, pairs in meshes])
+        for number, each in enumerate(distinct_stages)
+    ]
+    return {
+        "compute_s": m * (forward.compute + backward.compute + slowest.weight),
+        "tp_comm_s": m * (forward.tensor + backward.tensor),
+        "cp_comm_s": m * (forward.context + backward.context),
+        "ep_comm_s": m * (forward.expert + backward.expert),
+        "pp_bubble_s": idle - messages,
+        "pp_comm_s": messages,
+        "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
+        "optimizer_s": np.maximum.reduce(optimizer_s),
+    }
+
+
+def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
+    """Return the passes of the first candidate's pipeline; None if a cost is unknown.
+
+    The passes of a stage that waits for longer messages than usual, at a border between node groups, include this wait.
+    """
+    layout, costs = layout[slice(0, 1)], costs_in_run(costs)
+    placement, count = Placement.from_layout(layout, costs), int(layout.pipeline[0])
+    all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
+    params = _params(train, placement, all_stages)
+    times = _stage_times(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages, params)
+    messages, waits, sends_s, _ = sends(train, _in_replica(layout), costs, placement, all_stages[-1])
+    delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
+    longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
+    forward = tuple(float(time.forward.total[0] + more) for time, more in zip(times, longer[0], strict=True))
+    backward = tuple(
+        float(time.backward.total[0] + time.weight[0] + more) for time, more in zip(times, longer[1], strict=True)
+    )
+    send = float(sends_s[0]) if count > 1 else 0.0
+    if not np.isfinite([*forward, *backward, send]).all():
+        return None
+    result = Passes(
+        schedule=train.options.schedule or "interleaved",
+        microbatches=int(layout.microbatches[0]),
+        virtual=int(layout.virtual[0]),
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=tuple(float(time.weight[0]) for time in times),
+        paired_s=tuple(float(each[0]) for each in overlapped_passes(train, times)),
+        send_s=send,
+        sender_waits=bool(waits[0]),
+        weight_share=train.weight_share,
+        groups=tuple(int(placement.group(each.index)[0]) for each in all_stages),
+        layers=tuple(int(each.layers[0]) for each in all_stages),
+    )
+    return replace(result, predicted_s=pipeline_seconds(result))
+
+
+def _in_replica(layout: Layout) -> Layout:
+    """Return the sizes that messages between stages see: the ranks of one replica, if they are consecutive."""
+    return replace(layout, data=np.ones_like(layout.data)) if layout.here else layout
+
+
+def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer.
+
+    Collectives and waits for other ranks are not included.
+    """
+    single_costs = replace(costs, collectives=_NoCollectives())
+    rank_stage, parts = (
+        stage(train.model, layout, index, train.options),
+        Blocks.from_layout(train, layout, single_costs).on(0),
+    )
+    dense, experts = split_parameters(stage_parameters(train, layout, rank_stage))
+    time = _stage_time(train, layout, single_costs, parts, rank_stage, (dense, experts))
+    compute = time.forward.compute + time.backward.compute + time.weight
+    return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, (dense, experts))
+
+
+def costs_in_run(costs: Costs) -> Costs:
+    """Return costs with the slower kernels of a run on many devices."""
+    kernels = costs.kernels if costs.run_slowdown == 1.0 else with_slowdown(costs.kernels, costs.run_slowdown)
+    return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
+
+
+def _params(
+    train: Training, placement: Placement, distinct_stages: Sequence[Stage]
+) -> list[list[tuple[FloatArray, FloatArray]]]:
+    """Return the numbers of dense and of expert parameters of each stage, for each node group."""
+    return [
+        [split_parameters(stage_parameters(train, layout, each)) for each in distinct_stages]
+        for layout in placement.layouts
+    ]
+
+
+def _stage_times(
+    train: Training,
+    groups: Sequence[Costs],
+    blocks: Blocks,
+    placement: Placement,
+    distinct_stages: Sequence[Stage],
+    params: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
+) -> list[StageTime]:
+    """Return the times of the stages `distinct_stages`, each with the layout and the costs of its node group."""
+    parts = [blocks.on(number) for number in range(len(groups))]
+    meshes = list(zip(placement.layouts, groups, parts, params, strict=True))
+    times = []
+    for number, each in enumerate(distinct_stages):
+        of_groups = [_stage_time(train, mesh, on, part, each, pairs[number]) for mesh, on, part, pairs in meshes]
+        times.append(placement.pick(each.index, of_groups))
+    return times
+
+
+def _stage_time(
+    train: Training, layout: Layout, costs: Costs, parts: Parts, stage: Stage, params: tuple[FloatArray, FloatArray]
+) -> StageTime:
+    """Return a stage's time of one micro-batch, including waits for kernel launches.
+
+    Full recompute repeats the forward pass of a layer with its collectives before the backward pass; selective
+    recompute repeats the named modules of the other layers.
+    """
+    full_share = _recompute_share(train, layout, stage)
+    selective = layout.selective * (1.0 - full_share)
+
+    def layers(block: Block) -> StageTime:
+        backward = block.backward
+        for extra, times in ((block.forward, full_share), (block.repeated, selective)):
+            backward = backward + extra * times if times.any() else backward
+        return StageTime(block.forward, backward, block.weight)
+
+    experts = train.model.num_moe_experts is not None
+    routed, plain = stage.moe + stage.mtp * experts, stage.dense + stage.mtp * (not experts)
+    total = layers(parts.dense) * plain
+    for block, count in ((parts.embedding, stage.first), (parts.head, stage.last)):
+        total = total + block * count if count.any() else total
+    if experts and routed.any():
+        total = total + layers(parts.moe) * routed
+    accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
+    weight = total.weight + costs.kernels.memory_seconds(accumulation * (params[0] + params[1]))
+    if train.options.adapters:
+        weight = np.zeros_like(weight)
+    host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]
+    lag = 1.0 if costs.synchronous else LAUNCH_NORM
+    forward = _with_launches(total.forward, total.forward, host, lag)
+    backward = _with_launches(total.backward, total.backward + Seconds.from_compute(weight), host, lag)
+    forward = forward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, forward.total))
+    backward = backward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, backward.total + weight))
+    return StageTime(forward, backward, weight)
+
+
+def _with_launches(seconds: Seconds, device: Seconds, host: float, lag: float) -> Seconds:
+    """Return `seconds` with the time that the device waits for kernel launches.
+
+    Some kernels are longer than their launches and others shorter, so a pass takes longer than the maximum of both
+    times. Their `lag`-norm is a smooth approximation.
+    """
+    if not host:
+        return seconds
+    busy, launching = np.maximum(device.total, MIN_SECONDS), seconds.launches * host
+    ratio = launching / busy
+    return seconds + Seconds.from_compute(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
+
+
+def _recompute_share(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the share of a stage's layers that are recomputed in full."""
+    if train.options.recompute_stage_layers:
+        table = np.array(train.options.recompute_stage_layers, dtype=np.float64)
+        layers = table[np.minimum(stage.index, len(table) - 1).astype(np.int64)]
+        return np.minimum(layers / np.maximum(stage.layers, 1.0), 1.0)
+    block = np.minimum(layout.block / np.maximum(stage.chunk, 1.0), 1.0)
+    return np.where(layout.uniform > 0, 1.0, block)
+
+
+def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, window: FloatArray) -> FloatArray:
+    """Return the seconds that a pass of one micro-batch waits for copies of activations to or from the host."""
+    if not train.options.offload_modules:
+        return np.zeros_like(window)
+    return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
+
+
+def _largest_params(
+    placement: Placement, distinct_stages: list[Stage], params: Sequence[tuple[FloatArray, FloatArray]], group: int
+) -> tuple[FloatArray, FloatArray]:
+    """Return the largest numbers of dense and of expert parameters of a stage on node group `group`."""
+    if placement.starts:
+        is_on_group = [placement.group(stage.index) == group for stage in distinct_stages]
+        params = [(pair[0] * is_here, pair[1] * is_here) for pair, is_here in zip(params, is_on_group, strict=True)]
+    return np.maximum.reduce([pair[0] for pair in params]), np.maximum.reduce([pair[1] for pair in params])

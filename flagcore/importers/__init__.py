@@ -1,1 +1,0 @@
-"""Specs and histories of other tools."""

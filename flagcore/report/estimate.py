@@ -1,0 +1,195 @@
+"""The estimate of a spec: the record, its text, and the text of the gain of mixing several kinds of chips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import TDP, Counts
+from flagcore.domain.prediction import Labels
+from flagcore.domain.search_state import SearchTime
+from flagcore.i18n import _, ngettext
+from flagcore.report.formats import Notebook, hardware_text, lookup, render, shown, table_columns
+from flagcore.report.text import (
+    assumed_text,
+    candidate_columns,
+    candidate_line,
+    funnel,
+    interval_text,
+    search_time_text,
+    slo_text,
+    values_text,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate(Notebook):
+    """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
+
+    `number` of a candidate is its position among all candidates, from 1. `model` has the weights of the model by part.
+    `untimed` is the number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of
+    the trials, `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine
+    and chip. `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency
+    limits, `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds
+    one, or if only the baseline fits. `mixing` compares a mixed cluster with each of its kinds of chips alone.
+    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    engine. `bottleneck` limits the fastest candidate, and `warning` is given if its MFU is far below that of large
+    jobs, with the cheapest change.
+    """
+
+    chip: str
+    devices: int
+    counts: Counts
+    baseline: Mapping[str, Any]
+    candidates: tuple[Mapping[str, Any], ...]
+    model: tuple[Mapping[str, Any], ...]
+    defaults: Mapping[str, Any] | None = None
+    unmet: str = ""
+    untimed: int = 0
+    no_time: str = ""
+    runs: str = ""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    search: SearchTime | None = None
+    mixing: Mapping[str, Any] | None = None
+    knobs: Knobs = field(default_factory=dict)
+    labels: Labels = field(default_factory=Labels)
+    bottleneck: str = ""
+    warning: str = ""
+
+    def __repr__(self) -> str:
+        best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
+        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
+
+    def __str__(self) -> str:
+        rows = self.candidates
+        known = {
+            name: key for name, key in table_columns("estimate").items() if any(lookup(each, key) for each in rows)
+        }
+        return render(rows, "table", {"#": "number", **candidate_columns(rows, self.knobs), **known})
+
+
+def estimate_columns(estimate: Estimate) -> dict[str, str]:
+    """Return the columns of the table of candidates: headings, and dotted keys of a record."""
+    rows = estimate.candidates
+    figures = "predicted_serving" if any("objective" in each for each in rows) else "predicted"
+    columns = {"#": "number", **candidate_columns(rows, estimate.knobs), **table_columns(figures)}
+    columns |= table_columns("layouts") if any("variants" in each for each in rows) else {}
+    optional = table_columns("highest", "cost")
+    return columns | {name: key for name, key in optional.items() if any(key in each for each in rows)}
+
+
+def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
+    """Yield the paragraphs of an estimate, and whether each is a result or a message about the results."""
+    hardware = hardware_text(estimate.devices, estimate.chip)
+    if estimate.unmet:
+        yield estimate.unmet + "\n", False
+    if any("step_time_s" in each for each in estimate.candidates):
+        yield _("Fastest predicted candidates on {hardware}:", hardware=hardware), False
+    else:
+        yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
+    yield _candidates_table(estimate), True
+    if any(each.get("energy_source") == TDP for each in estimate.candidates):
+        yield "\n" + _("Energy is that of the devices at their TDP; they usually take less."), False
+    if estimate.assumed:
+        yield "\n" + assumed_text(estimate.assumed), True
+    yield from (("\n" + text, False) for text in (estimate.bottleneck, estimate.warning) if text)
+    lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
+    if estimate.defaults:
+        lines.append(candidate_line(_("engine defaults on the fewest devices"), estimate.defaults, estimate.knobs))
+    yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
+    if estimate.mixing:
+        yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
+    yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
+    if interval := interval_text(estimate.candidates[0]):
+        yield interval, False
+    if estimate.search:
+        yield "flag tune: " + search_time_text(estimate.search), False
+    if estimate.untimed:
+        text = ngettext(
+            "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
+            "{count:,} candidates of {total:,} have no predicted time, and are listed last: {reason}.",
+            estimate.untimed,
+            total=estimate.counts.untried,
+            reason=estimate.no_time,
+        )
+        yield text, False
+
+
+def _candidates_table(estimate: Estimate) -> str:
+    columns, rows = estimate_columns(estimate), estimate.candidates
+    if any("slo" in each for each in rows):
+        columns |= {"SLO": "slo_text"}
+        rows = tuple({**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in rows)
+    return render(rows, "table", columns)
+
+
+def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:
+    """Return why ranks failed, whether times are extrapolated, and the predictions without and with the probe.
+
+    `number` is that of the candidate among several.
+    """
+    lines = [
+        _("rank {rank}: {reason}", rank=rank["rank"], reason=rank["reason"])
+        for rank in probed["ranks"]
+        if rank["reason"]
+    ]
+    measurements = [rank["measured"] for rank in probed["ranks"] if "measured" in rank]
+    for each in [each for each in measurements if each["microbatches_run"] < each["microbatches"]][:1]:
+        lines.append(_("Times are extrapolated to {count} micro-batches.", count=each["microbatches"]))
+    name = f"{number} " if number is not None else ""
+    lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}, knobs))
+    lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}, knobs))
+    return "\n".join(lines)
+
+
+PAYS = 1.02
+"""Mixing pays from this throughput on, relative to the fastest kind alone."""
+
+
+def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
+    """Return a table of the mixed plans, each kind alone and their sum, and one line on the gain."""
+    alone = mixing["alone"]
+    plans = [mixing["mixed"], *mixing["others"]]
+    rows = [{**each, "plan": _(each["split"]) if each["split"] else _("mixed")} for each in plans]
+    rows += [{**each, "plan": _("alone")} for each in alone]
+    table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
+    if alone:
+        rate, devices = (sum(each[key] for each in alone) for key in ("tokens_per_second", "devices"))
+        table.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
+    columns = {
+        _("plan"): "plan",
+        _("chips"): "chips",
+        _("devices"): "devices",
+        "~s/step": "step_time_s",
+        "~tok/s": "tokens_per_second",
+        _("candidate"): "text",
+    }
+    return render(table, "table", columns) + "\n" + verdict(mixing)
+
+
+def verdict(mixing: Mapping[str, Any]) -> str:
+    """Return whether mixing pays, what limits it, and which chips idle."""
+    figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
+    if not mixing["alone"]:
+        text = _("No kind of chip can run the job alone.")
+    elif mixing["of_best_alone"] >= PAYS:
+        text = _("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    else:
+        text = _("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    used = mixing["mixed"]["implementation"]
+    if own := [each for each in mixing["alone"] if each["implementation"] != used]:
+        kinds = ", ".join(f"{each['chips']} {each['implementation']}" for each in own)
+        text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
+    idle = ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items())
+    if idle:
+        limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}
+        text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
+    balanced = mixing["balanced"]
+    if balanced and balanced["layers"] != mixing["layers"]:
+        layers, better = (", ".join(map(str, each)) for each in (mixing["layers"], balanced["layers"]))
+        figures = {"layers": layers, "better": better, "seconds": shown(balanced["step_time_s"])}
+        text += " " + _("Layers {layers}; balanced: {better}, ~{seconds} s/step.", **figures)
+    return text

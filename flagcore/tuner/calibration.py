@@ -1,0 +1,357 @@
+"""Measurements that are kept between runs: those of the user's devices, with costs from them, and those of trials."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.domain.files import HOME_VARIABLE, data_folder, read_regular, replace
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
+from flagcore.errors import RunError, SpecError
+from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.curves import Curve as CollectiveCurve
+from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.kernels.sheet import KernelSheet
+from flagcore.physics.kernels.table import KernelTable
+from flagcore.spec.schema import Shape
+from flagcore.vendorkit.chip_file import Reading, read_kernel
+from flagcore.vendorkit.fields import build
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Measurements on `devices` devices of one chip. `rows` are measured kernels and collectives, as plain data.
+
+    `aliases` are the aliases of the chip at that time; for a CPU they name the processor. `how` is the tool, `date` is
+    ISO 8601. `others` is the share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
+    `facts` are the figures of a chip that no plugin lists, else None.
+    """
+
+    chip: str
+    aliases: tuple[str, ...]
+    driver: str
+    torch: str
+    devices: int
+    date: str
+    how: str
+    rows: tuple[Mapping[str, Any], ...]
+    others: float | None = None
+    facts: Mapping[str, Any] | None = None
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file. A new calibration of the same chip, driver and torch replaces the file."""
+        parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
+        return "--".join(map(_slug, parts)) + ".json"
+
+    def matches(self, chip: Chip) -> bool:
+        """Return whether the calibration was measured on `chip`; see `same_chip`."""
+        return same_chip(self.chip, self.aliases, chip)
+
+
+class Calibrations:
+    """The calibrations in a folder. The folder is created on the first write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> Calibrations:
+        """Return the calibrations of the user, in FLAGCORE_HOME, XDG_DATA_HOME or ~/.local/share."""
+        return cls(data_folder() / "calibrations")
+
+    def all(self) -> tuple[tuple[Path, Calibration], ...]:
+        """Return the readable calibrations with their files, newest first. Raises RunError."""
+        return self._read()[0]
+
+    def skipped_files(self) -> tuple[tuple[Path, RunError], ...]:
+        """Return the unreadable files with the reasons. Raises RunError."""
+        return self._read()[1]
+
+    def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
+        """Return the newest calibration of `chip`, preferably with this version of torch.
+
+        Raises RunError if a file of this chip cannot be read.
+        """
+        readable, unreadable = self._read()
+        for path, error in unreadable:
+            if _is_file_of(path, chip):
+                raise error
+        matching = [pair for pair in readable if pair[1].matches(chip)]
+        return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
+
+    def check_writable(self) -> None:
+        """Raise RunError unless a calibration can be written."""
+        draft = self.folder / f"{os.getpid()}.draft"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.touch()
+            draft.unlink()
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
+
+    def save(self, calibration: Calibration) -> Path:
+        """Write a calibration and return its file. Raises RunError."""
+        path = self.folder / calibration.file_name
+        replace_file(path, _text(calibration))
+        return path
+
+    def forget(self, chip: str) -> tuple[Path, ...]:
+        """Delete the calibrations of a chip, also unreadable ones, and return their files. Raises RunError."""
+        readable, unreadable = self._read()
+        deleted = [path for path, calibration in readable if calibration.chip.casefold() == chip.casefold()]
+        deleted += [path for path, _ in unreadable if path.stem.split("--")[0] == _slug(chip)]
+        deleted += (self.folder / "rates").glob(f"{_slug(chip)}--*.json")  # by the chip's plugin
+        delete_files(deleted)
+        return tuple(deleted)
+
+    def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
+        try:
+            files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return (), ()
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be read: {error.strerror or error}") from None
+        readable, unreadable = [], []
+        for path in files:
+            try:
+                readable.append((path, read(path)))
+            except RunError as error:
+                unreadable.append((path, error))
+        return tuple(sorted(readable, key=lambda pair: pair[1].date, reverse=True)), tuple(unreadable)
+
+
+def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
+    """Return whether a measured chip is `chip`: the names are equal, and so are the aliases or at least one of them."""
+    measured, known = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
+    return name.casefold() == chip.name.casefold() and (measured == known or bool(measured & known))
+
+
+def read(path: Path) -> Calibration:
+    """Return the calibration in a file. Raises RunError."""
+    try:
+        data = json.loads(read_regular(path))
+        if data.pop("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        calibration: Calibration = build(Calibration, data, str(path))
+        return calibration
+    except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fix = "run `flag calibrate`, or delete the file"
+        raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in the user's data folder atomically. Raises RunError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, text)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def delete_files(paths: Iterable[Path]) -> None:
+    """Delete files that may not exist. Raises RunError."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    fix = f"set {HOME_VARIABLE} to a folder that can be written"
+    return RunError(f"{path} cannot be written: {error.strerror or error}; {fix}")
+
+
+def _is_file_of(path: Path, chip: Chip) -> bool:
+    """Return whether a file has the name of a calibration of `chip`. The name of a CPU includes the processor."""
+    name, *parts = path.stem.split("--")
+    is_other_processor = len(parts) == 3 and chip.aliases and parts[0] not in map(_slug, chip.aliases)
+    return name == _slug(chip.name) and not is_other_processor
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.+]+", "-", name.casefold()).strip("-")
+
+
+def _text(calibration: Calibration) -> str:
+    """Return a calibration as JSON with one line per row."""
+    fields = {name: value for name, value in asdict(calibration).items() if value is not None}
+    head = {"schema": SCHEMA, **{name: value for name, value in fields.items() if name != "rows"}}
+    if calibration.others is not None:
+        head["others"] = round(calibration.others, 4)
+    rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)
+    start = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
+    """Return kernel costs for `chip` from measured kernels and, for other kernels, `curve`. Raises RunError."""
+    try:
+        kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid_row(calibration, error) from None
+    return KernelTable.from_sheet(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
+
+
+def collective_table(calibration: Calibration) -> CollectiveTable | None:
+    """Return the measured times of collectives within a node; None if none were measured. Raises RunError.
+
+    If a small message took longer than a larger one, the measurement was disturbed, and the smaller time is used.
+    """
+    points: dict[tuple[str, int], dict[float, float]] = {}
+    try:
+        for row in calibration.rows:
+            if "collective" in row:
+                times = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
+                times[float(row["bytes"])] = float(row["us"]) * 1e-6
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid_row(calibration, error) from None
+    try:
+        curves = tuple(_curve(kind, ranks, times) for (kind, ranks), times in points.items())
+        return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
+    except ValueError as error:
+        raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
+
+
+def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:
+    """Return a curve from seconds by payload, made non-decreasing."""
+    sizes = tuple(sorted(times))
+    seconds = tuple(min(times[larger] for larger in sizes if larger >= size) for size in sizes)
+    return CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds)
+
+
+def _invalid_row(calibration: Calibration, error: Exception) -> RunError:
+    return RunError(f"the calibration of {calibration.chip} has an invalid row: {error!r}; run `flag calibrate`")
+
+
+GIB = 2**30
+
+
+class Experience:
+    """The measured trials in a folder. The folder is created on the first write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> Experience:
+        """Return the measured trials of the user, in a folder next to the calibrations."""
+        return cls(Calibrations.of_user().folder.parent / "experience")
+
+    def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
+        """Write the measurements of a run, and return the file; None if there is nothing to store. Raises RunError.
+
+        Serving jobs with several load points, a trace or images are not stored, because a record has one load of text,
+        nor jobs of models that no inline shape describes.
+        """
+        work = task.spec.work
+        if not task.spec.model.is_inline:
+            return None
+        if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace or work.loads[0].images):
+            return None
+        records = [
+            _record(run, task, trial)
+            for trial in trials
+            if trial.state is TrialState.MEASURED
+            and trial.fidelity == RUN
+            and not (trial.shortened and trial.shortened.nodes)  # its candidate ran with fewer replicas
+        ]
+        if not records:
+            return None
+        path = self.folder / f"{run}.jsonl"
+        replace_file(path, "".join(json.dumps(each) + "\n" for each in records))
+        return path
+
+    def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield the records of a chip and an engine, those of the latest run first. Unreadable files are skipped."""
+        for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
+            if path.stem == exclude_run:
+                continue
+            with suppress(OSError, ValueError):
+                lines = [json.loads(line) for line in read_regular(path).splitlines()]
+                yield from (line for line in lines if _matches(line, chip, engine))
+
+    def forget(self, chip: str) -> tuple[Path, ...]:
+        """Delete the files with measurements on a chip, and return their paths. Raises RunError."""
+        deleted = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                lines = [json.loads(line) for line in read_regular(path).splitlines()]
+                if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in lines):
+                    deleted.append(path)
+        delete_files(deleted)
+        return tuple(deleted)
+
+
+def _matches(line: Any, chip: Chip, engine: str) -> bool:
+    with suppress(KeyError, TypeError, AttributeError):
+        if line[line["kind"]]["engine"] == engine:
+            return same_chip(line["cluster"]["chip"], line["measured"]["chip_aliases"], chip)
+    return False
+
+
+def _modification_time(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
+    """Return a trial as a job record."""
+    group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
+    assert measured is not None
+    used_bytes = measured.device_used_bytes
+    kind, job = (
+        ("serve", _serve_fields(work, measured))
+        if isinstance(work, ServeSpec)
+        else ("train", _train_fields(work, trial))
+    )
+    return {
+        "id": f"{run}/{trial.number}",
+        "kind": kind,
+        "model": {name: value for name in Shape.model_fields if (value := getattr(task.spec.model, name)) is not None},
+        "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
+        kind: {name: value for name, value in job.items() if value is not None},
+        "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
+        "measured": {
+            "chip_aliases": list(group.chip.aliases),
+            "objective": task.spec.objective,
+            "step_time_s": measured.scaled_from or measured.step_time_s,
+            "noise": max(measured.spread_s / measured.step_time_s, trial.interval) if measured.step_time_s else 0.0,
+            **({"device_used_gib": used_bytes / GIB} if used_bytes else {}),
+        },
+    }
+
+
+def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
+    """Return the fields of the training job, with the batch size that ran."""
+    names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
+    fields = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
+    return fields | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})
+
+
+def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
+    load = work.loads[0]
+    names = ("input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts")
+    return {
+        "engine": work.engine,
+        "engine_version": measured.versions.get(work.engine) or work.engine_version,
+        "precision": work.precision,
+        "engine_args": dict(work.engine_args),
+        "weights": work.weights if work.weights and Path(work.weights).is_file() else None,
+        **{name: getattr(load, name) for name in names},
+        "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
+    }

@@ -1,0 +1,309 @@
+"""What predictions say before any trial: whether candidates fit and keep limits, what is unknown, and a dry run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import CollectiveCosts, Costs, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import AUTO, PRECISIONS, Task
+from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
+from flagcore.errors import NoDevice, NothingFits
+from flagcore.i18n import N_, _
+from flagcore.tuner.problem import Problem, rows_by_time
+from flagcore.tuner.stages.predict import predict_columns, record
+from flagcore.tuner.stages.rank import learn
+
+NEAREST_ROWS = 64
+"""The number of candidates, those closest to the limits, that are also predicted at lower loads."""
+HALVINGS, BISECTIONS = 10, 4
+"""The load is halved at most HALVINGS times, and the highest load within the limits is found by bisection to 7%."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmetLimits:
+    """Limits that no candidate is predicted to meet.
+
+    `figures` are the figures of the `nearest` candidate. `load` is the highest load at which a candidate, `candidate`,
+    is predicted to meet the limits; None if there is none.
+    """
+
+    figures: Mapping[str, float]
+    nearest: Candidate
+    load: Load | None = None
+    candidate: Candidate | None = None
+
+
+def require_candidate(problem: Problem, workload: Workload) -> None:
+    """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
+    if not problem.pruned.open_rows.size:
+        raise NothingFits(nothing_fits_text(problem, workload))
+
+
+def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Callable[[], str] | None = None) -> str:
+    """Return one line: the count of each rule, the candidate that came closest, and a change with which one fits.
+
+    The default of `cheapest_change` is advice on other hardware.
+    """
+    space, predictions, pruned = problem.space, problem.predictions, problem.pruned
+    counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
+    if limits := unmet_text(problem, workload):
+        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
+    if (rows := np.flatnonzero(predictions.fits)).size:
+        name, message = _main_rule(problem, rows)
+        why = _(
+            "{count:,} fit into memory, but are removed, most by {rule}: {message}",
+            count=rows.size,
+            rule=name,
+            message=message,
+        )
+        if fix := cheapest_change() if cheapest_change else "":
+            why += "; " + fix
+        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
+    smallest = _smallest_text(problem, np.arange(len(space)))
+    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.platform.task))()
+    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+
+
+def only_baseline_text(problem: Problem) -> str:
+    """Return one line with the smallest of the candidates of the space if only the baseline fits; else empty."""
+    if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
+        return ""
+    rows = np.flatnonzero(~problem.predictions.fits)
+    if not rows.size:
+        return ""
+    return _(
+        "only the baseline fits, and none of {count:,} other candidates: {smallest}",
+        count=rows.size,
+        smallest=_smallest_text(problem, rows),
+    )
+
+
+def _smallest_text(problem: Problem, rows: IntArray) -> str:
+    """Return the candidate of `rows` that needs the smallest share of its devices' memory, with this memory."""
+    predictions = problem.predictions
+    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
+    row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
+    return _(
+        "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
+        need=predictions.device_used_bytes[row] / 2**30,
+        have=(predictions.row(row).capacity_bytes or 0) / 2**30,
+        budget=_budget_from(problem.platform.task),
+        candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
+    )
+
+
+def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
+    """Return the name and the message of the rule that removes most of some rows."""
+    place = int(np.bincount(problem.pruned.rule[rows]).argmax()) - 1
+    name = problem.pruned.rules[place]
+    return name, problem.messages.get(name, "")
+
+
+def unmet_limits(problem: Problem, workload: Workload) -> UnmetLimits | None:
+    """Return the limits that no candidate is predicted to meet, with the nearest candidate, or None."""
+    task, predictions = problem.platform.task, problem.predictions
+    limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
+    rows = np.flatnonzero(predictions.fits)
+    if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
+        return None
+    rows = rows[np.argsort(excess(predictions, limits)[rows])][:NEAREST_ROWS]
+    columns, solution = problem.space.columns(rows), dict[str, Any]()
+
+    def is_feasible(share: float) -> bool:
+        """Return whether a candidate meets the limits at a share of the load, and store the load and the candidate."""
+        loads = scaled_loads(task.spec.serve, share)
+        if loads is None:
+            return False
+        spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
+        scaled_predictions = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
+        feasible = np.flatnonzero(scaled_predictions.keeps_limits(limits))
+        if feasible.size:
+            solution.update(load=loads[-1], candidate=problem.space.candidate(int(rows[feasible[0]])))
+        return bool(feasible.size)
+
+    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if is_feasible(share)), 0.0)
+    high = 2 * low
+    for _step in range(BISECTIONS if low else 0):
+        mean = (low + high) / 2
+        low, high = (mean, high) if is_feasible(mean) else (low, mean)
+    figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
+    return UnmetLimits(figures=figures, nearest=problem.space.candidate(int(rows[0])), **solution)
+
+
+def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
+    """Return the largest ratio of a figure to its limit for each candidate, infinity if a figure is unknown."""
+    ratios = [predictions.figures[name] / limit for name, limit in limits.items()]
+    largest: FloatArray = np.nan_to_num(np.max(ratios, axis=0), nan=np.inf)
+    return largest
+
+
+def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
+    """Return the loads with a share of their clients or rates; None if a load cannot be reduced."""
+    loads = []
+    if serve.highest is not None:
+        return None
+    for load in serve.loads:
+        rate = load.request_rate
+        if load.concurrency is not None and load.concurrency * share >= 1:
+            loads.append(replace(load, concurrency=int(load.concurrency * share)))
+        elif rate is not None and math.isfinite(rate):
+            loads.append(replace(load, request_rate=rate * share))
+        else:
+            return None
+    return tuple(loads)
+
+
+def unmet_text(problem: Problem, workload: Workload) -> str:
+    """Return the result of `unmet_limits` in one line; empty if a candidate is predicted to meet the limits."""
+    result, limits = unmet_limits(problem, workload), problem.platform.task.spec.limits
+    if result is None:
+        return ""
+    text = _(
+        "no candidate is predicted to keep the latency limits; the nearest has {figures}: {candidate}",
+        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in result.figures.items()),
+        candidate=problem.set_knobs(result.nearest),
+    )
+    if result.load is None or result.candidate is None:
+        return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
+    load = result.load.concurrency or result.load.request_rate
+    load_text = _("{load:.3g} clients", load=load) if result.load.concurrency else _("{load:.3g} requests/s", load=load)
+    return (
+        text
+        + "; "
+        + _("at {load}, {candidate} would keep them", load=load_text, candidate=problem.set_knobs(result.candidate))
+    )
+
+
+def _budget_from(task: Task) -> str:
+    """Return the source of a device's memory budget."""
+    group = task.cluster.groups[0]
+    if len(task.cluster.groups) > 1:
+        return task.cluster.chips
+    if task.spec.cluster.memory_bytes_per_device:
+        return "cluster.memory_per_device"
+    local_memory = _(
+        "this machine's memory for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name
+    )
+    return local_memory if group.memory_bytes is not None else _("memory of {chip}", chip=group.chip.name)
+
+
+def _other_hardware(task: Task) -> str:
+    """Return how to use other hardware, with the chip that was found if the spec leaves it to this machine."""
+    if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
+        return _("give cluster more devices or nodes, or a chip with more memory")
+    return _(
+        "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
+        chip=task.cluster.chips,
+    )
+
+
+def require_predicted_time(problem: Problem) -> None:
+    """Raise NoDevice unless some candidate has a predicted time. Probes need it, too: they do not run communication."""
+    if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
+        reason = no_time(problem.platform.task, problem.platform.costs)
+        raise NoDevice(_("no time can be predicted: {why}", why=reason))
+
+
+def dry_run(problem: Problem) -> Plan:
+    """Return a plan from predictions: the baseline and the `max_trials` fastest candidates."""
+    task, row = problem.platform.task, problem.space.find(problem.baseline)
+    assert row is not None, "the baseline is in the space"
+    order = [int(each) for each in rows_by_time(problem)]
+    rows = dict.fromkeys([row, *order[: task.spec.control.max_trials]])
+    trials = [
+        Trial(
+            number=number,
+            candidate=problem.space.candidate(each),
+            role=Role.SEARCH if number else Role.BASELINE,
+            state=TrialState.PREDICTED,
+            predicted=record(task, problem.predictions.row(each)),
+            fidelity=ESTIMATE,
+        )
+        for number, each in enumerate(rows)
+    ]
+    best, base = (problem.predictions.row(each) for each in (order[0], row))
+    gains: tuple[float, ...] = ()
+    if best.step_time_s and base.step_time_s and base.fits is not False:
+        gains = (base.step_time_s / best.step_time_s - 1.0,)
+    stopped_because = N_("fidelity = estimate runs no trials")
+    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), stopped_because, problem.knobs)
+    return replace(
+        plan,
+        trials=tuple(trials),
+        baseline=trials[0],
+        best=trials[list(rows).index(order[0])],
+        gains=gains,
+    )
+
+
+MEASURED = "`flag calibrate` measures it on such a device"
+BUDGET = "give cluster.memory_per_device"
+NETWORK = "give cluster.nic_bytes_per_second"
+
+
+def no_time(task: Task, costs: Costs) -> str:
+    """Return why no time can be predicted for a task: the unknown rates, and how to provide them."""
+    precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
+    for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
+        known = _known_precisions(group_costs)
+        if known and precision not in known:
+            unlisted.append(_other_precision(group, known, precision))
+        for rate, fix in _unknown_rates(group, group_costs, bool(known), precision):
+            by_fix.setdefault(fix, []).append(rate)
+    if costs.between is not None and _is_unknown(costs.between, "send", 2, 1):
+        fix = "give nic_bytes_per_second in each of cluster.groups"
+        by_fix.setdefault(fix, []).append("the network between node groups")
+    if not by_fix and not unlisted:
+        is_serving = isinstance(task.spec.work, ServeSpec)
+        rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
+        by_fix["trials measure it" if is_serving else MEASURED] = [rate]
+    rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
+    chips = {group.chip.name: group for group in task.cluster.groups}
+    unlimited = [
+        f"unknown memory of {name}, so all candidates are assumed to fit ({BUDGET})"
+        for name, group in chips.items()
+        if group.memory_bytes is None and group.chip.memory_bytes is None
+    ]
+    return "; ".join([*dict.fromkeys(unlisted), *([f"unknown: {rates_text}"] if rates_text else []), *unlimited])
+
+
+def _known_precisions(costs: Costs) -> list[str]:
+    size = np.array([1024.0])
+    return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
+
+
+def _other_precision(group: NodeGroup, precisions: list[str], precision: str) -> str:
+    """Return a message with the precisions of a chip that can be predicted."""
+    *others, last = [each for each in precisions if each in group.chip.dense_flops_per_second] or precisions
+    usable = f"{', '.join(others)} or {last}" if others else last
+    return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"
+
+
+def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
+    """Yield each unknown rate of a node group, and how to provide it."""
+    chip = group.chip.name
+    if not has_peak:
+        yield f"the peak rate of {chip} in {precision}", MEASURED
+    if np.isnan(costs.kernels.memory_seconds(np.array([1024.0]))).any():
+        yield f"the memory bandwidth of {chip}", MEASURED
+    if _is_unknown(costs.collectives, "all_reduce", group.devices_per_node, 1):
+        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED
+    if _is_unknown(costs.collectives, "all_reduce", group.nodes, group.devices_per_node):
+        yield f"the network between nodes of {chip}", NETWORK
+
+
+def _is_unknown(costs: CollectiveCosts, kind: str, ranks: int, stride: int) -> bool:
+    seconds = costs.seconds(kind, np.array([2.0**20]), np.array([ranks]), np.array([stride]))
+    return ranks > 1 and bool(np.isnan(seconds).any())

@@ -1,0 +1,374 @@
+"""Gaussian processes for the logarithm of measured over predicted figures.
+
+In the prior, the error of a candidate is a sum of independent terms: for the chip; for the task; for each part of the
+step, so that a slow link affects all candidates that use it; for each part in a task; smooth functions of kernel sizes,
+of each knob, and of all knobs in a task; and an error of the candidate alone.
+
+The independent error of single candidates is unknown, and earlier runs may not apply to the current task. Therefore
+there are several processes, for different sizes of this error, with and without earlier runs. They are averaged with
+their likelihood of the task's trials as weights (Bayesian model averaging; Hoeting et al. 1999).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import scipy
+
+from flagcore.domain.experience import Features, Observations
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Standard deviations of the logarithm of measured over predicted, and length scales in octaves.
+
+    `part_of_task` is the deviation of a part of the step in one task, `own` that of the function of all knobs in a
+    task, and `row` that of a single candidate. `slowdown` replaces `task` in rare runs that are slower as a whole, on a
+    busy machine; 0: there are none.
+    """
+
+    chip: float
+    task: float
+    part: float
+    part_of_task: float
+    size: float
+    knob: float
+    own: float
+    row: float
+    slowdown: float = 0.0
+    size_length: float = 0.7
+    knob_length: float = 1.5
+
+
+TIME = Scales(
+    chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, knob=0.03, own=0.05, row=0.03, slowdown=2.0
+)
+"""The scales for step times, from published runs that were not fitted: 5 to 20% between sources, 7 to 10% within
+(docs/accuracy.md). The length scales and `slowdown` are chosen: 16 busy processes on two cores slow a run 9 times."""
+
+MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
+"""The scales for memory in use, from measured runs (docs/accuracy.md): 2 to 4% if the context size of the chip is
+known, more if it is estimated. The length scales are chosen."""
+
+QUANTILE_90 = 1.2815515655446004
+"""The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
+MAX_INTERVALS = 1000
+"""The maximum number of intervals whose median is taken. Chosen: they differ little."""
+
+
+def time_scales(predictions: Predictions) -> Scales:
+    """Return `TIME`, with the deviation of the 80% intervals of `predictions` for the chip if it is larger.
+
+    Such intervals belong to chips without measured costs: most of the error is then common to all candidates.
+    """
+    low, high = predictions.low_s[:MAX_INTERVALS], predictions.high_s[:MAX_INTERVALS]
+    is_known = np.isfinite(high) & (low > 0)
+    if not is_known.any():
+        return TIME
+    deviation = float(np.median(np.log(high[is_known] / low[is_known]))) / (2.0 * QUANTILE_90)
+    return replace(TIME, chip=max(TIME.chip, deviation))
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """The features of candidates as matrices: one row per candidate, and one column per feature or for the task."""
+
+    task: FloatArray
+    parts: FloatArray
+    sizes: FloatArray
+    knobs: FloatArray
+
+    @classmethod
+    def from_features(cls, features: Features, task: IntArray | FloatArray) -> Points:
+        """Return the points of candidates with some features and task numbers."""
+        count = len(features)
+        groups = (list(group.values()) for group in (features.parts, features.sizes, features.knobs))
+        matrices = (np.stack(columns, axis=1) if columns else np.zeros((count, 0)) for columns in groups)
+        return cls(np.asarray(task, dtype=np.float64)[:, None], *matrices)
+
+    def __len__(self) -> int:
+        return int(self.task.shape[0])
+
+    def take(self, rows: IntArray) -> Points:
+        """Return the points of some rows."""
+        return Points(self.task[rows], self.parts[rows], self.sizes[rows], self.knobs[rows])
+
+
+def covariance(scales: Scales, left: Points, right: Points) -> FloatArray:
+    """Return the covariance of each of `left` with each of `right`, without the errors of single candidates."""
+    same_task = left.task == right.task.T
+    total: FloatArray = scales.chip**2 + scales.task**2 * same_task
+    if left.parts.shape[1] and scales.part:
+        total = total + (scales.part**2 + scales.part_of_task**2 * same_task) * (left.parts @ right.parts.T)
+    if left.sizes.shape[1]:
+        total += scales.size**2 * _rbf_kernel(left.sizes, right.sizes, scales.size_length)
+    if left.knobs.shape[1]:
+        total += scales.own**2 * same_task * _rbf_kernel(left.knobs, right.knobs, scales.knob_length)
+        total += scales.knob**2 * _additive_rbf_kernel(left.knobs, right.knobs, scales.knob_length)
+    return total
+
+
+def variance(scales: Scales, points: Points) -> FloatArray:
+    """Return the diagonal of the covariance of `points` with themselves."""
+    constant = scales.chip**2 + scales.task**2 + scales.size**2 * bool(points.sizes.shape[1])
+    constant += scales.knob**2 * points.knobs.shape[1] + scales.own**2 * bool(points.knobs.shape[1])
+    total: FloatArray = constant + (scales.part**2 + scales.part_of_task**2) * (points.parts**2).sum(axis=1)
+    return total
+
+
+def _rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
+    squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1) - 2.0 * (left @ right.T)
+    kernel: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
+    return kernel
+
+
+def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
+    """Return the sum of the RBF kernels of single columns. Columns have few distinct values, so products are fast."""
+    left_factors, right_factors = [], []
+    for column in np.concatenate((left, right)).T:
+        values, index = np.unique(column, return_inverse=True)
+        one_hot = np.eye(values.size)[index]
+        left_factors.append(one_hot[: len(left)] @ np.exp(-0.5 * ((values[:, None] - values) / length) ** 2))
+        right_factors.append(one_hot[len(left) :])
+    total: FloatArray = np.concatenate(left_factors, axis=1) @ np.concatenate(right_factors, axis=1).T
+    return total
+
+
+PRIOR_WEIGHT = 4.0
+"""The weight of the prior's scale, as a number of measurements. Chosen."""
+
+ERROR_FACTORS, FACTOR_PROBABILITIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
+"""Factors of the prior's independent error of a candidate, and their prior probabilities. Chosen: errors
+of 1.5% to 50% per candidate, of which rough ones are rare."""
+
+PRIOR_VALIDITY = 0.97
+"""The prior probability that earlier runs apply to the current task. Chosen."""
+
+SLOWDOWN, SLOWDOWN_RATIO = 0.1, 2.0
+"""The prior probability that `Scales.slowdown` applies, if all trials of the task take at least SLOWDOWN_RATIO times as
+long or as short as predicted. Chosen."""
+
+MIN_PROBABILITY = 1e-3
+"""Processes with a smaller probability are dropped. Chosen to limit the run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """The posterior of the logarithm of the ratio.
+
+    `means` and `deviations` have the shape (processes, candidates); `probabilities` are those of the processes.
+    """
+
+    probabilities: FloatArray
+    means: FloatArray
+    deviations: FloatArray
+
+    @property
+    def mean(self) -> FloatArray:
+        """The means of the mixture of all processes."""
+        mean: FloatArray = self.probabilities @ self.means
+        return mean
+
+    @property
+    def deviation(self) -> FloatArray:
+        """The standard deviations of the mixture of all processes."""
+        square = self.probabilities @ (self.deviations**2 + self.means**2)
+        deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
+        return deviation
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A fit of measurements: the Cholesky root of their covariance, and the inverse covariance times their values.
+
+    `scale` is the posterior scale of all variances, `log_likelihood` the log-likelihood up to a constant.
+    """
+
+    root: FloatArray
+    weights: FloatArray
+    scale: float
+    log_likelihood: float
+
+    @classmethod
+    def from_covariance(
+        cls,
+        covariance: FloatArray,
+        noise: FloatArray,
+        measured: FloatArray,
+        prior_scale: float = 1.0,
+        min_scale: float = 0.0,
+    ) -> _Fit:
+        """Fit `measured` with mean 0 and the variances `noise`.
+
+        The scale of all variances is unknown, so the marginal distribution is a Student distribution. Its prior is
+        `prior_scale` with the weight PRIOR_WEIGHT, and the posterior scale is at least `min_scale`.
+        """
+        root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
+        weights = scipy.linalg.cho_solve((root, True), measured)
+        distance, count = float(measured @ weights), len(measured)
+        scale = max(min_scale, (PRIOR_WEIGHT * prior_scale + distance) / (PRIOR_WEIGHT + count))
+        student = (PRIOR_WEIGHT + count) * np.log1p(distance / (PRIOR_WEIGHT * prior_scale))
+        log_likelihood = -np.log(np.diag(root)).sum() - 0.5 * (count * np.log(prior_scale) + student)
+        return cls(root, weights, scale, float(log_likelihood))
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskPrior:
+    """The prior of a task before its trials, with or without earlier runs.
+
+    `factor_log_probabilities` are the log-probabilities of ERROR_FACTORS.
+    """
+
+    scales: Scales
+    probability: float
+    factor_log_probabilities: FloatArray
+    past: Points | None = None
+    fit: _Fit | None = None
+
+    def mean_and_root(self, points: Points) -> tuple[FloatArray, FloatArray]:
+        """Return the mean of `points`, and a root of the part of their covariance that earlier runs explain."""
+        if self.past is None or self.fit is None:
+            return np.zeros(len(points)), np.zeros((0, len(points)))
+        cross = covariance(self.scales, self.past, points)
+        return self.fit.weights @ cross, scipy.linalg.solve_triangular(
+            self.fit.root, cross, lower=True, check_finite=False
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process: a prior that is fitted to the trials of the task, with the independent error `row` of candidates."""
+
+    task_prior: _TaskPrior
+    fit: _Fit
+    row: float
+    probability: float
+
+
+class Ratios:
+    """Posterior of the ratios of candidates of the current task, task 0 of `observed`.
+
+    As in a Student process (Shah et al. 2014), the variances of each process are scaled by the errors of its
+    predictions, so that intervals are wide if the model does not match the measurements.
+    """
+
+    def __init__(self, observed: Observations, rows: Features, scales: Scales) -> None:
+        """Learn from `observed`. Rows for which the posterior is computed later have the same features as `rows`."""
+        no_rows = rows.take(np.zeros(0, dtype=np.int64))
+        self._features = Features.join((observed.features, no_rows)) if len(observed) else no_rows
+        points = Points.from_features(self._features, observed.task)
+        task_rows, past_rows = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
+        self._own = points.take(task_rows)
+        own_ratio = observed.log_ratio[task_rows]
+        task_priors = _new_priors(scales, own_ratio, 1.0)
+        if past_rows.size:
+            task_priors = _task_priors(
+                scales, own_ratio, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
+            )
+        self._processes = _processes(task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows])
+
+    def posterior(self, rows: Features) -> Posterior:
+        """Return the posterior of each of `rows`."""
+        points = self._points(rows)
+        means, deviations = [], []
+        for process, mean, roots in self._posteriors(points):
+            prior_variance = variance(process.task_prior.scales, points)
+            unexplained = np.maximum(prior_variance - sum((root**2).sum(axis=0) for root in roots), 0.0)
+            means.append(mean)
+            deviations.append(np.sqrt((unexplained + process.row**2) * process.fit.scale))
+        probabilities = np.array([process.probability for process in self._processes])
+        return Posterior(probabilities, np.stack(means), np.stack(deviations))
+
+    def sample(self, rows: Features, count: int) -> FloatArray:
+        """Return about `count` joint samples of the logarithms of the ratios of `rows`. Deterministic."""
+        points, rng = self._points(rows), np.random.default_rng(0)
+        prior_covariance = cache(lambda scales: covariance(scales, points, points))
+        samples = []
+        for process, mean, roots in self._posteriors(points):
+            posterior_covariance = prior_covariance(process.task_prior.scales) - sum(root.T @ root for root in roots)
+            values, vectors = np.linalg.eigh(posterior_covariance)
+            root = vectors * np.sqrt(np.maximum(values, 0.0))
+            process_count = max(1, round(process.probability * count))
+            deviates = rng.standard_normal((process_count, len(points))) @ root.T
+            deviates += process.row * rng.standard_normal((process_count, len(points)))
+            samples.append(mean + np.sqrt(process.fit.scale) * deviates)
+        return np.concatenate(samples)
+
+    def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
+        """Yield the mean of `points` for each process, and roots of the explained part of the covariance."""
+        by_prior = {}
+        for process in self._processes:
+            task_prior = process.task_prior
+            if id(task_prior) not in by_prior:
+                prior = covariance(task_prior.scales, self._own, points)
+                mean, root = task_prior.mean_and_root(points)
+                own_root = task_prior.mean_and_root(self._own)[1]
+                by_prior[id(task_prior)] = mean, root, prior - own_root.T @ root
+            mean, root, cross = by_prior[id(task_prior)]
+            explained = scipy.linalg.solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
+            yield process, mean + process.fit.weights @ cross, (root, explained)
+
+    def _points(self, rows: Features) -> Points:
+        aligned = Features.join((self._features.take(np.zeros(0, dtype=np.int64)), rows))
+        return Points.from_features(aligned, np.zeros(len(rows)))
+
+
+def _task_priors(
+    scales: Scales, own_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
+) -> list[_TaskPrior]:
+    """Return the priors of the task without and with earlier runs."""
+    shared = covariance(scales, past, past)
+    fits = [_Fit.from_covariance(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
+    log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
+    log_posterior -= scipy.special.logsumexp(log_posterior)
+    best = fits[int(np.argmax(log_posterior))]
+    mixed = np.logaddexp(np.log(FACTOR_PROBABILITIES), log_posterior) - np.log(2.0)
+    return [
+        *_new_priors(scales, own_ratio, 1.0 - PRIOR_VALIDITY),
+        _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best),
+    ]
+
+
+def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
+    """Return the priors without earlier runs: one, or two if the trials of the task have a large factor in common."""
+    factors = np.log(FACTOR_PROBABILITIES)
+    common = max(np.min(own_ratio), np.min(-own_ratio)) if own_ratio.size else 0.0
+    if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):
+        return [_TaskPrior(scales, probability, factors)]
+    slow = replace(scales, task=scales.slowdown)
+    return [
+        _TaskPrior(scales, (1.0 - SLOWDOWN) * probability, factors),
+        _TaskPrior(slow, SLOWDOWN * probability, factors),
+    ]
+
+
+def _processes(
+    task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
+) -> tuple[_Process, ...]:
+    """Return the processes of all task priors and error factors with their posterior probabilities.
+
+    The scale of a process is at least that of its prior, because a task has few trials.
+    """
+    components, log_posterior = [], []
+    for task_prior in task_priors:
+        scales = task_prior.scales
+        prior = covariance(scales, own, own)
+        mean, root = task_prior.mean_and_root(own)
+        unexplained = prior - root.T @ root
+        prior_scale = task_prior.fit.scale if task_prior.fit else 1.0
+        for factor, log_probability in zip(ERROR_FACTORS, task_prior.factor_log_probabilities, strict=True):
+            row = factor * scales.row
+            fit = _Fit.from_covariance(
+                unexplained, noise**2 + row**2, measured - mean, prior_scale, min_scale=prior_scale
+            )
+            components.append((task_prior, fit, row))
+            log_posterior.append(np.log(task_prior.probability) + log_probability + fit.log_likelihood)
+    probabilities = np.exp(np.array(log_posterior) - scipy.special.logsumexp(log_posterior))
+    used = np.flatnonzero(probabilities > MIN_PROBABILITY)
+    probabilities /= probabilities[used].sum()
+    return tuple(_Process(*components[index], float(probabilities[index])) for index in used)

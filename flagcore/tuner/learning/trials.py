@@ -1,0 +1,380 @@
+"""What trials say about open candidates: ratios of measured to predicted figures, the duration of a trial, and the
+probabilities that it succeeds, fits, meets the limits, and is faster than the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from statistics import median
+
+import numpy as np
+import scipy
+
+from flagcore.contracts import SearchContext
+from flagcore.domain.experience import Features, Observations
+from flagcore.domain.search_state import FAILED_STATES
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
+from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
+
+MAX_ROWS = 4096
+"""The maximum number of open candidates to evaluate, fastest predictions first. Chosen to limit the time between two
+trials."""
+
+MIN_NOISE = 0.01
+"""The minimum relative noise of a step time. Chosen."""
+
+PARTIAL_NOISE = 0.05
+"""The minimum relative noise of a trial that was stopped early, because its first steps are less representative.
+Chosen."""
+
+FIRST_STEP_NOISE, UNFINISHED_NOISE = 0.3, 0.15
+"""The relative noise of a trial that ended before it was measured, with its first step only, and with more. Chosen."""
+
+PROBE_NOISE = 0.05
+"""The relative noise of a probe, because its communication is modelled and no other rank runs. Chosen."""
+
+MEMORY_NOISE = 0.01
+"""The minimum relative noise of memory in use. Chosen."""
+
+FIGURE_NOISE = 0.1
+"""The relative noise of a latency: the slowest of a hundred requests varies by this much between runs of a load.
+Chosen as a typical difference."""
+
+MIN_EXCESS, MAX_EXCESS = 0.02, 0.5
+"""Logarithms: the assumed excess over the capacity if a trial runs out of memory, and the maximum excess over the
+prediction. A failure with a larger excess has another cause. Chosen."""
+
+
+def observed_times(context: SearchContext) -> Observations:
+    """Return the ratios of measured to predicted step times of the search's trials.
+
+    The finished steps of a trial that ended before it was measured count with more noise. If a trial timed out without
+    such steps, the time limit gives a lower bound; the ratio is the bound, or the expected ratio if that is larger. If
+    the bound is much larger, the trial is assumed to have hung, and ignored. So are other failed trials.
+    """
+    found = [(trial, row) for trial, row in trial_rows(context) if _has_time(trial)]
+    rows = np.array([row for _, row in found], dtype=np.int64)
+    predicted = predicted_times(context)[rows]
+    measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
+    probes = {probe.number for probe in context.probes}
+    spreads = [_spread(trial.measurement) for trial, _ in found if trial.state is TrialState.MEASURED]
+    median_spread = median(spreads or [0.0])
+    noise = np.array(
+        [max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, median_spread)) for trial, _ in found]
+    )
+    known = _observations(context, rows, np.log(measured) - np.log(predicted), noise)
+    known = Observations.join((known, _unfinished_times(context)))
+    return Observations.join((known, _time_bounds(context, known)))
+
+
+def _unfinished_times(context: SearchContext) -> Observations:
+    """Return the ratios of trials that ended after some steps, before they were measured."""
+    found = [(trial.finished_steps_s, row) for trial, row in trial_rows(context) if trial.has_only_finished_steps]
+    rows = np.array([row for _, row in found], dtype=np.int64)
+    steps = np.array([median(each[1:] or each) for each, _ in found])
+    noise = np.array([UNFINISHED_NOISE if len(each) > 1 else FIRST_STEP_NOISE for each, _ in found])
+    return _observations(context, rows, np.log(steps) - np.log(predicted_times(context)[rows]), noise)
+
+
+def _time_bounds(context: SearchContext, known: Observations) -> Observations:
+    """Return the lower bounds from runs that timed out without a step. Probes are left out: they run few micro-batches
+    of a step."""
+    control, overhead = context.task.spec.control, overhead_seconds(context)
+    found = []
+    for trial, row in trial_rows(context):
+        timed_out = trial.state is TrialState.TIMED_OUT and not trial.has_only_finished_steps
+        if timed_out and trial.fidelity == RUN and trial.duration_s > overhead:
+            scale = trial.shortened.scale if trial.shortened else 1.0
+            found.append(((trial.duration_s - overhead) * scale / control.train_iters, row))
+    if not found:
+        return Observations.empty()
+    rows = np.array([row for _, row in found], dtype=np.int64)
+    bound = np.log([seconds for seconds, _ in found]) - np.log(predicted_times(context)[rows])
+    expected = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
+    is_plausible = bound < expected + MAX_EXCESS
+    ratio = np.maximum(expected, bound)[is_plausible]
+    return _observations(context, rows[is_plausible], ratio, np.full(ratio.size, PARTIAL_NOISE))
+
+
+def fastest_open_rows(context: SearchContext) -> IntArray:
+    """Return the open rows with the fastest predictions, at most MAX_ROWS."""
+    rows = context.open_rows
+    if rows.size <= MAX_ROWS:
+        return rows
+    fastest: IntArray = np.sort(rows[np.argpartition(predicted_times(context)[rows], MAX_ROWS)[:MAX_ROWS]])
+    return fastest
+
+
+def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
+    """Return the expected seconds of a step of `rows`, corrected by all trials so far."""
+    known, scales = observed_times(context), time_scales(context.predictions)
+    ratio = _expected_ratios(context, context.past.time, known, rows, scales)
+    seconds: FloatArray = predicted_times(context)[rows] * np.exp(ratio)
+    return seconds
+
+
+def expected_times(context: SearchContext, known: Observations) -> Observations:
+    """Return the expected ratios of the pending trials as if they had been measured, given `known` observations.
+
+    This allows choosing several trials one after the other ("kriging believer"; Ginsbourger et al. 2010).
+    """
+    rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
+    if not rows.size:
+        return Observations.empty()
+    ratio = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
+    return _observations(context, rows, ratio, np.full(rows.size, MIN_NOISE))
+
+
+def overhead_seconds(context: SearchContext) -> float:
+    """Return the median time of measured trials without their steps; 0 before the first trial."""
+    control = context.task.spec.control
+    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in context.trials)
+    overheads = [seconds for seconds in found if seconds is not None]
+    return max(median(overheads), 0.0) if overheads else 0.0
+
+
+def observed_memory(context: SearchContext) -> Observations:
+    """Return the ratios of measured to predicted memory in use of the search's trials.
+
+    For a trial that ran out of memory, the capacity gives a lower bound; the ratio is slightly above the bound, or the
+    expected ratio if that is larger.
+    """
+    predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
+    measured = [(trial, row) for trial, row in trial_rows(context) if trial.state is TrialState.MEASURED]
+    found = [(row, used) for trial, row in measured if (used := _used_bytes(trial.measurement))]
+    known = _observations_of(context, found, predicted, MEMORY_NOISE)
+    failed = [row for trial, row in trial_rows(context) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
+    if not failed:
+        return known
+    rows = np.array(failed, dtype=np.int64)
+    expected = _expected_ratios(context, context.past.memory, known, rows, MEMORY)
+    bound = np.minimum(MIN_EXCESS - np.log(share[rows]), MAX_EXCESS)
+    noise = np.full(len(rows), 2 * MIN_EXCESS)
+    return Observations.join((known, _observations(context, rows, np.maximum(expected, bound), noise)))
+
+
+def observed_figure(context: SearchContext, name: str) -> Observations:
+    """Return the ratios of measured to predicted values of a server's figure in the search's trials."""
+    predicted = context.predictions.figures[name]
+    found = [
+        (row, figure)
+        for trial, row in trial_rows(context)
+        if trial.state is TrialState.MEASURED and trial.measurement
+        if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
+    ]
+    return _observations_of(context, found, predicted, FIGURE_NOISE)
+
+
+def _observations_of(
+    context: SearchContext, found: Sequence[tuple[int, float]], predicted: FloatArray, noise: float
+) -> Observations:
+    rows = np.array([row for row, _ in found], dtype=np.int64)
+    ratio = np.log(np.array([value for _, value in found], dtype=np.float64)) - np.log(predicted[rows])
+    return _observations(context, rows, ratio, np.full(len(rows), noise))
+
+
+def predicted_times(context: SearchContext) -> FloatArray:
+    """Return the predicted step times of all rows: the median for unknown ones, one second if all are unknown."""
+    step = context.predictions.step_time_s
+    known = np.isfinite(step)
+    return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
+
+
+def _expected_ratios(
+    context: SearchContext, past: Observations, known: Observations, rows: IntArray, scales: Scales
+) -> FloatArray:
+    """Return the posterior means of the log-ratios of `rows`, given `past` and `known` observations."""
+    features = context.features(rows)
+    return Ratios(Observations.join((past, known)), features, scales).posterior(features).mean
+
+
+def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
+    """Return the trials, and the probes of candidates that did not run, with their rows."""
+    candidates_with_runs = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
+    trials = (*context.trials, *(probe for probe in context.probes if probe.candidate not in candidates_with_runs))
+    return [(trial, row) for trial in trials if (row := context.space.find(trial.candidate)) is not None]
+
+
+def _has_time(trial: Trial) -> bool:
+    is_timed = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
+    return is_timed and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
+
+
+def _observations(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observations:
+    if not rows.size:
+        return Observations.empty()
+    return Observations(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
+
+
+def _spread(measured: Measurement | None) -> float:
+    """Return the spread of a trial's step times relative to their median."""
+    return measured.spread_s / measured.step_time_s if measured else 0.0
+
+
+def _noise(trial: Trial, median_spread: float) -> float:
+    """Return the relative noise of a trial's step time.
+
+    The spread is at least `median_spread`, that of the run's trials, because few steps give a poor estimate.
+    """
+    measured = trial.measurement
+    if measured is None:
+        return MIN_NOISE
+    spread = max(_spread(measured), median_spread) / math.sqrt(max(len(measured.step_times_s), 1))
+    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
+
+
+def _used_bytes(measured: Measurement | None) -> float:
+    """Return the memory in use of a complete trial, else 0."""
+    return float(measured.device_used_bytes or 0) if measured and not measured.partial else 0.0
+
+
+def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
+    """Return the seconds of a complete trial: its overhead and its steps.
+
+    All probes are assumed to take the same time, because they run few micro-batches. It is 1 before the first probe.
+    """
+    if context.task.spec.control.fidelity == PROBE:
+        return np.full_like(log_time, _median_duration(context, (TrialState.MEASURED,)) or 1.0)
+    control = context.task.spec.control
+    step = np.minimum(np.exp(log_time), control.max_step_time or math.inf)  # longer ones are shortened
+    seconds: FloatArray = overhead_seconds(context) + control.train_iters * step
+    return seconds
+
+
+def expected_seconds(
+    context: SearchContext, log_time: FloatArray, full: FloatArray, fits: FloatArray, success: FloatArray
+) -> FloatArray:
+    """Return the expected seconds of a trial, given the probabilities that it fits and that it succeeds.
+
+    `full` are the seconds of a complete trial. A failed trial takes the median time of earlier trials that failed in
+    the same way; before the first one, the overhead and one step.
+    """
+    is_probe = context.task.spec.control.fidelity == PROBE
+    one_step = full if is_probe else overhead_seconds(context) + np.exp(log_time)
+    out_of_memory = _median_duration(context, (TrialState.OUT_OF_MEMORY,)) or one_step
+    failed = _median_duration(context, FAILED_STATES) or one_step
+    seconds: FloatArray = fits * (success * full + (1.0 - success) * failed) + (1.0 - fits) * out_of_memory
+    return seconds
+
+
+def _median_duration(context: SearchContext, states: Collection[TrialState]) -> float | None:
+    """Return the median duration of the trials with some states, None without such trials."""
+    return median([trial.duration_s for trial in context.trials if trial.state in states] or [0.0]) or None
+
+
+SUCCESS_STATES = (TrialState.MEASURED, TrialState.STOPPED)
+
+PRIOR_FAILURES, PRIOR_SUCCESSES = 0.001, 0.2
+"""The beta prior of a knob's value, as numbers of failed and successful trials. Chosen: half a percent of trials
+fail per value, and one failure outweighs the prior."""
+
+ITERATIONS = 50
+"""The number of iterations of expectation-maximization. Chosen: they converge."""
+
+
+def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
+    """Return the probability that a trial of each row does not fail for other reasons than memory.
+
+    Each value of a knob, and a common cause, fail a trial independently (noisy-OR; Pearl 1988). Their probabilities are
+    estimated by expectation-maximization with a beta prior: failures are attributed to values without successful
+    trials. Before the first failure, all probabilities are 1.
+    """
+    failed_rows = np.array([row for trial, row in trial_rows(context) if trial.state in FAILED_STATES], dtype=np.int64)
+    if not failed_rows.size:
+        return np.ones(rows.size)
+    success_rows = np.array(
+        [row for trial, row in trial_rows(context) if trial.state in SUCCESS_STATES], dtype=np.int64
+    )
+    values, count = _value_indices(context, np.concatenate((failed_rows, success_rows, rows)))
+    failed, successful, queried = np.split(values, (failed_rows.size, failed_rows.size + success_rows.size))
+    trials = np.bincount(np.concatenate((failed, successful)).ravel(), minlength=count)
+    failure = np.full(count, PRIOR_FAILURES / (PRIOR_FAILURES + PRIOR_SUCCESSES))
+    for _ in range(ITERATIONS):
+        share = failure[failed] / (1.0 - np.prod(1.0 - failure[failed], axis=1, keepdims=True))
+        failures = PRIOR_FAILURES + np.bincount(failed.ravel(), share.ravel(), count)
+        failure = failures / (PRIOR_FAILURES + PRIOR_SUCCESSES + trials)
+    success: FloatArray = np.prod(1.0 - failure[queried], axis=1)
+    return success
+
+
+def _value_indices(context: SearchContext, rows: IntArray) -> tuple[IntArray, int]:
+    """Return an index for each value of each row, and the number of values.
+
+    The first column is the common cause, which all rows have. The others are the knobs that vary.
+    """
+    indices, count = [np.zeros(rows.size, dtype=np.int64)], 1
+    for column in context.space.columns(rows).values():
+        codes, index = np.unique(column, return_inverse=True)
+        if codes.size > 1:
+            indices.append(index + count)
+            count += codes.size
+    return np.stack(indices, axis=1), count
+
+
+MIN_FIGURE = 1e-9
+"""The lower bound of predicted figures, in seconds. Chosen: it keeps logarithms finite."""
+
+
+def feasibility_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
+    """Return the probability that each row meets all limits, which are assumed to be independent.
+
+    `found` are the features of `rows`. The error of a figure is learned like that of the step time. Figures without a
+    prediction are ignored.
+    """
+    probability = np.ones(rows.size)
+    for name, limit in context.task.spec.limits.items():
+        predicted = context.predictions.figures.get(name)
+        if predicted is None:
+            continue
+        ratio = Ratios(observed_figure(context, name), features, time_scales(context.predictions)).posterior(features)
+        margin = math.log(limit) - np.log(np.maximum(predicted[rows], MIN_FIGURE)) - ratio.mean
+        probability *= np.nan_to_num(scipy.special.ndtr(margin / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
+    return probability
+
+
+def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> FloatArray:
+    """Return the expected improvement of each candidate over `best` (Jones et al. 1998).
+
+    `log_predicted` and `best` are logarithms of seconds, `ratio` is the posterior of the prediction's error.
+    """
+    spread = np.maximum(ratio.deviations, 1e-9)
+    z = (best - log_predicted - ratio.means) / spread
+    density = np.exp(-0.5 * z**2) / np.sqrt(2.0 * np.pi)
+    gain: FloatArray = ratio.probabilities @ (spread * (z * scipy.special.ndtr(z) + density))
+    return gain
+
+
+def improvement_probability(
+    log_times: FloatArray, fits: FloatArray, success: FloatArray, best: float, min_gain: float
+) -> tuple[float, float]:
+    """Return the probability that a candidate succeeds and is faster than `best` by more than `min_gain`, and the gain
+    that is exceeded with a probability of 5%.
+
+    `log_times` are joint samples of all candidates, one per row. `fits` are the probabilities that candidates fit,
+    which are independent. `success` are the probabilities that they do not fail otherwise, which are fully correlated:
+    if a candidate fails, all less reliable ones fail, too. The result is deterministic.
+    """
+    rng = np.random.default_rng(1)
+    succeeds = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < success)
+    fastest = np.where(succeeds, log_times, np.inf).min(axis=1)
+    gains = np.where(np.isfinite(fastest), best - fastest, 0.0)
+    return float((gains > np.log1p(min_gain)).mean()), float(max(np.expm1(np.quantile(gains, 0.95)), 0.0))
+
+
+QUANTILE_95 = 1.6448536269514722
+"""The 95% quantile of the standard normal distribution."""
+
+
+def min_memory_share(ratios: Sequence[float]) -> float:
+    """Return the 95% lower bound of a candidate's memory, as a share of its predicted memory.
+
+    `ratios` are the logarithms of used over predicted memory of measured trials. They are assumed to be normal with the
+    variances of `MEMORY`. Without trials, the result is 1.
+    """
+    if not ratios:
+        return 1.0
+    common, own = MEMORY.chip**2 + MEMORY.task**2, MEMORY.size**2 + MEMORY.own**2
+    weight = common / (len(ratios) * common + own)
+    return math.exp(weight * sum(ratios) - QUANTILE_95 * math.sqrt(weight * own + own))

@@ -1,0 +1,399 @@
+"""The whole loop: discover, build, predict, prune, rank, launch, measure, learn, until the budget is spent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from flagcore.contracts import (
+    Choice,
+    Event,
+    Launcher,
+    OnEvent,
+    Plugins,
+    SearchContext,
+    Strategy,
+    TrialStore,
+    Workload,
+)
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.experience import PastMeasurements
+from flagcore.domain.plan import Plan, interference, measured_alone, summarize
+from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.spec import Spec
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
+from flagcore.errors import FlagError, Interrupted, LaunchError
+from flagcore.i18n import N_, Message, _
+from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
+from flagcore.tuner.problem import Problem, build_problem, require_launchable, with_learned
+from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
+from flagcore.tuner.stages.launch import nodes_left
+from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
+from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.rank import learn, rank, search_context, untried
+from flagcore.tuner.trial_runner import (
+    TrialPool,
+    TrialRunner,
+    can_run_on,
+    estimate_search_time,
+    plan_shortened_steps,
+    plan_time_limit,
+    predicted_trial,
+)
+
+MAX_SHARE_OF_PROBES = 0.5
+"""Probes before the first run may take this share of `control.max_time`."""
+
+MAX_CONSECUTIVE_BUSY = 3
+"""The search stops after this number of consecutive trials whose devices were busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """The objects that the loop calls.
+
+    `probe_strategy` chooses the candidates to probe before the first run; None: `strategy` does.
+    """
+
+    plugins: Plugins
+    workload: Workload
+    launcher: Launcher
+    strategy: Strategy
+    open_store: Callable[[Problem], TrialStore]
+    on_event: OnEvent
+    past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
+    probe_strategy: Strategy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The result of a tune, and the error that stopped it early, if any."""
+
+    plan: Plan
+    problem: Problem
+    error: FlagError | None
+
+
+def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
+    """Find the fastest candidate by running or probing candidates, or from predictions alone.
+
+    Finished trials are stored even if this raises.
+    """
+    fidelity = spec.control.fidelity
+    problem = build_problem(spec, dependencies.plugins, dependencies.workload)
+    require_candidate(problem, dependencies.workload)
+    if fidelity != RUN:
+        require_predicted_time(problem)
+    if fidelity == ESTIMATE:
+        dependencies.open_store(problem)
+        return TuneResult(plan=dry_run(problem), problem=problem, error=None)
+    require_launchable(problem, dependencies.workload)
+    require_devices(problem.platform, dependencies.plugins.devices(spec.envs), needed=1 if fidelity == PROBE else None)
+    search = _Search(problem, dependencies)
+    error: FlagError | None = None
+    try:
+        search.run_probes()
+        stopped = search.run()
+        search.repeat(stopped)
+    except KeyboardInterrupt:
+        search.interrupt(N_("interrupted by the user"))
+        stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
+    except LaunchError as failure:
+        search.interrupt(str(failure))
+        stopped, error = str(failure), failure
+    finally:
+        tuple(search.pool.stop(""))
+        dependencies.launcher.close()
+    plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
+    return TuneResult(plan=replace(plan, interference=search.interference), problem=problem, error=error)
+
+
+class _Search:
+    """One call of `tune`: the problem, the store, the trials that run, and the state of the search."""
+
+    def __init__(self, problem: Problem, dependencies: Dependencies) -> None:
+        self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
+        self.workload = dependencies.workload
+        self.groups, self.note = divide(problem.platform)
+        self.pool = TrialPool()
+        self.is_parallelism_decided = len(self.groups) == 1
+        self.runner = TrialRunner(
+            problem=problem,
+            workload=self.workload,
+            launcher=dependencies.launcher,
+            store=self.store,
+            groups=self.groups,
+            probe_devices=parallel_probe_ranks(problem.platform),
+            pool=self.pool,
+        )
+        control = problem.platform.task.spec.control
+        self.fidelity = control.fidelity
+        self.control = control if self.fidelity == RUN else replace(control, repeats=0)
+        counted = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
+        self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
+        self.started = time.monotonic()
+        self.pruned, self.state, self.past = problem.pruned, learn(()), dependencies.past(problem)
+        self.consecutive_busy = 0
+        """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
+        before = self.store.trials()
+        cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
+        dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
+        self.can_run_on = cache(partial(can_run_on, problem, self.workload))
+        self.search_time = estimate_search_time(problem, self.workload) if self.fidelity == RUN else None
+        """How long all trials may take; None after the first event, which reports it."""
+        self._learn()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that this run has taken, including calls before it was resumed."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def run(self) -> str:
+        """Run the baseline, then one candidate after another. Return why the search stopped.
+
+        A search does not continue once repeats have begun, even if the run is resumed.
+        """
+        if stopped := next((each.search_ended for each in self.state.repeats if each.search_ended), None):
+            return stopped
+        baseline = self.problem.baseline
+        while self.consecutive_busy < MAX_CONSECUTIVE_BUSY and not self._is_baseline_done(baseline):
+            self._run(baseline, Role.BASELINE)
+        while True:
+            self._decide_parallelism()
+            reason = self._start_trials()
+            if not self.pool.trials:
+                self.pool.limit = 1
+                return reason
+            self._finish_next()
+
+    def _start_trials(self) -> str:
+        """Start trials while groups are free. Return why no further trial may start, empty if no group is free."""
+        while self.pool.free_group is not None:
+            if (reason := self._stop_reason()) is not None:
+                return reason
+            choice = rank(self.dependencies.strategy, self._context())
+            if choice.row is None:
+                nodes = self._nodes_left
+                text = N_("no other candidate can run on the {nodes} nodes that are left")
+                return Message(text, nodes=nodes) if nodes else choice.because
+            self._start(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
+        return ""
+
+    def _decide_parallelism(self) -> None:
+        """Allow parallel trials on all groups of devices, unless trials disturb each other.
+
+        To measure the interference, the first candidate that was measured alone runs again while other trials run.
+        """
+        trial_alone, interference = measured_alone(self.state.trials), self.interference
+        is_measuring = any(trial.role is Role.INTERFERENCE for trial in self.pool.trials)
+        if self.is_parallelism_decided or trial_alone is None or is_measuring:
+            return
+        if interference:
+            self.is_parallelism_decided, self.note = True, interference.text
+            self.pool.limit = len(self.groups) if interference.is_negligible else 1
+        elif self.pool.trials:  # the interference trial failed because other programs used its devices
+            self.pool.limit = 1
+        elif self._stop_reason() is None and self._context().open_rows.size > 1:
+            self.pool.limit = len(self.groups)
+            self._start(trial_alone.candidate, Role.INTERFERENCE)
+
+    def _is_baseline_done(self, baseline: Candidate) -> bool:
+        """Return whether the baseline has a trial of this run, or cannot be probed."""
+        trial = self.state.by_candidate.get(baseline)
+        is_done = baseline in self.state.settled and not (trial and trial.source)
+        return is_done or (self.fidelity != RUN and not self._has_predicted_time(baseline))
+
+    def _stop_reason(self) -> str | None:
+        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
+            text = N_("devices were busy or a host failed in {count} consecutive trials")
+            return Message(text, count=self.consecutive_busy)
+        no_trial = why_no_trial(self._context(), self.workload) if self.fidelity == RUN else None
+        return no_trial or stop_reason(self.control, self.state, self.elapsed, len(self._pending))
+
+    @property
+    def _pending(self) -> list[Trial]:
+        """The search's trials that run now."""
+        return [trial for trial in self.pool.trials if trial.role is Role.SEARCH]
+
+    def run_probes(self) -> None:
+        """Probe `control.probes` candidates before the first run, for at most MAX_SHARE_OF_PROBES of the time."""
+        if self.fidelity != RUN:
+            return
+        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
+        while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
+            if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
+                return
+            choice = rank(strategy, self._context_for_probes(probed))
+            if choice.row is None:
+                return
+            self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
+
+    def repeat(self, search_ended: str) -> None:
+        """Run the baseline, the best and its rivals again in rotation, to reduce the effect of noise."""
+        while trial := next_repeat(self.control, self.state):
+            is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
+            if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
+                return
+            self._run(trial.candidate, Role.REPEAT, search_ended=search_ended)
+
+    @property
+    def _nodes_left(self) -> int | None:
+        return nodes_left(self.groups[self.pool.free_group or 0], self.dependencies.launcher)
+
+    def _has_nodes(self, candidate: Candidate) -> bool:
+        """Return whether a candidate can run on the hosts that are left."""
+        nodes, row = self._nodes_left, self.problem.space.find(candidate)
+        return nodes is None or bool(self.can_run_on(nodes)[row])
+
+    def _probed(self) -> frozenset[Candidate]:
+        return frozenset(each.candidate for each in self.state.probes if each.is_conclusive)
+
+    def _seconds_for_probes(self) -> float:
+        limit = self.control.max_time
+        return math.inf if limit is None else limit * MAX_SHARE_OF_PROBES - self.elapsed
+
+    def _context(self) -> SearchContext:
+        problem, limit = self.problem, self.control.max_time
+        context = search_context(
+            problem.platform.task,
+            self.workload,
+            problem.space,
+            problem.predictions,
+            self.pruned,
+            self.state,
+            self.past,
+            None if limit is None else limit - self.elapsed,
+            self._pending,
+        )
+        if nodes := self._nodes_left:
+            context = replace(context, open_rows=context.open_rows[self.can_run_on(nodes)[context.open_rows]])
+        return context if self.fidelity == RUN else _only_with_predicted_time(context)
+
+    def _context_for_probes(self, probed: frozenset[Candidate]) -> SearchContext:
+        """Return the context for choosing a probe: without trials of runs, and without the probed candidates."""
+        context = self._context()
+        rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
+        open_rows = np.setdiff1d(context.open_rows, np.array(rows, dtype=np.int64))
+        interrupted = [trial for trial in self.state.probes if trial.state is TrialState.INTERRUPTED]
+        return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
+
+    def _has_predicted_time(self, candidate: Candidate) -> bool:
+        return bool(np.isfinite(self.problem.predictions.step_time_s[self.problem.space.find(candidate)]))
+
+    def _run(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
+    ) -> None:
+        """Run a trial and wait for its end."""
+        self._start(candidate, role, choice, fidelity, search_ended)
+        self._finish_next()
+
+    def _start(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
+    ) -> None:
+        planned = self._plan_trial(candidate, role, choice, fidelity or self.fidelity, search_ended)
+        trial = self.store.begin(planned)
+        self._emit("trial_started", trial)
+        best = self.state.best if role is Role.SEARCH else None
+        # Parallel trials start as new processes: a template process is forked for one trial at a time.
+        cold = trial.group is not None or (role is Role.REPEAT and candidate == cold_repeat(self.state))
+        run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
+        self.pool.start(trial, run)
+
+    def _finish_next(self) -> None:
+        self._finish(self.pool.next_finished())
+
+    def interrupt(self, reason: str) -> None:
+        """End all trials that run, and store them."""
+        for trial in self.pool.stop(reason):
+            self._finish(trial)
+
+    def _plan_trial(
+        self, candidate: Candidate, role: Role, choice: Choice | None, fidelity: str, search_ended: str | None
+    ) -> Trial:
+        """Return a trial of a candidate with its prediction, its time limit and its shortened steps."""
+        trial = replace(
+            predicted_trial(self.problem, self.workload, candidate, role, fidelity),
+            began_s=self.elapsed,
+            chosen_because=choice.because if choice else None,
+            believed=dict(choice.belief) if choice else None,
+            search_ended=search_ended,
+            group=self.pool.free_group if self.pool.limit > 1 else None,
+        )
+        if fidelity == RUN:
+            runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
+            nodes = self._nodes_left
+            if not self._has_nodes(candidate):
+                raise LaunchError(_("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs, nodes))
+        return replace(trial, time_limit=self._time_limit(trial))
+
+    def _time_limit(self, trial: Trial) -> TimeLimit:
+        """Return the time limit of a trial, at most the remaining time of the run or of the probes before it."""
+        earlier = (*self.state.trials, *self.state.repeats)
+        limit, left = plan_time_limit(self.problem, self.workload, trial, earlier), None
+        if max_time := self.control.max_time:
+            is_early_probe = trial.fidelity == PROBE and self.fidelity == RUN
+            left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
+            limit = cap_limit(limit, left, f"auto_tuner.control.max_time = {max_time:g} s")
+        if trial.fidelity == PROBE:
+            return limit
+        share = share_of_time(self.control, self.state, trial.role, self._candidates, left)
+        return with_target(limit, self.problem.platform.task, trial, share, earlier)
+
+    @property
+    def _candidates(self) -> int:
+        """The number of candidates that have a trial or may get one."""
+        return len(self.state.settled) + len(untried(self.problem.space, self.pruned, self.state))
+
+    def _finish(self, trial: Trial) -> None:
+        self.store.finish(trial)
+        if not (trial.lost_host and self.problem.platform.task.spec.cluster.survives_loss):
+            self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
+        self._learn()
+        self._emit("trial_finished", trial)
+
+    def _learn(self) -> None:
+        trials = self.store.trials()
+        self.state, self.interference = learn(trials, self.fidelity), interference(trials)
+        self.problem = problem = with_learned(self.problem, self.workload, self.state.trials)
+        tried = self.state.trials, self.pruned, self.state.probes
+        self.pruned = prune(problem.space, problem.predictions, self.workload, problem.rules, *tried)
+
+    def _emit(self, kind: str, trial: Trial) -> None:
+        candidates = self._candidates
+        self.dependencies.on_event(
+            Event(
+                kind=kind,
+                trial=trial,
+                trials_finished=len(self.state.settled),
+                trials_planned=min(self.control.max_trials, candidates),
+                seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed, self.pool.limit),
+                best=self.state.best,
+                objective=self.problem.platform.task.spec.objective,
+                knobs=self.problem.knobs,
+                search_time=self.search_time,
+                note=self.note,
+            )
+        )
+        self.search_time, self.note = None, ""
+
+
+def _only_with_predicted_time(context: SearchContext) -> SearchContext:
+    """Return `context` without rows that have no predicted time. Probes need it: they do not run communication."""
+    has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
+    return replace(context, open_rows=context.open_rows[has_time])

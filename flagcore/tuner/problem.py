@@ -1,0 +1,199 @@
+"""The search problem of a spec, before any trial: platform, space, predictions and baseline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from flagcore.contracts import (
+    Platform,
+    Plugins,
+    PruningRule,
+    Workload,
+)
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
+from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned
+from flagcore.domain.space import IntArray, Legality, Space
+from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import ESTIMATE, Trial
+from flagcore.errors import NothingFits, SpecError
+from flagcore.i18n import _
+from flagcore.tuner.stages.build import build, check, legality
+from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.prune import LEARNED_MESSAGES, prune
+from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The search problem of a spec, before any trial.
+
+    `rules` are the pruning rules of the engine and of plugins. `knobs` are the knobs of both, by name.
+    """
+
+    platform: Platform
+    legality: Legality
+    space: Space
+    predictions: Predictions
+    pruned: Pruned
+    baseline: Candidate
+    rules: tuple[PruningRule, ...] = ()
+    knobs: Knobs = field(default_factory=dict)
+
+    @property
+    def messages(self) -> dict[str, str]:
+        """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
+        legality = {rule.name: rule.message for rule in self.legality.rules}
+        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
+
+    def set_knobs(self, candidate: Candidate) -> Candidate:
+        """Return a candidate without the knobs that have their neutral value."""
+        neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
+        return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
+
+
+def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
+    """Complete the spec, build the space, predict and prune.
+
+    With `plan` or the fidelity `estimate`, no trial runs. If none could run on this machine, the problem is that of
+    production on the chip. Raises NothingFits if no combination is legal, with the count of each rule.
+    """
+    platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
+    legal = legality(platform.task, workload, platform.value_rules)
+    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
+    baseline = _baseline(platform, workload, legal)
+    values = baseline.as_dict()
+    axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
+    space = build(axes, legal.rules, legal.merges)
+    if not len(space):
+        raise NothingFits(_nothing_legal(space, legal))
+    space = space.with_candidate(baseline)
+    predictions = predict(platform.task, workload, space, platform.costs)
+    rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
+    rules = (*rules, *pruning_of_trials(platform.task, workload, platform.costs))
+    return Problem(
+        platform=platform,
+        legality=legal,
+        space=space,
+        predictions=predictions,
+        pruned=prune(space, predictions, workload, rules, ()),
+        baseline=baseline,
+        rules=rules,
+        knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
+    )
+
+
+def with_learned(problem: Problem, workload: Workload, trials: Sequence[Trial]) -> Problem:
+    """Return `problem` with the properties of the task that `workload` learns from trials, and new predictions."""
+    task = workload.learned(problem.platform.task, trials)
+    if task == problem.platform.task:
+        return problem
+    predictions = predict(task, workload, problem.space, problem.platform.costs)
+    return replace(problem, platform=replace(problem.platform, task=task), predictions=predictions)
+
+
+def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+    """Return columns of one row from values of engine and plugin knobs. Raises SpecError for an invalid value."""
+    plugin = plugin_columns(task, values)
+    engine_values = {name: value for name, value in values.items() if name not in plugin}
+    return {**workload.columns(engine_task(task), engine_values), **plugin}
+
+
+def require_launchable(problem: Problem, workload: Workload) -> None:
+    """Raise SpecError if trials cannot use a listed value of a knob with effects.
+
+    Also raise if the environment of this process already has a variable that such a knob sets.
+    """
+    task = problem.platform.task
+    for knob in task.knobs:
+        key = f"auto_tuner.space.{knob.name}"
+        for value, effect in knob.effects.items():
+            if effect.passed:
+                try:
+                    workload.ready(engine_task(task, [effect]).spec)
+                except SpecError as error:
+                    if error.key == f"train.settings.{knob.name}":
+                        raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
+        for name in {name for effect in knob.effects.values() for name in effect.environment} & os.environ.keys():
+            conflict = f"sets the variable {name}, which is also set in this shell"
+            raise SpecError(key=key, value=os.environ[name], problem=conflict, fix=f"unset {name}")
+        listed, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.neutral)
+        for value in (*(() if isinstance(listed, str) else listed), baseline):
+            if reason := no_launch_reason(task, knob, value):
+                fix = "remove it; `flag estimate` can predict it"
+                raise SpecError(key=key, value=value, problem=f"cannot run in a trial: {reason}", fix=fix)
+
+
+def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
+    """Return why trials of `task` cannot use a value of a knob; empty if they can."""
+    effect = knob.effect(value)
+    return effect.no_launch_reason(user_command=has_user_command(task.spec)) if effect else ""
+
+
+def sizes_fixed_at_one(problem: Problem) -> list[str]:
+    """Return a line for each size that must be 1: a rule forbids larger values, and its other knobs have one value."""
+    axes = {axis.knob: axis for axis in problem.legality.axes}
+    lines = []
+    for rule in problem.legality.rules:
+        axis, *others = (axes.get(knob) for knob in rule.knobs)
+        fixed = [each for each in others if each is not None and len(each.values) == 1]
+        if len(fixed) < len(others) or axis is None or axis.is_flag or axis.words:
+            continue
+        greater = np.array([code for value in axis.values if (code := axis.encode(value)) > 1], dtype=np.int64)
+        columns = {each.knob: np.full_like(greater, each.encode(each.values[0])) for each in fixed}
+        if greater.size and rule.broken({axis.knob: greater, **columns}).all():
+            lines.append(f"no candidate has {axis.knob} > 1: {rule.message}")
+    return lines
+
+
+def rows_by_time(problem: Problem) -> IntArray:
+    """Return the open rows in the order of predicted time. Candidates without a time, or that break a limit, are last.
+
+    Ties are broken by predicted memory.
+    """
+    rows, predictions = problem.pruned.open_rows, problem.predictions
+    time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+    breaks_limit = ~predictions.keeps_limits(problem.platform.task.spec.limits)[rows]
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit))]
+    return order
+
+
+def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candidate:
+    """Return the baseline of the spec, or the candidate that an expert would choose without measuring.
+
+    The candidate is from the engine's usual space, or from the whole space if the usual space has no legal candidate.
+    Candidates that the chip's pruning rules remove are avoided.
+    """
+    task, baseline = platform.task, platform.task.spec.baseline
+    if baseline is None:
+        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
+        for searched in (legality(usual_task, workload, platform.value_rules), legal):
+            space = build(searched.axes, searched.rules, searched.merges)
+            if len(space):
+                break
+        else:
+            raise NothingFits(_nothing_legal(space, legal))
+        predictions = predict(task, workload, space, platform.costs)
+        open_rows = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
+        rows = open_rows if open_rows.size else np.arange(len(space))
+        return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
+    columns, broken = check(candidate_columns(task, workload, baseline), legal.rules, legal.merges)
+    if broken:
+        problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
+        raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in legal.axes))
+
+
+def _nothing_legal(space: Space, legal: Legality) -> str:
+    messages = {rule.name: rule.message for rule in legal.rules}
+    removed = reversed(list(space.illegal.items()))  # the last rule removed all that the others left
+    counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
+    reason = counts or _("the space is empty")
+    return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=reason)

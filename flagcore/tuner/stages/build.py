@@ -1,0 +1,333 @@
+"""build: the axes, rules and merges of a task, and the space of all legal candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flagcore.contracts import Workload
+from flagcore.domain.effects import engine_legality, engine_task, plugin_axes, plugin_axis
+from flagcore.domain.engine import RefusedValues, ValueRule
+from flagcore.domain.knob import Knob, Requirement
+from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Legality, Merge, Rule, Space, decode
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import NoDevice, SpecError
+
+JOB_KEYS = ("precision", "attention", "implementation")
+"""Keys of a job whose values a plugin may reject."""
+SHARED_PREFIXES = ("settings.", "engine_args.")
+"""The prefixes of settings that all candidates share."""
+
+
+def legality(task: Task, workload: Workload, value_rules: Sequence[ValueRule] = ()) -> Legality:
+    """Return the axes, rules and merges of `task`: those of the engine, of plugins' knobs, and of values that plugins
+    reject. Raises SpecError for an invalid space."""
+    engine_axes = workload.axes(engine_task(task))
+    axes = (*engine_axes, *plugin_axes(task))
+    rules, merges = engine_legality(task, workload.rules, workload.merges)
+    required = [rule for knob in task.knobs for rule in _requirement_rules(task, knob, axes)]
+    release = _release_rules(task, workload, engine_axes)
+    rejected = rejection_rules(axes, value_rules, task.spec)
+    return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
+
+
+def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield a rule for each knob that the engine release does not have: it must be neutral."""
+    knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
+    for axis in engine_axes:
+        if knob := knobs.get(axis.knob):
+            yield Rule(
+                name=f"{knob.name}_release",
+                knobs=(knob.name,),
+                message=f"{knob.name} needs {workload.name} {knob.versions}",
+                broken=partial(_is_set, knob.name, axis.encode(knob.neutral)),
+            )
+
+
+def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
+    is_set: BoolArray = columns[knob] != neutral
+    return is_set
+
+
+def rejection_rules(
+    axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec: Spec | None = None
+) -> tuple[Rule, ...]:
+    """Return a rule for each value that does not work on the chip, of a knob or of a key of `spec`.
+
+    Values that a knob does not have are ignored, because a plugin may support other releases of the engine. Raises
+    NoDevice for a name that is neither a knob nor a key of a job.
+    """
+    by_knob = {axis.knob: axis for axis in axes}
+    rules = []
+    for refused in (each for each in value_rules if isinstance(each, RefusedValues)):
+        if refused.knob in by_knob:
+            rules.append(_knob_rule(by_knob[refused.knob], refused))
+        elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
+            value = None if spec is None else _value_of(spec, refused.knob)
+            broken = value in refused.values
+            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, refused.reason))
+        else:
+            problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
+            raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
+    for forced in (each for each in value_rules if not isinstance(each, RefusedValues)):
+        value = None if spec is None else _value_of(spec, forced.setting)
+        reason = f"it must be {forced.value}: {forced.reason}"
+        broken = value is not None and value != forced.value
+        rules.append(_job_rule(axes[0], forced.name, forced.setting, value, broken, reason))
+    return tuple(rules)
+
+
+def _knob_rule(axis: Axis, refused: RefusedValues) -> Rule:
+    valid = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
+    codes = np.array([axis.encode(value) for value in valid], dtype=np.int64)
+    maximum = np.inf if refused.above is None else refused.above
+    values = " or ".join([*map(str, refused.values), *([f"more than {maximum}"] if refused.above is not None else [])])
+    return Rule(
+        name=refused.name,
+        knobs=(axis.knob,),
+        message=f"{axis.knob} = {values}: {refused.reason}",
+        broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > maximum),
+    )
+
+
+def _job_rule(first: Axis, name: str, key: str, value: object, broken: bool, reason: str) -> Rule:
+    """Return a rule for a key that all candidates share: either all candidates break it, or none does."""
+    return Rule(
+        name=name,
+        knobs=(first.knob,),
+        message=f"{key} = {value}: {reason}" if broken else f"{key}: {reason}",
+        broken=lambda c: np.full(c[first.knob].shape, broken),
+    )
+
+
+def _value_of(spec: Spec, key: str) -> object:
+    """Return the value of a key of a job or of a shared setting; None if the spec does not have it."""
+    section, _, name = key.partition(".")
+    if not name:
+        return getattr(spec.work, section, None)
+    flag = f"--{name.replace('_', '-')}"
+    words = list(spec.work.command or ())
+    if flag in words:
+        following = words[words.index(flag) + 1 :][:1]
+        return following[0] if following and not following[0].startswith("-") else True
+    settings = getattr(spec.work, section, {})
+    return {each.lstrip("-").replace("-", "_"): value for each, value in settings.items()}.get(name.replace("-", "_"))
+
+
+def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield a rule for each requirement of a knob with effects that candidates can violate.
+
+    A requirement on a missing knob is met only by the same setting of the spec.
+    """
+    by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
+    if knob.experts_only and task.spec.model.num_moe_experts is None:
+        yield Rule(
+            name=f"{knob.name}_without_experts",
+            knobs=(knob.name,),
+            message=f"{knob.name} is for mixture-of-experts models, and the model is dense",
+            broken=partial(_is_set, knob.name, neutral),
+        )
+    for requirement in knob.requires:
+        axis = by_name.get(requirement.knob)
+        if axis is None and _value_of(task.spec, f"settings.{requirement.knob}") in requirement.one_of:
+            continue
+        yield Rule(
+            name=f"{knob.name}_needs_{requirement.knob}",
+            knobs=(knob.name, requirement.knob) if axis else (knob.name,),
+            message=f"{knob.name} needs {requirement}: {knob.help}",
+            broken=partial(_is_unmet, knob.name, neutral, requirement, axis),
+        )
+
+
+def _is_unmet(knob: str, neutral: int, requirement: Requirement, axis: Axis | None, columns: Columns) -> BoolArray:
+    is_set = _is_set(knob, neutral, columns)
+    if axis is None:
+        return is_set
+    values, holds = columns[requirement.knob], np.ones(is_set.shape, dtype=np.bool_)
+    if requirement.at_least is not None:
+        holds &= values >= requirement.at_least
+    if requirement.at_most is not None:
+        holds &= values <= requirement.at_most
+    if requirement.one_of:
+        holds &= np.isin(values, [axis.encode(each) for each in requirement.one_of])
+    return is_set & ~holds
+
+
+CHUNK = 1 << 15
+MAX_ROWS = 20_000_000
+
+_RowFunction: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
+"""A function from row numbers to one value per row."""
+
+
+def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:
+    """Return the space of `axes` under `rules` and `merges`, with the counts of illegal and merged combinations.
+
+    Raises SpecError if the space is too large.
+    """
+    crossing = _Crossing(tuple(axes))
+    for index, axis in enumerate(axes):
+        crossed = {axis.knob for axis in axes[: index + 1]}
+        new_rules = [rule for rule in rules if axis.knob in rule.knobs and crossed.issuperset(rule.knobs)]
+        new_merges = [merge for merge in merges if axis.knob in merge.knobs and crossed.issuperset(merge.knobs)]
+        crossing.cross(new_rules, new_merges)
+    return crossing.space()
+
+
+def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
+    """Return the canonical form of one candidate (columns of one row), and the rules that the given form breaks."""
+    broken = [rule for rule in rules if bool(rule.broken(columns).any())]
+    return canonical(columns, merges), broken
+
+
+def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
+    """Return the canonical form of each row."""
+    result = dict(columns)
+    for merge in merges:
+        result |= merge.canonical(result)
+    return result
+
+
+@dataclass(slots=True)
+class _Crossing:
+    """The rows of the first `crossed` axes, and the counts of illegal and merged combinations."""
+
+    axes: tuple[Axis, ...]
+    crossed: int = 0
+    rows: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    codes: list[IntArray] = field(default_factory=list)
+    illegal: dict[str, int] = field(default_factory=dict)
+    merged: int = 0
+
+    def cross(self, rules: Sequence[Rule], merges: Sequence[Merge]) -> None:
+        """Cross the next axis, merge equal rows and drop illegal ones."""
+        axis = self.axes[self.crossed]
+        stride = prod(int(codes.size) for codes in self.codes)
+        self.codes.append(_codes(axis))
+        self.crossed += 1
+        if stride * self.codes[-1].size >= 2**62:
+            raise SpecError(
+                key="auto_tuner.space", problem="has too many combinations to count", fix="give shorter lists"
+            )
+        count = self.rows.size * len(axis.values)
+        shifts = [self._tabulate(merge.knobs, partial(self._shift, merge), count) for merge in merges]
+        tests = [(rule.name, self._tabulate(rule.knobs, partial(self._broken, rule), count)) for rule in rules]
+        parts: list[IntArray] = []
+        total = 0
+        size = max(1, CHUNK // len(axis.values))
+        for start in range(0, self.rows.size, size):
+            parents = self.rows[start : start + size]
+            new = (np.arange(len(axis.values), dtype=np.int64) * stride)[:, None] + parents[None, :]
+            part = self._legal(self._distinct(new.ravel(), shifts), tests)
+            total += part.size
+            if total > MAX_ROWS:
+                raise SpecError(
+                    key=f"auto_tuner.space.{axis.knob}",
+                    problem=f"leads to more than {MAX_ROWS:,} candidates",
+                    fix="give shorter lists instead of auto",
+                )
+            parts.append(part)
+        rows = np.concatenate(parts) if parts else self.rows
+        if merges and len(parts) > 1:
+            distinct = _distinct(rows)
+            self.merged += (rows.size - distinct.size) * self._remaining
+            rows = distinct
+        self.rows = rows
+
+    def space(self) -> Space:
+        """Return the finished space with sorted rows."""
+        return Space(
+            axes=self.axes,
+            codes=tuple(self.codes),
+            rows=np.sort(self.rows),
+            combinations=prod(len(axis.values) for axis in self.axes),
+            illegal=dict(self.illegal),
+            merged=self.merged,
+        )
+
+    @property
+    def _remaining(self) -> int:
+        """The number of combinations that one row represents."""
+        return prod(len(axis.values) for axis in self.axes[self.crossed :])
+
+    def _tabulate(self, knobs: Collection[str], function: _RowFunction, rows: int) -> _RowFunction:
+        """Return a table lookup for `function`, which depends only on `knobs`.
+
+        If the knobs have more combinations than `rows`, return `function`.
+        """
+        grid, stride = np.zeros(1, dtype=np.int64), 1
+        offsets: dict[str, IntArray] = {}
+        for axis, codes in zip(self.axes, self.codes, strict=False):
+            digits = np.arange(codes.size, dtype=np.int64)
+            if axis.knob in knobs:
+                offsets[axis.knob] = digits * grid.size
+                if grid.size * codes.size > rows:
+                    return function
+                grid = ((digits * stride)[:, None] + grid[None, :]).ravel()
+            stride *= codes.size
+        table = function(grid)
+        values = [offsets.get(axis.knob, codes) for axis, codes in zip(self.axes, self.codes, strict=False)]
+        names = [axis.knob for axis in self.axes[: self.crossed]]
+        return lambda rows: table.take(sum(decode(rows, values, names, offsets).values(), np.int64(0)))
+
+    def _broken(self, rule: Rule, rows: IntArray) -> BoolArray:
+        return rule.broken(self._columns(rows, rule.knobs))
+
+    def _columns(self, rows: IntArray, knobs: Collection[str]) -> dict[str, IntArray]:
+        return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.crossed]], knobs)
+
+    def _shift(self, merge: Merge, rows: IntArray) -> IntArray:
+        """Return the offset from each row number to that of the canonical row, 0 if an axis does not have its value."""
+        columns = merge.canonical(self._columns(rows, merge.knobs))
+        if not set(merge.knobs).issuperset(columns):
+            raise ValueError(f"merge {merge.name} returns {', '.join(columns)}, not only {', '.join(merge.knobs)}")
+        result, is_known = np.zeros_like(rows), np.ones(rows.shape, dtype=np.bool_)
+        stride = 1
+        for axis, codes in zip(self.axes, self.codes, strict=False):
+            if axis.knob in columns:
+                order = np.argsort(codes, kind="stable")
+                position = np.minimum(np.searchsorted(codes, columns[axis.knob], sorter=order), codes.size - 1)
+                digit = order[position]
+                is_known &= codes[digit] == columns[axis.knob]
+                result += (digit - rows // stride % codes.size) * stride
+            stride *= codes.size
+        return np.where(is_known, result, 0)
+
+    def _distinct(self, rows: IntArray, shifts: Sequence[_RowFunction]) -> IntArray:
+        if not shifts:
+            return rows
+        for shift in shifts:
+            rows = rows + shift(rows)
+        distinct = _distinct(rows)
+        self.merged += (rows.size - distinct.size) * self._remaining
+        return distinct
+
+    def _legal(self, rows: IntArray, rules: Sequence[tuple[str, _RowFunction]]) -> IntArray:
+        is_legal = np.ones(rows.shape, dtype=np.bool_)
+        for name, broken_of in rules:
+            broken = broken_of(rows) & is_legal
+            count = int(np.count_nonzero(broken)) * self._remaining
+            if count:
+                self.illegal[name] = self.illegal.get(name, 0) + count
+            is_legal &= ~broken
+        return rows[is_legal] if rules else rows
+
+
+def _codes(axis: Axis) -> IntArray:
+    """Return the codes of an axis: those of the crossed values first, then those of other valid values."""
+    values = (*axis.values, axis.neutral, *axis.extra_values)
+    return np.array(list(dict.fromkeys(axis.encode(value) for value in values)), dtype=np.int64)
+
+
+def _distinct(rows: IntArray) -> IntArray:
+    """Return the same as `np.unique(rows)`, ten times as fast as NumPy's hash table."""
+    ordered = np.sort(rows)
+    first = np.ones(ordered.shape, dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]

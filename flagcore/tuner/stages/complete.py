@@ -1,0 +1,313 @@
+"""complete: fill in everything that a spec leaves open, from hardware, plugins and engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.requirements import Requirement
+
+from flagcore.contracts import (
+    HostSetup,
+    Platform,
+    Plugins,
+    PruningRule,
+    Workload,
+)
+from flagcore.domain.chip import (
+    TRAINED,
+    slowness,
+    usual_precision,
+)
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.effects import engine_task
+from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
+from flagcore.domain.knob import Knob
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
+from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
+from flagcore.i18n import _
+from flagcore.tuner.stages.devices import require_devices
+from flagcore.tuner.stages.discover import Hardware, costs, discover
+
+
+def complete(spec: Spec, plugins: Plugins, workload: Workload | None = None, *, plan: bool = False) -> Platform:
+    """Return the platform of `spec`: its task with all that the spec leaves open, and what plugins provide for it.
+
+    The order of the steps matters: each sees the values of those before it. None replaces a value of the spec.
+    `plan` is whether no trial will run. Without `workload`, only the steps of the plugins are done. Raises SpecError
+    for values that the engine or its release does not have; NoDevice if no device is found, if a chip is unknown, or if
+    the engine cannot run on it.
+    """
+    if workload is not None:
+        workload.check_release(spec)
+    version = engine_version(spec, workload) if workload is not None else None
+    # 1. Chips and node groups: those that the spec names, or the best chip of this machine.
+    hardware = discover(spec, plugins, version)
+    # 2. `train.precision: auto`: the fastest that all chips compute.
+    value_rules, pruning_rules = plugins.pruning_rules(Task(spec=spec, cluster=hardware.cluster), version)
+    spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, value_rules)
+    # 3. Settings without which the engine does not run on the chips.
+    forced = [rule for rule in value_rules if isinstance(rule, ForcedSetting)]
+    requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)
+    # 4. What plugins say about this task: faster settings, and the warm-up of its trials.
+    task, support = _advised(requested, hardware.support, plugins.check_task(requested, version))
+    platform = _platform(task, replace(hardware, support=support), plugins, version, pruning_rules)
+    platform = replace(platform, value_rules=value_rules, precision_reason=precision_reason)
+    if workload is None:
+        return platform
+    # 5. For a plan of a job that cannot run here: the defaults of production on its chips.
+    if plan and not _runs_here(platform, plugins, workload):
+        platform = workload.as_in_production(platform)
+    # 6. The defaults of the software of this machine.
+    platform = workload.as_installed(platform)
+    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied around the engine.
+    platform = with_plugin_knobs(platform, workload)
+    # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
+    return workload.with_derived_values(platform, plan=plan)
+
+
+def _platform(
+    task: Task,
+    hardware: Hardware,
+    plugins: Plugins,
+    engine_version: str | None,
+    pruning_rules: tuple[PruningRule, ...],
+) -> Platform:
+    """Return the platform of a task. With several chips, it has only the knobs that all of them have."""
+    engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
+    chips = [group.chip for group in groups]
+    own_devices = tuple(device for device in hardware.devices if any(chip.has_name(device.chip) for chip in chips))
+    readers = {device: plugins.telemetry(device) for device in own_devices}
+    environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
+    patterns_of_chips = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
+    environment = {name: value for given in reversed(environments) for name, value in given.items()}
+    setups = [
+        HostSetup(
+            kind=requested.kind,
+            nodes=group.nodes,
+            devices=group.devices_per_node,
+            support=own,
+            environment=_of_shell(variables),
+            envs=requested.envs,
+        )
+        for requested, group, own, variables in zip(
+            spec.cluster.groups, groups, hardware.supports, environments, strict=False
+        )
+    ]
+    first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
+    return Platform(
+        task=task,
+        costs=costs(task.cluster, plugins, engine),
+        support=hardware.support,
+        environment=_of_shell(environment),
+        pruning_rules=pruning_rules,
+        failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
+        telemetry={device: reader for device, reader in readers.items() if reader is not None},
+        devices=own_devices,
+        knobs=tuple(knob for knob in first if all(knob in each for each in others)),
+        engine_version=engine_version,
+        conflicts=tuple(_conflicts(environment, spec)),
+        setups=tuple(setups),
+    )
+
+
+def _with_precision(
+    spec: Spec, groups: Sequence[NodeGroup], supports: Sequence[EngineSupport], value_rules: Sequence[ValueRule]
+) -> tuple[Spec, str]:
+    """Return `spec` with a precision instead of `auto`, and the reason for it.
+
+    It is the first of bf16, fp16 and fp32 that all chips compute at least as fast as fp32. A chip without known rates
+    is assumed to compute all of them. fp16 does not train on devices that are shared, which are CPU cores.
+    """
+    if not isinstance(spec.work, TrainSpec) or spec.work.precision != AUTO:
+        return spec, ""
+    about = [rule for rule in value_rules if isinstance(rule, RefusedValues) and rule.knob == "precision"]
+    refused_everywhere = {value for rule in about for value in rule.values}
+    usable, chips = [name for name in TRAINED if name not in refused_everywhere], [group.chip for group in groups]
+    for chip, support in zip(chips, supports, strict=True):
+        refused = {"fp16"} if support.shared_devices else set()
+        usable = [
+            name
+            for name in usable
+            if name not in refused and (not chip.dense_flops_per_second or usual_precision(chip, [name]))
+        ]
+    precision = usable[0] if usable else TRAINED[-1]
+    names = {"precision": precision, "chips": " and ".join(dict.fromkeys(chip.name for chip in chips))}
+    slow = [
+        _("{precision} is {ratio} times slower than fp32", precision=name, ratio=f"{slowness(chip, name):.2g}")
+        for chip in {chip.name: chip for chip in chips}.values()
+        for name in TRAINED[: TRAINED.index(precision)]
+        if slowness(chip, name) > 1.0
+    ]
+    reason = _("train.precision = {precision}: the fastest on {chips}", **names)
+    return replace(spec, work=replace(spec.work, precision=precision)), "; ".join([reason, *slow])
+
+
+def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -> tuple[Task, EngineSupport]:
+    """Return both with what plugins say about the task. Raises NoDevice if one says that it cannot run."""
+    for each in advice:
+        if each.impossible:
+            arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", **arguments))
+    spec = task.spec
+    notes = []
+    for preferred in (preferred for each in advice for preferred in each.preferred):
+        if (more := _with_preferred(spec, preferred)) != spec:
+            spec = more
+            notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
+    spec = _with_warmup(spec, max((each.warmup for each in advice), default=0))
+    support = replace(support, notes=(*support.notes, *notes, *(note for each in advice for note in each.notes)))
+    return replace(task, spec=spec), support
+
+
+def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
+    """Return `spec` with a setting that the user does not set. In a space, it replaces `auto`."""
+    knob = preferred.setting.partition(".")[2].replace("-", "_")
+    if knob not in spec.space:
+        return _with_settings(spec, [preferred])
+    if spec.space[knob] != AUTO:
+        return spec
+    return replace(spec, space={**spec.space, knob: (preferred.value,)})
+
+
+def _with_warmup(spec: Spec, warmup: int) -> Spec:
+    """Return `spec` with at least `warmup` training steps, or requests of each load, that do not count."""
+    if isinstance(spec.work, ServeSpec):
+        loads = tuple(replace(load, warmup=max(load.warmup, warmup)) for load in spec.work.loads)
+        return replace(spec, work=replace(spec.work, loads=loads))
+    more = max(warmup - spec.control.warmup_iters, 0)
+    control = replace(
+        spec.control, warmup_iters=spec.control.warmup_iters + more, train_iters=spec.control.train_iters + more
+    )
+    return replace(spec, control=control)
+
+
+def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting]) -> Spec:
+    """Return `spec` with settings of plugins, unless the spec sets them.
+
+    They apply to servers and to the user's command, but not to flagcore's trial program.
+    """
+    for given in values:
+        section, _, name = given.setting.partition(".")
+        work = spec.work
+        if section == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
+            spec = replace(spec, work=replace(work, settings={name: given.value, **work.settings}))
+        elif section == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
+            arguments = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
+            if name.replace("_", "-") not in arguments:
+                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: given.value}))
+    return spec
+
+
+def _of_shell(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables of plugins, with the values of this shell for those that it sets."""
+    return {name: os.environ.get(name, value) for name, value in environment.items()}
+
+
+def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
+    for name, value in environment.items():
+        for user_value, source in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
+            if user_value is not None:
+                if user_value != value:
+                    yield f"{name}: {user_value} from {source} overrides {value} from a plugin"
+                break
+
+
+def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
+    """Return `platform` with the task's knobs with effects: the plugins' knobs and the compared engine settings that
+    the spec names. Raises SpecError for an unknown knob or an invalid value.
+
+    A plugin's knob is left out if the engine has a knob with the same name.
+    """
+    task, spec = platform.task, platform.task.spec
+    engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
+    plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
+    named_knobs = {**(spec.baseline or {}), **spec.space}
+    settings = [
+        _compared_setting(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named_knobs
+    ]
+    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named_knobs))
+    plugin_names = ", ".join(knob.name for knob in plugin_knobs)
+    if isinstance(spec.work, TrainSpec):
+        for name in named_knobs.keys() - engine_names - {knob.name for knob in chosen}:
+            section = "space" if name in spec.space else "baseline"
+            problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
+            fix = f"knobs of plugins there: {plugin_names or 'none'}"
+            raise SpecError(key=f"auto_tuner.{section}.{name}", value=named_knobs[name], problem=problem, fix=fix)
+    for knob in chosen:
+        _check_knob(spec, knob)
+    task = replace(task, knobs=chosen)
+    try:
+        workload.axes(engine_task(task))
+    except SpecError as error:
+        hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
+        raise join_errors(
+            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + hint) for e in error.problems]
+        ) from None
+    searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
+    environment = {name: value for name, value in platform.environment.items() if name not in searched}
+    return replace(platform, task=task, knobs=plugin_knobs, environment=environment)
+
+
+def _compared_setting(task: Task, knob: Knob) -> Knob:
+    """Return the knob of a setting with the values that the spec compares. Raises SpecError for an undefined `auto`."""
+    listed, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
+    if isinstance(listed, str) and knob.auto is None:
+        problem, fix = "cannot be auto", "list the values to compare"
+        raise SpecError(key=f"auto_tuner.space.{knob.name}", value=listed, problem=problem, fix=fix)
+    values = knob.auto(task) if isinstance(listed, str) and knob.auto else listed
+    baseline_values = (baseline[knob.name],) if knob.name in baseline else ()
+    return knob.with_compared_values([*values, *baseline_values])
+
+
+def _check_knob(spec: Spec, knob: Knob) -> None:
+    listed, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
+    for value in () if isinstance(listed, str) else listed:
+        knob.parse(value, f"auto_tuner.space.{knob.name}")
+    if knob.name in baseline:
+        knob.parse(baseline[knob.name], f"auto_tuner.baseline.{knob.name}")
+    settings = spec.work.settings if isinstance(spec.work, TrainSpec) else {}
+    for effect in knob.effects.values():
+        for section, values, names in (
+            ("train.settings", settings, effect.settings),
+            ("envs", spec.envs, effect.environment),
+        ):
+            if duplicates := [name for name in names if name in values]:
+                key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob.name}"
+                raise SpecError(key=key, value=values[duplicates[0]], problem=problem, fix="remove one of the two")
+        if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
+            problem = f"has {duplicates[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
+            raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
+
+
+def engine_version(spec: Spec, workload: Workload) -> str | None:
+    """Return the engine release that trials of `spec` run: the one in the spec, or the installed one.
+
+    None if the engine is not installed, or if trials run the user's command and the spec names no release.
+    """
+    work = spec.work
+    if work.engine_version or work.command is not None:
+        return work.engine_version
+    if workload.distribution:
+        names = [workload.distribution]
+    else:
+        packages = (Requirement(each).name for each in workload.modules.values())
+        names = [name for name in packages if workload.name in name.replace("-", "")]
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def _runs_here(platform: Platform, plugins: Plugins, workload: Workload) -> bool:
+    """Return whether trials of `platform` can run on this machine."""
+    try:
+        workload.ready(platform.task.spec)
+        require_devices(platform, plugins.devices(platform.task.spec.envs))
+    except FlagError:
+        return False
+    return True

@@ -1,0 +1,242 @@
+"""devices: check that a task's devices are there, divide them for parallel trials, and wait until they are free."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import nan
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.contracts import Platform, Telemetry, device_use
+from flagcore.domain.chip import Device
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import AUTO
+from flagcore.domain.trial import RUN
+from flagcore.errors import NoDevice
+from flagcore.i18n import N_, Message, _
+
+Unit: TypeAlias = str | int | Device
+"""A host, a core or a device."""
+
+
+def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
+    """Return the platforms of up to `control.parallel_trials` disjoint groups of devices.
+
+    If there is only one group although the spec asks for several, also return the reason, else an empty string.
+    """
+    control = platform.task.spec.control
+    if control.parallel_trials == 1 or control.fidelity != RUN:
+        return (platform,), ""
+    if problem := _problem(platform):
+        return (platform,), Message("trials run one at a time: {why}", why=problem)
+    units, needed = _units(platform)
+    on_hosts = platform.task.spec.on_each_host
+    count = (len(units) - (platform.task.spec.cluster.spares if on_hosts else 0)) // needed
+    if count < 2:
+        text = N_("trials run one at a time: each needs {needed} of {count} devices")
+        return (platform,), Message(text, needed=needed, count=len(units))
+    count = count if control.parallel_trials == AUTO else min(count, int(control.parallel_trials))
+    groups = [units[index * needed : (index + 1) * needed] for index in range(count)]
+    if on_hosts:  # the other hosts are spares
+        groups = [(*group, *units[count * needed :][index::count]) for index, group in enumerate(groups)]
+    return tuple(_platform_on(platform, group) for group in groups), ""
+
+
+def _problem(platform: Platform) -> str:
+    """Return why the devices cannot be divided; empty if they can."""
+    task, support = platform.task, platform.support
+    if task.spec.on_each_host:
+        return ""
+    if task.cluster.groups[0].nodes > 1 or len(task.cluster.groups) > 1:
+        return Message("the user's command starts on all nodes")
+    if support.shared_devices and isinstance(task.spec.work, ServeSpec):
+        return Message("servers on a CPU share its cores with their load")
+    if not (support.visible_devices or support.shared_devices):
+        return Message("the plugin of {chip} names no variable that selects devices", chip=task.cluster.chips)
+    return ""
+
+
+def _units(platform: Platform) -> tuple[tuple[Unit, ...], int]:
+    """Return the hosts, cores or devices for trials, and the number that a trial needs."""
+    spec, group = platform.task.spec, platform.task.cluster.groups[0]
+    if spec.on_each_host:
+        return spec.cluster.hosts, max(spec.trial_nodes)
+    if platform.support.shared_devices:
+        return tuple(sorted(os.sched_getaffinity(0))[: len(platform.devices)]), group.devices_per_node
+    cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
+    return platform.devices, min(cards or group.devices_per_node, group.devices_per_node)
+
+
+def _platform_on(platform: Platform, units: Sequence[Unit]) -> Platform:
+    """Return the platform of trials on some hosts, cores or devices."""
+    if platform.task.spec.on_each_host:
+        return platform.on_hosts(tuple(each for each in units if isinstance(each, str)))
+    if platform.support.shared_devices:
+        return replace(platform, cores=tuple(each for each in units if isinstance(each, int)))
+    return replace(platform, devices=tuple(each for each in units if isinstance(each, Device)))
+
+
+FREE_SHARE = 0.95
+"""A device counts as free if at least this share of a trial's memory budget is free, because displays use up to a few
+percent. Chosen. It is also free if only as much is in use as the memory model expects without tensors, because the
+drivers of some chips use more."""
+
+POLL_SECONDS = 2.0
+SETTLE_SECONDS = 5.0
+"""The time that a driver may need to free the memory of a process that has ended."""
+
+MAX_PROCESSES = 3
+"""The maximum number of processes that are named for a device."""
+
+GIB = 2**30
+
+
+def wait_for_devices(
+    platform: Platform,
+    need_bytes: float,
+    seconds: float,
+    on_wait: Callable[[str], object] = lambda busy: None,
+    pause: Callable[[float], object] = time.sleep,
+) -> str:
+    """Wait at most `seconds` until the devices of a trial are free. Return why they are not free then, empty if free.
+
+    `need_bytes` is the memory that the trial needs if devices share the memory of the machine. `on_wait` is called once
+    if the trial has to wait, `pause` to sleep for some seconds. Devices without readings count as free.
+    """
+    deadline, has_waited = time.monotonic() + seconds, False
+    while busy := "; ".join(_busy_devices(platform, need_bytes)):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return busy
+        if not has_waited:
+            on_wait(busy)
+        has_waited = True
+        pause(min(POLL_SECONDS, left))
+    return ""
+
+
+def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
+    """Yield a line for each device that a trial cannot use."""
+    trial_devices = _trial_devices(platform)
+    if platform.support.shared_devices:
+        of_hosts = {
+            device.host: reader for device, reader in reversed(trial_devices)
+        }  # a reader reads the whole machine
+        for host, reader in of_hosts.items():
+            free = _use(reader).free_bytes
+            if free is not None and free < need_bytes:
+                place = f" on {host}" if host else ""
+                memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
+                yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
+        return
+    readings, groups = [_read(reader) for _, reader in trial_devices], platform.group_of_hosts
+    for (device, reader), figures in zip(trial_devices, readings, strict=True):
+        if figures is not None:
+            total = float(device.memory_bytes or nan)
+            group = groups.get(device.host, 0)
+            budget = min(float(platform.task.cluster.groups[group].memory_bytes or total), total)
+            idle = float(platform.costs.groups[group].memory.device_used_bytes(np.zeros(1))[0])
+            reason = busy_reason(device, reader, figures.get(MEMORY_IN_USE, nan), budget, idle)
+        else:
+            reason = "does not respond" if any(readings) else ""
+        if reason:
+            yield f"{device.title} {reason}"
+
+
+def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
+    """Return the devices of a trial that can be read, with their telemetry."""
+    hosts, readers = dict.fromkeys(device.host for device in platform.devices), platform.telemetry
+    return [(device, readers[device]) for host in hosts for device in platform.devices_of(host) if device in readers]
+
+
+def _read(reader: Telemetry) -> dict[str, float] | None:
+    """Return the figures of a device: None if it does not respond, empty if its telemetry fails."""
+    try:
+        return dict(reader.sample())
+    except LookupError:
+        return None
+    except NoDevice as error:  # raised by the proxy of a plugin
+        return None if isinstance(error.__cause__, LookupError) else {}
+    except Exception:
+        return {}
+
+
+def busy_reason(device: Device, reader: Telemetry, used: float, budget: float, idle: float) -> str:
+    """Return why a trial that needs `budget` bytes cannot use a device with `used` bytes in use; empty if it can.
+
+    `idle` is the memory in use on a device without tensors.
+    """
+    total = float(device.memory_bytes or nan)
+    if used < 0 or used > total:
+        return f"reports {used / GIB:.1f} of {total / GIB:.1f} GiB in use, which is impossible"
+    use = _use(reader)
+    if use.blocked:
+        return use.blocked
+    if total - used < FREE_SHARE * budget and used > idle:
+        processes = ", ".join(use.processes[:MAX_PROCESSES])
+        return f"has {used / GIB:.1f} of {total / GIB:.1f} GiB in use" + (f" by {processes}" if processes else "")
+    return ""
+
+
+def _use(reader: Telemetry) -> DeviceUse:
+    try:
+        return device_use(reader)
+    except Exception:  # a device with unknown use counts as free
+        return DeviceUse()
+
+
+def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
+    """Raise NoDevice unless this machine has the devices that trials need.
+
+    `needed` is the number of devices, by default those of a node.
+    """
+    cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
+    section = "serve" if isinstance(work, ServeSpec) else "train"
+    if work.command is None and (support.device_type is None or support.distributed_backend is None):
+        text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
+        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=section))
+    if platform.task.spec.on_each_host and not devices:
+        return  # the devices of the hosts are unknown
+    if platform.setups and platform.task.spec.on_each_host:
+        for group, host in zip(cluster.groups, _first_hosts(platform), strict=True):
+            of_host = [device for device in devices if device.host == host]
+            usable = [device for device in of_host if group.chip.has_name(device.chip)]
+            if of_host and len(usable) < group.devices_per_node:
+                names = {"host": host, "wanted": group.devices_per_node, "count": len(usable), "chip": group.chip.name}
+                text = N_("cluster.groups needs {wanted} {chip} on {host}, but it has {count}")
+                raise NoDevice(_(text, **names))
+        return
+    of_first_host = [each for each in devices if each.host == devices[0].host]
+    found = ((group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups)
+    group, usable = max(found, key=lambda pair: bool(pair[1]))
+    if not usable:
+        text = N_(
+            "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
+            "plan without it"
+        )
+        raise NoDevice(_(text, chip=cluster.chips))
+    if len(usable) < (needed or group.devices_per_node) and not support.shared_devices:
+        text = N_("cluster.devices_per_node = {wanted}, but this machine has {count} {chip}")
+        raise NoDevice(_(text, wanted=group.devices_per_node, count=len(usable), chip=group.chip.name))
+
+
+def _first_hosts(platform: Platform) -> list[str]:
+    """Return the first host of each node group."""
+    groups = platform.task.cluster.groups
+    starts = accumulate((group.nodes for group in groups[:-1]), initial=0)
+    return [platform.task.spec.cluster.hosts[start] for start in starts]
+
+
+def parallel_probe_ranks(platform: Platform) -> int:
+    """Return the number of ranks that can be probed in parallel on a host: one per device, one in all if devices share
+    memory, as on a CPU.
+    """
+    first = [each for each in platform.devices if each.host == platform.devices[0].host]
+    usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    return 1 if platform.support.shared_devices else max(1, len(usable))

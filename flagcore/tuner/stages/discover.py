@@ -1,0 +1,225 @@
+"""discover: find the hardware of a spec, and the cost models that plugins provide for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from flagcore.contracts import Costs, Plugins
+from flagcore.domain.chip import (
+    Chip,
+    Device,
+    Support,
+    unknown_chip_hint,
+    with_network,
+)
+from flagcore.domain.cluster import Cluster, Level, NodeGroup
+from flagcore.domain.engine import EngineSupport, has_common_library
+from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
+from flagcore.errors import NoDevice
+from flagcore.i18n import N_, _
+from flagcore.physics.collectives.costs import Collectives, between_groups, topology_of
+from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
+from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.vendorkit.cgroup import cores
+
+UNMEASURED_RUN_SLOWDOWN = 1.15
+"""The run slowdown of the core's roofline for a chip without measurements: the median over published sources of the
+median ratio of measured to predicted times (0.94 to 1.7), without fitted curves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The node groups of a spec in order, with the engine support of their chips, alone and joined.
+
+    `devices` are all that were detected on this machine and on the hosts of the spec.
+    """
+
+    groups: tuple[NodeGroup, ...]
+    supports: tuple[EngineSupport, ...]
+    support: EngineSupport
+    devices: tuple[Device, ...]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of the node groups."""
+        return Cluster(groups=self.groups)
+
+
+def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Hardware:
+    """Return the hardware of `spec`: the named chips, or the best chip of this machine.
+
+    `engine_version` is the release of the engine, None if unknown. Raises NoDevice if no device is found, if a chip is
+    unknown, or if the engine cannot run on it.
+    """
+    engine, devices = spec.work.engine, plugins.devices(spec.envs)
+    vendor_devices = _of_vendor(devices, spec, plugins)
+    groups, supports = [], []
+    for index, requested in enumerate(spec.cluster.groups or (spec.cluster,)):
+        key = f"cluster.groups[{index}].chip" if spec.cluster.groups else "cluster.chip"
+        is_auto = requested.chip == AUTO
+        chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(requested.chip, key, plugins)
+        support = _require_support(chip, plugins, engine, engine_version)
+        chip = with_network(plugins.measured_chip(chip), requested.nic_bytes_per_second, requested.nic_latency_seconds)
+        groups.append(_group(requested, chip, devices, support))
+        supports.append(support)
+    joined = _join_supports(supports, [group.chip.name for group in groups])
+    if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
+        joined = replace(joined, notes=(*joined.notes, _through_hosts(Cluster(groups=tuple(groups)))))
+    return Hardware(groups=tuple(groups), supports=tuple(supports), support=joined, devices=devices)
+
+
+def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
+    """Return the cost models for `cluster`, from plugins or else from the core."""
+    supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
+    costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
+    first, *others = costs_of_groups
+    if not others:
+        return first
+    starts = accumulate(group.devices for group in cluster.groups)
+    networks = [_network(group, plugins) for group in cluster.groups]
+    is_direct = has_common_library(cluster.groups, supports)
+    between = between_groups(networks, () if is_direct else [each.kernels for each in costs_of_groups])
+    return replace(first, further=dict(zip(starts, others, strict=False)), between=between)
+
+
+def _network(group: NodeGroup, plugins: Plugins) -> Level:
+    """Return the network level of a node group. A group within one link domain is extended beyond it."""
+    linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
+    return (plugins.topology(extended) or topology_of(extended)).levels[-1]
+
+
+def _costs_of(group: NodeGroup, support: EngineSupport, plugins: Plugins, engine: str) -> Costs:
+    kernels = plugins.kernel_costs(group.chip, engine)
+    synchronous = support.shared_devices
+    run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
+    used = kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),))
+    ranks_per_core = max(1.0, group.devices_per_node / group.chip.devices_per_node) if synchronous else 1.0
+    times = ranks_per_core / group.speed
+    return Costs(
+        memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
+        kernels=used if times == 1.0 else with_slowdown(used, times, launches=times if synchronous else 1.0),
+        collectives=plugins.collective_costs(group, engine)
+        or Collectives(topology=plugins.topology(group) or topology_of(group)),
+        guessed=kernels is None,
+        synchronous=synchronous,
+        run_slowdown=1.0 if synchronous else run_slowdown,
+    )
+
+
+def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
+    support = plugins.engine_support(chip, engine, engine_version)
+    if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
+        reason = f"{support.support.value}; {support.reason}".rstrip("; ")
+        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=reason))
+    return support
+
+
+def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:
+    """Return the support for an engine on all node groups. On several chips, it has no device type, so that trials need
+    the user's command.
+    """
+    if len(set(chips)) == 1:
+        return supports[0]
+    implementations = {support.implementation for support in supports}
+    unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
+    return EngineSupport(
+        support=Support.UNKNOWN if unknown else Support.YES,
+        reason="; ".join(unknown),
+        implementation=implementations.pop() if len(implementations) == 1 else "",
+        notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
+        shared_devices=all(support.shared_devices for support in supports),
+    )
+
+
+def _through_hosts(cluster: Cluster) -> str:
+    text = N_(
+        "messages between {chips} are copied through the memory of the hosts: no collective library connects all of "
+        "them, according to the installed plugins"
+    )
+    return _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in cluster.groups)))
+
+
+def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:
+    """Return the devices of the vendor that `envs` select; all devices if they select none, or if chips are named.
+
+    Raises NoDevice if no plugin has chips of the vendor, or if this machine has none of them.
+    """
+    is_named = all(requested.chip != AUTO for requested in spec.cluster.groups or (spec.cluster,))
+    vendor = None if is_named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
+    if vendor is None:
+        return devices
+    chips = [chip for chip in plugins.chips() if chip.vendor.casefold() == vendor.casefold()]
+    if not chips:
+        vendors = ", ".join(dict.fromkeys(chip.vendor for chip in plugins.chips()))
+        text = N_(
+            "envs select chips of {vendor}, for which no plugin is installed; installed: {vendors}; name a chip as "
+            "cluster.chip to plan for another one"
+        )
+        raise NoDevice(_(text, vendor=vendor, vendors=vendors))
+    found = tuple(device for device in devices if any(chip.has_name(device.chip) for chip in chips))
+    if not found:
+        text = N_("envs select chips of {vendor}, but this machine has none; name one to plan for it: {chips}")
+        raise NoDevice(_(text, vendor=vendor, chips=", ".join(chip.name for chip in chips)))
+    return found
+
+
+def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
+    chips = plugins.chips()
+    for chip in chips:
+        if chip.matches_name(name):
+            return chip
+    hint = unknown_chip_hint(name, chips)
+    raise NoDevice(
+        _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
+    )
+
+
+def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
+    """Return the most common chip of this machine, and a CPU only if there is no accelerator.
+
+    Raises NoDevice without a known chip, or if there is only a CPU and the detection of an accelerator failed.
+    """
+    counts = Counter(device.chip for device in devices)
+    chip_counts = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
+    if not chip_counts:
+        text = N_(
+            "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
+            "installed), measure it with `flag calibrate`, or name a chip to plan for"
+        )
+        raise NoDevice(_(text, devices=", ".join(counts) or _("no device at all")))
+    is_accelerator, _count, chip = max(
+        ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in chip_counts),
+        key=lambda found: found[:2],
+    )
+    if not is_accelerator and plugins.detection_failures():
+        failures = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
+        text = N_(
+            "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
+            "cluster.chip: {chip} to use it"
+        )
+        raise NoDevice(_(text, chip=chip.name, why=failures))
+    return chip
+
+
+def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
+    found = [device for device in devices if chip.has_name(device.chip)]
+    local_devices = [device for device in found if device.host == found[0].host]
+    count = requested.devices_per_node or len(local_devices) or chip.devices_per_node
+    reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
+    memory = min(reported) if reported else None
+    if memory and support.shared_devices:
+        memory = sum(reported) // max(len(reported), count)
+    return NodeGroup(
+        chip=chip,
+        nodes=requested.nodes,
+        devices_per_node=count,
+        memory_bytes=requested.memory_bytes_per_device or memory,
+        name=requested.name,
+        speed=requested.speed,
+        cpus_per_node=requested.cpus_per_node or (cores() if local_devices and not local_devices[0].host else None),
+    )

@@ -1,0 +1,96 @@
+"""launch: start a trial of a candidate with its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flagcore.contracts import Launcher, Platform, RunningLaunch, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
+from flagcore.domain.launch import Launch
+from flagcore.domain.spec import HOSTFILE, Task
+from flagcore.domain.trial import TimeLimit
+from flagcore.errors import LaunchError
+
+
+def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
+    """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
+    spec = platform.task.spec
+    if not spec.on_each_host:
+        return platform
+    return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
+
+
+def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
+    """Return the number of nodes of the next trial if too few usable hosts are left for a trial on all; else None."""
+    spec = platform.task.spec
+    if spec.cluster.min_nodes is None:
+        return None
+    usable = len(launcher.usable_hosts(spec.cluster.hosts))
+    sizes = [nodes for nodes in spec.sizes if nodes <= usable] or spec.sizes[:1]
+    return None if usable >= max(spec.trial_nodes) else sizes[-1]
+
+
+def launch(
+    platform: Platform,
+    workload: Workload,
+    launcher: Launcher,
+    candidate: Candidate,
+    folder: str,
+    limit: TimeLimit,
+    *,
+    cold: bool = False,
+) -> RunningLaunch:
+    """Start a trial of `candidate` in `folder`, and return the running launch.
+
+    The launcher ends it after `limit` or, if devices share the memory of the machine, if it exceeds the memory budget.
+    The engine gets the target of `limit`, if there is one, as `max_time_per_task`.
+    A `cold` trial starts as a new process. Raises FlagError if it cannot be started.
+    """
+    platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
+    planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
+    planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
+    return launcher.start(platform.limited(planned, limit))
+
+
+def planned_launch(
+    platform: Platform, workload: Workload, candidate: Candidate, folder: str, *, for_real: bool = False
+) -> Launch:
+    """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects."""
+    task = platform.task
+    effects = effects_of(task, candidate.as_dict())
+    engine_platform = replace(platform, task=with_flags(task_to_start(task, effects), effects))
+    planned = workload.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
+    hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
+    return replace(
+        planned,
+        argv=_with_hostfile(planned.argv, host_lines(task, planned.hosts or hosts), folder),
+        environment={**planned.environment, **environment_of(effects)},
+        hosts=(planned.hosts or hosts) if task.spec.on_each_host and not for_real else (),
+    )
+
+
+def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
+    """Return the lines of a host file for some of the task's hosts, with the type of each if there are several."""
+    groups, requested = task.cluster.groups, task.spec.cluster
+    kinds = [f" type={each.kind}" for each in requested.groups] or [""]
+    rows = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
+    of_hosts = rows * len(requested.hosts)
+    if len(groups) > 1:
+        of_hosts = [row for row, group in zip(rows, groups, strict=True) for _ in range(group.nodes)]
+    lines = dict(zip(requested.hosts, of_hosts, strict=False))
+    return [f"{host} {lines[host]}" for host in hosts]
+
+
+def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], folder: str) -> tuple[str, ...]:
+    """Return a command with HOSTFILE replaced by the path of a file in `folder` with the lines `hosts`."""
+    if not hosts or not any(HOSTFILE in word for word in argv):
+        return argv
+    file = Path(folder, "hostfile")
+    try:
+        file.write_text("".join(f"{line}\n" for line in hosts), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+    return tuple(word.replace(HOSTFILE, str(file)) for word in argv)

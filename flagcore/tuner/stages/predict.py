@@ -1,0 +1,157 @@
+"""predict: predict memory and time of the whole space in chunks of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.effects import engine_task, rows_by_effects, scaled
+from flagcore.domain.objective import objective_value
+from flagcore.domain.plan import cost_figures
+from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction, part_name
+from flagcore.domain.serving import ServeSpec, nest_statistics
+from flagcore.domain.space import Columns, FloatArray, IntArray, Space
+from flagcore.domain.spec import Task
+
+CHUNK = 1 << 17
+GIB = 2**30
+
+LIMIT_SHARE = 0.1
+"""The largest part of a step except compute is the bottleneck if it takes at least this share of the step."""
+FULL_SHARE = 0.9
+"""Otherwise, memory is the bottleneck if at least this share of the capacity is in use."""
+
+
+def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
+    """Return the predictions of all candidates in the order of the space's rows."""
+    pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
+    return Predictions.join(
+        (predict_columns(task, workload, space.columns(rows), costs) for rows in pieces), len(space)
+    )
+
+
+def predict_columns(task: Task, workload: Workload, columns: Columns, costs: Costs) -> Predictions:
+    """Return the engine's predictions of all rows, with the effects of the task's knobs."""
+    parts, order = [], []
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        parts.append(scaled(workload.predict(engine_task(task, effects), group_columns, costs), effects))
+        order.append(rows)
+    if len(parts) <= 1:
+        return parts[0] if parts else workload.predict(engine_task(task), columns, costs)
+    original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
+    return Predictions.join(parts).take(original_order)
+
+
+def predict_components(
+    task: Task, workload: Workload, columns: Columns, stages: IntArray, costs: Costs
+) -> dict[str, dict[str, FloatArray]]:
+    """Return the figures of the model's components for each row. Factors of effects are not applied."""
+    found: dict[str, dict[str, FloatArray]] = {}
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        components = workload.components(engine_task(task, effects), group_columns, stages[rows], costs)
+        for component, figures in components.items():
+            for name, values in figures.items():
+                found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
+    return found
+
+
+def predict_stage_layers(task: Task, workload: Workload, columns: Columns, costs: Costs) -> dict[int, Sequence[int]]:
+    """Return the numbers of layers per stage by row, for rows whose split the engine derives."""
+    found = {}
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        layers = workload.stage_layers(engine_task(task, effects), group_columns, costs)
+        found.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
+    return found
+
+
+def limit(prediction: Prediction) -> str:
+    """Return the bottleneck of a candidate with a known time: a part of its step, memory, or compute."""
+    parts = {name: seconds for name, seconds in prediction.time_s.items() if name != "compute_s"}
+    largest = max(parts, key=lambda name: parts[name], default=None)
+    if largest is not None and parts[largest] >= LIMIT_SHARE * (prediction.step_time_s or 0.0):
+        return part_name(largest)
+    full = FULL_SHARE * (prediction.capacity_bytes or float("inf"))
+    return "memory" if prediction.device_used_bytes >= full else "compute"
+
+
+def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
+    """Return the parts of a model as plain data with their numbers of parameters."""
+    return [
+        {
+            "component": part.name,
+            "params_per_layer": part.params,
+            "layers": part.layers,
+            "params": part.params * part.layers,
+        }
+        for part in parts
+    ]
+
+
+def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
+    """Return a prediction as plain data in the format of job records, in GiB and seconds, without unknown figures.
+
+    `layers` are the numbers of layers per stage if the engine derived them.
+    """
+    if isinstance(task.spec.work, ServeSpec):
+        return _serving_record(task, prediction)
+    data: dict[str, object] = {}
+    devices, train = task.cluster.devices, task.spec.train
+    seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
+    if seconds is not None and low is not None and high is not None:
+        tokens = train.global_batch_size * train.seq_length / devices
+        data["step_time_s"] = {"value": seconds, "low": low, "high": high}
+        data["tokens_per_second_per_device"] = {"value": tokens / seconds, "low": tokens / high, "high": tokens / low}
+        data |= cost_figures(task, seconds, tokens / seconds)
+        rate = prediction.model_flops / seconds / devices
+        data["model_tflops_per_device"] = rate / 1e12
+        peak = task.cluster.peak_flops(train.precision)
+        if peak:
+            data["mfu"] = rate / peak
+        data["time"] = dict(prediction.time_s)
+        data["limit"] = limit(prediction)
+    split = {"stage_layers": list(layers)} if layers else {}
+    return data | {"memory": _memory(prediction)} | split
+
+
+def _serving_record(task: Task, prediction: Prediction) -> dict[str, object]:
+    """Return the prediction of a server as plain data, with the statistics of each latency."""
+    objective = task.spec.objective
+    cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
+    data = nest_statistics({name: figure for name, figure in prediction.figures.items() if name not in cache})
+    seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
+    if seconds is not None and low is not None and high is not None:
+        bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
+        data["objective"] = {"value": objective_value(objective, seconds), "low": bounds[0], "high": bounds[1]}
+        data["step_time_s"] = {"value": seconds, "low": low, "high": high}
+        data |= cost_figures(task, seconds, prediction.figures.get("output_tokens_per_s_per_device"))
+    return data | {"memory": _memory(prediction) | cache}
+
+
+def _memory(prediction: Prediction) -> dict[str, object]:
+    memory: dict[str, object] = in_gib({name: getattr(prediction, name) for name in MEMORY})
+    memory["worst_stage"] = prediction.worst_stage
+    if prediction.capacity_bytes is not None:
+        memory = {"fits": prediction.fits, "capacity_gib": prediction.capacity_bytes / GIB, **memory}
+    if prediction.components:
+        memory["components"] = {name: in_gib(part) for name, part in prediction.components.items()}
+    return memory
+
+
+def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures by name with bytes converted to GiB."""
+    return {
+        name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
+        for name, value in figures.items()
+    }
+
+
+def rank_record(figures: RankPrediction) -> dict[str, object]:
+    """Return the prediction of a rank as plain data, in GiB and seconds, without unknown figures."""
+    data: dict[str, object] = {"rank": figures.rank}
+    for name in ("static", "peak_allocated", "reserved", "device_used"):
+        data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB
+    times = {"compute_time_s": figures.compute_time_s, "optimizer_time_s": figures.optimizer_time_s}
+    return data | {name: seconds for name, seconds in times.items() if seconds is not None}

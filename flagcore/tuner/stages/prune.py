@@ -1,0 +1,170 @@
+"""prune: remove candidates by predictions, by rules, and by what trials proved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import PruningRule, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.errors import FlagError
+from flagcore.tuner.learning.trials import min_memory_share
+
+CHUNK = 1 << 16
+"""Candidates per call of a rule."""
+
+NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
+DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
+LEARNED_MESSAGES = {
+    DOES_NOT_FIT: "its predicted memory is more than a device has",
+    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
+}
+"""The messages of the rules in this module, by name."""
+
+
+def prune(
+    space: Space,
+    predictions: Predictions,
+    workload: Workload,
+    rules: Sequence[PruningRule],
+    trials: Sequence[Trial],
+    before: Pruned | None = None,
+    probes: Sequence[Trial] = (),
+) -> Pruned:
+    """Return the rows that predictions, `rules` and `trials` remove.
+
+    The memory of trials corrects the predicted memory of all candidates. Of `probes`, only the memory is used; a probe
+    that ran out of memory also removes its own candidate. `before` is the result of an earlier call. Only new trials
+    are applied to it, unless the corrected memory now excludes other candidates.
+    """
+    exceeds_memory = predictions.share_in_use * needed_share(space, predictions, (*trials, *probes)) > 1.0
+    pruned = before
+    if pruned is None or not np.array_equal(pruned.exceeds_memory, exceeds_memory):
+        pruned = _by_prediction(space, predictions, rules, exceeds_memory)
+    for trial in trials:
+        if trial.number not in pruned.applied_trials:
+            pruned = replace(
+                _by_trial(pruned, space, predictions, workload, trial),
+                applied_trials=pruned.applied_trials | {trial.number},
+            )
+    for trial in probes:
+        if trial.number not in pruned.applied_trials and trial.state is TrialState.OUT_OF_MEMORY:
+            pruned = _by_memory(pruned, space, predictions, workload, trial)
+            pruned = replace(pruned, applied_trials=pruned.applied_trials | {trial.number})
+    return pruned
+
+
+def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
+    """Return the lower bound of a candidate's memory as a share of its predicted memory, learned from `trials`."""
+    ratios = []
+    for trial in trials:
+        row, measured = space.find(trial.candidate), trial.measurement
+        if row is not None and trial.state is TrialState.MEASURED and measured and measured.device_used_bytes:
+            ratios.append(math.log(measured.device_used_bytes / float(predictions.device_used_bytes[row])))
+    return min_memory_share(ratios)
+
+
+def _by_prediction(
+    space: Space, predictions: Predictions, rules: Sequence[PruningRule], exceeds_memory: BoolArray
+) -> Pruned:
+    size = len(space)
+    start = Pruned(
+        rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64), exceeds_memory=exceeds_memory
+    )
+    pruned = _remove(start, DOES_NOT_FIT, np.arange(size), exceeds_memory)
+    for rule in rules:
+        rows = pruned.open_rows
+        try:
+            pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
+            masks = [_evaluate(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
+            pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
+        except Exception as error:  # a rule of a plugin that fails is disabled
+            reason = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+            message = f"pruning rule {rule.name} is disabled: {reason}"
+            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
+    return pruned
+
+
+def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
+    """Return which rows a rule removes. Raises TypeError unless the result is one boolean per row."""
+    mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
+    if mask.dtype != np.bool_ or mask.shape != shape:
+        raise TypeError(f"returned {mask.dtype} of shape {mask.shape} instead of bool of shape {shape}")
+    return mask
+
+
+def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial) -> Pruned:
+    rows = pruned.open_rows
+    if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
+        return pruned
+    if trial.state is TrialState.OUT_OF_MEMORY:
+        return _by_memory(pruned, space, predictions, workload, trial, itself=False)
+    columns, row = space.columns(rows), space.find(trial.candidate)
+    mask = workload.takes_at_least(columns, trial.candidate)
+    mask &= ~_same(columns, space.axes, trial.candidate)
+    mask &= _same_unordered_values(columns, space, trial.candidate)
+    mask &= _predicted_at_least(predictions.step_time_s, rows, row)
+    return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask, trial.number)
+
+
+def _by_memory(
+    pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial, *, itself: bool = True
+) -> Pruned:
+    """Remove the rows that need at least as much memory as a trial that ran out of memory.
+
+    `itself` is whether the candidate of the trial is removed, too.
+    """
+    rows = pruned.open_rows
+    if not rows.size:
+        return pruned
+    columns, row = space.columns(rows), space.find(trial.candidate)
+    mask = workload.needs_at_least(columns, trial.candidate)
+    mask &= _predicted_at_least(predictions.device_used_bytes, rows, row)
+    mask &= _same_unordered_values(columns, space, trial.candidate)
+    if not itself:
+        mask &= ~_same(columns, space.axes, trial.candidate)
+    return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
+
+
+def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
+    """Return which rows have a predicted value of at least that of `row`; True if either is unknown."""
+    if row is None or not np.isfinite(predicted[row]):
+        return np.ones(rows.shape, dtype=np.bool_)
+    less: BoolArray = predicted[rows] < predicted[row]
+    return ~less
+
+
+def _same_unordered_values(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
+    """Return which rows have the values of `candidate` on all unordered axes."""
+    unordered = [axis for axis in space.axes if axis.is_unordered]
+    return (
+        _same(columns, unordered, candidate)
+        if unordered
+        else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+    )
+
+
+def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolArray:
+    values = candidate.as_dict()
+    same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in axes]
+    equal: BoolArray = np.logical_and.reduce(same)
+    return equal
+
+
+def _remove(pruned: Pruned, name: str, rows: IntArray, mask: BoolArray, trial: int = -1) -> Pruned:
+    removed = rows[mask]
+    if not removed.size:
+        return pruned
+    rules = pruned.rules if name in pruned.rules else (*pruned.rules, name)
+    rule_of_row, trial_of_row = pruned.rule.copy(), pruned.trial.copy()
+    rule_of_row[removed] = rules.index(name) + 1
+    trial_of_row[removed] = trial
+    return replace(pruned, rule=rule_of_row, trial=trial_of_row, rules=rules)

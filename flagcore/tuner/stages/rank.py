@@ -1,0 +1,106 @@
+"""rank: derive the state of the search from its trials, and choose the next candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import Choice, SearchContext, Strategy, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import engine_task
+from flagcore.domain.experience import Features, PastMeasurements, features
+from flagcore.domain.plan import interference
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned, SearchState
+from flagcore.domain.space import IntArray, Space
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import RUN, Role, Trial, TrialState
+from flagcore.i18n import N_
+from flagcore.tuner.stages.shorten import calibrated
+
+TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
+
+
+def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
+    """Return the state of a search of a fidelity after its finished trials.
+
+    Trials of another fidelity, and trials with the role IMPORTED, are not results of a candidate. A trial of this run
+    replaces one from another tool. If parallel trials disturb each other, those that were timed are inconclusive.
+    """
+    trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
+    own_trials = [trial for trial in trials if trial.fidelity == fidelity]
+    found = interference(own_trials)
+    if found and not found.is_negligible:
+        disturbed = {each.number for each in own_trials if each.group is not None and each.state in TIMED_STATES}
+        own_trials = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own_trials]
+    by_candidate: dict[Candidate, Trial] = {}
+    for trial in own_trials:
+        if trial.role in (Role.REPEAT, Role.INTERFERENCE):
+            continue
+        earlier = by_candidate.get(trial.candidate)
+        if earlier is None or not earlier.is_conclusive or earlier.source:
+            by_candidate[trial.candidate] = trial
+    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
+    baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
+    repeats = tuple(trial for trial in own_trials if trial.role is Role.REPEAT)
+    search_state = SearchState(
+        by_candidate=by_candidate,
+        repeats=repeats,
+        baseline=baseline[0] if baseline else None,
+        best=None,
+        probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
+    )
+    order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
+    best = next((trial for trial in order if search_state.keeps_limits(trial.candidate)), None)
+    return replace(search_state, best=best, fastest=next(iter(order), None))
+
+
+def rank(strategy: Strategy, context: SearchContext) -> Choice:
+    """Return the next candidate: an interrupted one, or the choice of `strategy`."""
+    if not context.open_rows.size:
+        return Choice(row=None, because=N_("all candidates have been tried or pruned"))
+    for trial in context.trials:
+        if trial.state is TrialState.INTERRUPTED and (row := context.space.find(trial.candidate)) in context.open_rows:
+            return Choice(row=row, because="interrupted before")
+    return strategy.next(context)
+
+
+def search_context(
+    task: Task,
+    workload: Workload,
+    space: Space,
+    predictions: Predictions,
+    pruned: Pruned,
+    search_state: SearchState,
+    past: PastMeasurements,
+    seconds_left: float | None = None,
+    pending: Sequence[Trial] = (),
+) -> SearchContext:
+    """Return the input of a strategy while `pending` trials run."""
+
+    def features_of_rows(rows: IntArray) -> Features:
+        columns = space.columns(rows)
+        return features(space.axes, columns, predictions.take(rows), workload.sizes(engine_task(task), columns))
+
+    return SearchContext(
+        task=task,
+        space=space,
+        predictions=predictions,
+        open_rows=untried(space, pruned, search_state, pending),
+        trials=[trial for trial in search_state.trials if not trial.inconclusive],
+        features=features_of_rows,
+        past=past,
+        seconds_left=seconds_left,
+        probes=[probe for probe in search_state.probes if not probe.inconclusive],
+        pending=pending,
+    )
+
+
+def untried(space: Space, pruned: Pruned, search_state: SearchState, pending: Sequence[Trial] = ()) -> IntArray:
+    """Return the rows that were neither pruned nor tried."""
+    tried = search_state.settled.union(trial.candidate for trial in pending)
+    tried_rows = [row for candidate in tried if (row := space.find(candidate)) is not None]
+    open_rows: IntArray = np.setdiff1d(pruned.open_rows, np.array(tried_rows, dtype=np.int64), assume_unique=True)
+    return open_rows

@@ -1,0 +1,314 @@
+"""shorten: run steps with fewer micro-batches or on fewer nodes, and scale their times by predictions.
+
+On fewer nodes, only the number of data-parallel replicas changes. Such a trial does not measure the communication of
+all replicas or the smaller share of the optimizer on each replica, so its scale is learned from the growth of the step
+time. Between n and N nodes the time grows by the factor 1 + k g + u log2(N / n): g is the predicted growth, k the
+factor of the real growth, and u the growth per doubling that the model does not include (jitter, slow nodes). k and u
+have a normal prior; pairs of runs of one candidate on different numbers of nodes update it (Bayesian linear
+regression). If the pairs scatter by more than their noise, a larger noise is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from flagcore.contracts import Costs, PruningRule, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
+from flagcore.domain.prediction import Prediction, Predictions
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
+from flagcore.errors import SpecError
+from flagcore.tuner.stages.build import canonical
+from flagcore.tuner.stages.predict import predict_columns
+
+QUANTILE = 1.2816
+"""Standard deviations to each side of an 80% interval."""
+MIN_RUN_NOISE = 0.02
+"""Minimum standard deviation of step times between runs, as a share."""
+MIN_SCALE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The distribution of k and u: its mean and covariance."""
+
+    mean: FloatArray
+    covariance: FloatArray
+
+
+PRIOR = Growth(np.array([1.0, 0.0]), np.diag([0.6**2, 0.02**2]))
+"""k is between 0.2 and 1.8 in 80% of cases: published predictions of exposed communication are that far off."""
+
+
+class Scale(NamedTuple):
+    """The factor from a step on some nodes to one on more nodes, its 80% interval, and `own`, the half width of the
+    interval that the candidate does not share with others.
+    """
+
+    factor: float
+    low: float
+    high: float
+    own: float
+
+
+def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Scale:
+    """Return the factor from a step on `nodes` nodes to one on `of_nodes` nodes; `predicted` is the predicted factor.
+
+    Growth that the model does not include is the same for all candidates, so it does not change their order.
+    """
+    x = np.array([predicted - 1.0, math.log2(of_nodes / nodes)])
+    factor = 1.0 + float(x @ growth.mean)
+    spread = QUANTILE * math.sqrt(float(x @ growth.covariance @ x))
+    low, middle, high = (max(each, MIN_SCALE) for each in (factor - spread, factor, factor + spread))
+    model_error = QUANTILE * abs(predicted - 1.0) * math.sqrt(float(growth.covariance[0, 0])) / middle
+    return Scale(middle, low, high, model_error)
+
+
+def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return trials whose scaled step times are corrected by candidates that ran on several numbers of nodes."""
+    growth = _learned(trials)
+    return tuple(trials) if growth is None else tuple(_scaled(trial, growth) for trial in trials)
+
+
+class _Run(NamedTuple):
+    """A run on some nodes: its measured step time, and the predicted factor to a step on all nodes."""
+
+    nodes: int
+    step_s: float
+    scale: float
+    noise: float
+
+
+def _learned(trials: Sequence[Trial]) -> Growth | None:
+    """Return the growth learned from all pairs of runs; None without a pair."""
+    by_candidate: dict[Candidate, list[_Run]] = {}
+    of_nodes = next((trial.shortened.of_nodes for trial in trials if trial.shortened), 0)
+    for trial in trials:
+        if of_nodes and trial.state is TrialState.MEASURED and trial.measurement and not trial.inconclusive:
+            by_candidate.setdefault(trial.candidate, []).append(_run(trial, trial.measurement, of_nodes))
+    pairs = [pair for runs in by_candidate.values() for pair in _pairs(sorted(runs))]
+    if not pairs:
+        return None
+    x, y, noise = (np.array(each) for each in zip(*pairs, strict=True))
+    found = _posterior(x, y, noise)
+    scatter = float(np.sqrt(np.mean(((y - x @ found.mean) / noise) ** 2)))
+    return _posterior(x, y, noise * max(1.0, scatter))
+
+
+def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
+    precision, weighted = np.linalg.inv(PRIOR.covariance), x.T / noise**2
+    covariance = np.linalg.inv(precision + weighted @ x)
+    return Growth(covariance @ (precision @ PRIOR.mean + weighted @ y), covariance)
+
+
+def _run(trial: Trial, measured: Measurement, of_nodes: int) -> _Run:
+    deviation = measured.spread_s / measured.step_time_s / 1.35  # the quartiles of a normal distribution
+    noise = max(MIN_RUN_NOISE, deviation)
+    short = trial.shortened
+    nodes, scale = (short.nodes, short.scale) if short else (of_nodes, 1.0)
+    return _Run(nodes, measured.scaled_from or measured.step_time_s, scale, noise)
+
+
+def _pairs(runs: Sequence[_Run]) -> Iterator[tuple[list[float], float, float]]:
+    """Yield the predicted growth, the measured growth and its noise, from the run on the fewest nodes to each other
+    run.
+    """
+    first, *others = runs
+    for run in others:
+        if run.nodes > first.nodes:
+            predicted = [first.scale / run.scale - 1.0, math.log2(run.nodes / first.nodes)]
+            yield predicted, run.step_s / first.step_s - 1.0, math.hypot(first.noise, run.noise)
+
+
+def _scaled(trial: Trial, growth: Growth) -> Trial:
+    """Return a trial with its measurement scaled by `growth` instead of the prediction."""
+    short, measured = trial.shortened, trial.measurement
+    if not (short and short.nodes and measured and measured.scaled_from):
+        return trial
+    scale, low, high, model_error = scale_of(growth, short.scale, short.nodes, short.of_nodes)
+    step = measured.scaled_from
+    times = step * scale / measured.step_time_s
+    return replace(
+        trial,
+        shortened=replace(short, own=model_error),
+        measurement=replace(
+            measured,
+            step_times_s=tuple(each * times for each in measured.step_times_s),
+            step_time_s=measured.step_time_s * times,
+            spread_s=measured.spread_s * times,
+            tokens_per_second_per_device=measured.tokens_per_second_per_device / times,
+            modelled_s=step * (scale - 1.0),
+            low_s=step * low,
+            high_s=step * high,
+        ),
+    )
+
+
+FIXED_FACTOR = 2.0
+"""The uncertainty of the fixed part of a step (pipeline fill, gradient exchange, optimizer): its time is between
+1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen; docs/accuracy.md has errors of parts of a step."""
+
+UNMODELLED_SHARE = 0.05
+"""The share of a shortened step that unmodelled work may take, such as data loading, logging, or the host.
+Chosen."""
+
+
+def shorten(
+    task: Task, workload: Workload, candidate: Candidate, step_s: float | None, predicted: Callable[[Task], float]
+) -> Shortened | None:
+    """Return how to shorten the steps of a candidate; None if they are short enough or cannot be shortened.
+
+    `step_s` is the expected time of a step. `predicted` returns the predicted time of a step of a task.
+    """
+    max_step = task.spec.control.max_step_time
+    if max_step is None or step_s is None or step_s <= max_step:
+        return None
+    batch = workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
+    if batch is None:
+        return None
+    whole_s, short_s = predicted(task), predicted(task.with_batch(batch))
+    if not math.isfinite(whole_s / short_s) or whole_s <= short_s:
+        return None
+    return scale_steps(batch, task.spec.train.global_batch_size, short_s, whole_s)
+
+
+def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) -> Shortened:
+    """Return the scale from steps of `batch` samples to whole steps, from the predicted times of both.
+
+    A step has a fixed part F and a part V that is proportional to the batch: t = F + V, T = F + (B/b) V. The measured t
+    is scaled by T/t. The interval follows from the uncertainty of F: at most FIXED_FACTOR times as long, or longer by
+    UNMODELLED_SHARE of the step, and at least 1/FIXED_FACTOR times as long.
+    """
+    ratio = whole_batch / batch
+    variable = (whole_s - short_s) / (ratio - 1.0)
+    fixed = max(short_s - variable, 0.0)
+    bounds = (max(FIXED_FACTOR * fixed, fixed + UNMODELLED_SHARE * short_s), fixed / FIXED_FACTOR)
+    low, high = ((bound + ratio * variable) / (bound + variable) for bound in bounds)
+    return Shortened(global_batch_size=batch, whole=whole_batch, scale=whole_s / short_s, low=low, high=high)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerTask:
+    """The task of trials on `nodes` of the nodes of `whole`."""
+
+    whole: Task
+    workload: Workload
+    nodes: int
+
+    @property
+    def task(self) -> Task:
+        return self.whole.on_nodes(self.nodes)
+
+    def columns(self, columns: Columns) -> Columns:
+        """Return the columns of candidates as they run in trials."""
+        merges = engine_legality(self.task, self.workload.rules, self.workload.merges)[1]
+        return canonical(self._fewer(columns), merges)
+
+    def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
+        """Return the candidate of one row as it runs in trials."""
+        small = self.columns(columns)
+        return Candidate(tuple((axis.knob, axis.decode(int(small[axis.knob][0]))) for axis in axes))
+
+    def rule(self) -> Rule:
+        """Return the rule that a candidate can run in trials."""
+        rules, replicas, share = self._rules(), self._replicas, self._share
+
+        def broken(columns: Columns) -> BoolArray:
+            small, wrong = self._fewer(columns), columns[replicas] * share.numerator % share.denominator != 0
+            illegal: BoolArray = np.logical_or.reduce([wrong, *(rule.broken(small) for rule in rules)])
+            return illegal
+
+        return Rule(
+            name="trial_nodes",
+            knobs=tuple(dict.fromkeys([replicas, *(knob for rule in rules for knob in rule.knobs)])),
+            message=f"with {share} of {replicas}, the candidate must be legal on the {self.nodes} nodes of trials",
+            broken=broken,
+        )
+
+    def shortened(self, columns: Columns, costs: Costs, whole: Prediction) -> Shortened | None:
+        """Return the scale from the steps of a trial of one row to `whole`; None if it runs on all nodes.
+
+        Raises SpecError if a step has no prediction.
+        """
+        if self._share == 1:
+            return None
+        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        step, added_bytes = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
+        if not whole.step_time_s or not math.isfinite(step):
+            problem, fix = "needs predicted step times, which the chip's facts do not give", "leave it out"
+            raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
+        of_nodes = self.whole.spec.cluster.nodes
+        scale = scale_of(PRIOR, whole.step_time_s / step, self.nodes, of_nodes)
+        return Shortened(
+            global_batch_size=self.task.spec.train.global_batch_size,
+            whole=self.whole.spec.train.global_batch_size,
+            scale=scale.factor,
+            low=scale.low,
+            high=scale.high,
+            own=scale.own,
+            nodes=self.nodes,
+            of_nodes=of_nodes,
+            more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0,
+        )
+
+    def runs(self, columns: Columns, costs: Costs) -> BoolArray:
+        """Return which candidates can run in trials whose steps can be scaled."""
+        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        runs: BoolArray = ~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s)
+        return runs
+
+    @property
+    def _replicas(self) -> str:
+        if not self.workload.replicas:
+            problem = f"is not supported by {self.workload.name}"
+            raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
+        return self.workload.replicas
+
+    @property
+    def _share(self) -> Fraction:
+        return Fraction(self.nodes, self.whole.spec.cluster.nodes)
+
+    def _rules(self) -> tuple[Rule, ...]:
+        return engine_legality(self.task, self.workload.rules, self.workload.merges)[0]
+
+    def _fewer(self, columns: Columns) -> Columns:
+        share, replicas = self._share, columns[self._replicas]
+        return {**columns, self._replicas: np.maximum(replicas * share.numerator // share.denominator, 1)}
+
+
+class TrialMemory:
+    """Candidates that are predicted to fit on all nodes, but not on those of trials."""
+
+    name = "trial_memory"
+    message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
+
+    def __init__(self, smaller: SmallerTask, costs: Costs) -> None:
+        self.smaller, self.costs = smaller, costs
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        fits = predict_columns(self.smaller.task, self.smaller.workload, self.smaller.columns(columns), self.costs).fits
+        return ~fits
+
+
+def rules_of_trials(task: Task, workload: Workload) -> tuple[Rule, ...]:
+    """Return the rules that a candidate can run on each number of nodes of trials."""
+    return tuple(each.rule() for each in _sizes(task, workload))
+
+
+def pruning_of_trials(task: Task, workload: Workload, costs: Costs) -> tuple[PruningRule, ...]:
+    """Return the rule that a candidate fits on the fewest nodes of trials."""
+    sizes = sorted(_sizes(task, workload), key=lambda each: each.nodes)
+    return tuple(TrialMemory(each, costs) for each in sizes[:1])
+
+
+def _sizes(task: Task, workload: Workload) -> list[SmallerTask]:
+    all_nodes = task.spec.cluster.nodes
+    return [SmallerTask(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < all_nodes]

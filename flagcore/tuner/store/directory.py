@@ -1,0 +1,181 @@
+"""The run directory, which is locked by one process and belongs to one task."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from flagcore.domain.files import read_regular, replace
+from flagcore.domain.secrets import redact_data, secrets_in_data
+from flagcore.errors import RunError
+from flagcore.i18n import _
+
+LOCK, IDENTITY = "run.lock", "task.json"
+HOLDER = re.compile(r"process (\d+) on (\S+) since")
+"""The content of the lock of a folder."""
+
+
+class RunDirectory:
+    """A folder that one process locks. The kernel releases the lock when the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def open(self, *, new: bool = False) -> None:
+        """Create and lock the folder. With `new`, an earlier run is renamed first.
+
+        Raises RunError if the folder cannot be written, or if another process has locked it.
+        """
+        self._acquire_lock()
+        if new and (self.path / IDENTITY).exists():
+            self.close()
+            self._rename_earlier_run()
+            self._acquire_lock()
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def holder(self) -> tuple[int, str] | None:
+        """Return the process that holds this folder and its host; None if no process does.
+
+        The lock is not touched. Whether a process of another host still runs is unknown; it counts as the holder.
+        """
+        try:
+            inode, text = (
+                os.stat(self.path / LOCK).st_ino,
+                read_regular(self.path / LOCK, 4096).decode(errors="replace"),
+            )
+        except OSError:
+            return None
+        found = HOLDER.match(text)
+        if not found:
+            return None
+        process, host = int(found[1]), found[2]
+        if host != os.uname().nodename:
+            return process, host
+        try:
+            locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        except OSError:
+            return None
+        is_held = any(words[1] == "FLOCK" and words[5].endswith(f":{inode}") for words in locks if len(words) > 5)
+        return (process, host) if is_held else None
+
+    def identity(self) -> dict[str, Any] | None:
+        """Return the stored identity of this run, or None: `run`, its unique name, and `task` and `fixed`.
+
+        Secrets are redacted in the task, so that the task is the same with a new token. Raises RunError.
+        """
+        file = self.path / IDENTITY
+        try:
+            found = json.loads(read_regular(file))
+            fixed = dict(found["fixed"])
+            dict(fixed.get("baseline") or {})
+            task = dict(found["task"])
+            int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
+            return {"run": str(found["run"]), "task": redact_data(task), "fixed": fixed}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RunError(_("{file} cannot be read ({why}); use --new to start over", file=file, why=error)) from None
+
+    def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
+        """Store the identity of this run, and return its unique name.
+
+        `task` and `fixed` are plain JSON data. `task` must be the same in all calls; `fixed` is stored by the first
+        call. Raises RunError with the differences if the folder belongs to another task.
+        """
+        identity = self.identity()
+        requested = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
+        if identity is None:
+            identity = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **requested}
+            text = json.dumps(identity, indent=2, sort_keys=True, ensure_ascii=False)
+            write(self.path / IDENTITY, text, private=bool(secrets_in_data(identity["fixed"])))
+        changes = list(differences(identity["task"], requested["task"]))
+        if changes:
+            omitted = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []
+            changes_text = "; ".join([*changes[:8], *omitted])
+            raise RunError(
+                _(
+                    "{path} belongs to another task: {changes}. Use --new to start over (the old run is moved aside), "
+                    "or --run-dir for another folder",
+                    path=self.path,
+                    changes=changes_text,
+                )
+            )
+        return str(identity["run"])
+
+    def _rename_earlier_run(self) -> None:
+        """Add a timestamp to the name of the folder, and a number if that name exists."""
+        name = f"{self.path.resolve().name}.{time.strftime('%Y%m%d-%H%M%S')}"
+        target = self.path.resolve().with_name(name)
+        number = 1
+        while target.exists():
+            number += 1
+            target = target.with_name(f"{name}-{number}")
+        with writable(self.path):
+            self.path.resolve().rename(target)
+
+    def _acquire_lock(self) -> None:
+        with writable(self.path):
+            self.path.resolve().mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(lock, 200).decode(errors="replace").strip()
+            os.close(lock)
+            text = _("{path} is in use by another process ({holder})", path=self.path, holder=holder or "?")
+            raise RunError(text) from None
+        self._lock = lock
+        with writable(self.path):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename} since {time.ctime()}".encode(), 0)
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Convert an OSError in this context to a RunError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = (
+            _("free some space and start again; finished trials are saved")
+            if is_full
+            else _("use --run-dir for another folder")
+        )
+        reason = error.strerror or error
+        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
+
+
+def write(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file of a run with `flagcore.domain.files.replace`. Raises RunError."""
+    with writable(file):
+        replace(file, text, private=private)
+
+
+def differences(old: object, new: object, key: str = "") -> Iterator[str]:
+    """Yield a line `key: old -> new` for each value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key}: {_short(old)} -> {_short(new)}"
+
+
+def _short(value: object) -> str:
+    json_text = json.dumps(value, ensure_ascii=False)
+    return json_text if len(json_text) <= 60 else json_text[:57] + "..."

@@ -1,0 +1,262 @@
+"""Stores trials in an Optuna study, which Optuna's tools can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+from optuna.trial import FrozenTrial, create_trial
+from optuna.trial import TrialState as OptunaState
+
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.files import open_regular, read_regular
+from flagcore.domain.objective import is_rate, objective_value
+from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.i18n import _
+from flagcore.tuner.store.directory import writable
+
+JOURNAL = "journal.log"
+LISTS = ("step_times_s", "losses", "points", "broken", "notes", "devices", "slow", "windows")
+MAPPINGS = ("effective", "versions", "telemetry", "figures")
+OPTIONAL_FIGURES = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
+    *("modelled_s", "low_s", "high_s", "scaled_from", "warmup_steps"),
+)
+FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
+"""The fields of a measurement with a single figure."""
+MAX_INT = 2**63 - 1
+STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
+
+
+class OptunaStore:
+    """The trials of one run. The process must have locked the run directory.
+
+    A trial has one journal entry when it starts, one with all its data when it ends, and one for Optuna's tools. If the
+    process was killed while a trial was running, the trial becomes interrupted when the store is opened again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        choices: Mapping[str, Sequence[KnobValue]],
+        *,
+        run: str,
+        objective: str = "tokens_per_second_per_device",
+        url: str | None = None,
+    ) -> None:
+        """Open or create the study `run`. `choices` has all values of each knob.
+
+        The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
+        """
+        optuna.logging.set_verbosity(logging.ERROR)
+        self._path, self._objective = path, objective
+        self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
+        self._where = url or str(path / JOURNAL)
+        with self._errors_as_run_error():
+            if url is None:
+                _drop_incomplete_line(path / JOURNAL)
+            self._storage = optuna.storages.get_storage(url or open_journal(path / JOURNAL))
+            self._study = optuna.create_study(
+                storage=self._storage,
+                study_name=run,
+                load_if_exists=True,
+                direction="maximize" if is_rate(objective) else "minimize",
+            )
+            self._identifier = self._storage.get_study_id_from_name(run)
+            self._close_interrupted()
+            self.trials()
+
+    def trials(self) -> tuple[Trial, ...]:
+        return _finished(self._study)
+
+    def begin(self, planned: Trial) -> Trial:
+        values = planned.candidate.as_dict()
+        attributes = {
+            "candidate": values,
+            "role": planned.role.value,
+            "fidelity": planned.fidelity,
+            "predicted": dict(planned.predicted),
+            **planned.search_fields,
+        }
+        params = {knob: values[knob] for knob in self._distributions if knob in values}
+        template = create_trial(
+            state=OptunaState.RUNNING,
+            params=params,
+            distributions={knob: self._distributions[knob] for knob in params},
+            user_attrs=attributes,
+        )
+        with self._errors_as_run_error():
+            number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
+            log = f"trials/{number}/stdout.log"
+            trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
+            Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
+        return trial
+
+    def add(self, trial: Trial) -> Trial:
+        """Store an imported trial, and return it with its number and log."""
+        begun = self.begin(trial)
+        stored = dataclasses.replace(trial, number=begun.number, log=begun.log)
+        self.finish(stored)
+        return stored
+
+    def finish(self, trial: Trial) -> None:
+        with self._errors_as_run_error():
+            identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
+            self._storage.set_trial_user_attr(identifier, "result", _result(trial))
+            self._close_in_optuna(trial)
+
+    def folder(self, trial: Trial) -> str:
+        return str(self._path.resolve() / "trials" / str(trial.number))
+
+    @contextmanager
+    def _errors_as_run_error(self) -> Iterator[None]:
+        """Convert errors of the storage, such as a corrupt journal, to a RunError."""
+        with writable(self._path):
+            try:
+                yield
+            except (OSError, RunError):
+                raise
+            except Exception as error:
+                location, reason = self._where, _line(error)
+                text = _(
+                    "{file} cannot be used ({why}); repair it, or use --new to start over", file=location, why=reason
+                )
+                raise RunError(text) from None
+
+    def _close_in_optuna(self, trial: Trial) -> None:
+        identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
+        measured = trial.measurement
+        state = STATES.get(trial.state, OptunaState.FAIL)
+        values = None
+        if measured and state is OptunaState.COMPLETE:
+            values = [objective_value(self._objective, measured.step_time_s, measured)]
+        self._storage.set_trial_state_values(identifier, state, values)
+
+    def _close_interrupted(self) -> None:
+        for frozen in self._study.get_trials(deepcopy=False):
+            if frozen.state is not OptunaState.RUNNING:
+                continue
+            trial = from_frozen(frozen)
+            if "result" in frozen.user_attrs:
+                self._close_in_optuna(trial)
+            else:
+                reason = "flagcore ended during the trial"
+                self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
+
+
+def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
+    """Return the finished trials of the study `run` in the folder `path` or in the storage `url`. Raises RunError.
+
+    The study is only read, so the run may still be active. Without a journal, there are no trials.
+    """
+    optuna.logging.set_verbosity(logging.ERROR)
+    file = path / JOURNAL
+    if url is None and not file.exists():
+        return ()
+    try:
+        if url is None:
+            open_regular(file).close()
+        storage = optuna.storages.get_storage(url or open_journal(file))
+        return _finished(optuna.load_study(study_name=run, storage=storage))
+    except KeyError:
+        if url is None:
+            return ()
+        message = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
+        raise RunError(message) from None
+    except Exception as error:
+        raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
+
+
+def _finished(study: optuna.Study) -> tuple[Trial, ...]:
+    frozen = study.get_trials(deepcopy=False)
+    return tuple(from_frozen(each) for each in frozen if "result" in each.user_attrs)
+
+
+def _drop_incomplete_line(file: Path) -> None:
+    """Remove an incomplete last line of a journal, after a kill or on a full disk, and the lock of its writer."""
+    file.with_name(file.name + ".lock").unlink(missing_ok=True)
+    if file.exists():
+        data = read_regular(file, max_bytes=1 << 40)
+        size = data.rfind(b"\n") + 1
+        if size != len(data):
+            with file.open("r+b") as journal:
+                journal.truncate(size)
+
+
+def open_journal(file: Path) -> JournalStorage:
+    """Return the storage of a journal, which is created if it is missing."""
+    return JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))))
+
+
+def _result(trial: Trial) -> dict[str, Any]:
+    measured = dataclasses.asdict(trial.measurement) if trial.measurement else None
+    data = {
+        "state": trial.state.value,
+        "reason": trial.reason,
+        "duration_s": trial.duration_s,
+        "log": trial.log,
+        "measurement": measured,
+        **({"source": trial.source} if trial.source else {}),
+        **({"inconclusive": True} if trial.inconclusive else {}),
+        **({"lost_host": trial.lost_host} if trial.lost_host else {}),
+        **({"warm": True} if trial.warm else {}),
+        **({"finished_steps_s": trial.finished_steps_s} if trial.finished_steps_s else {}),
+        **({"telemetry": dict(trial.telemetry)} if trial.telemetry else {}),
+    }
+    return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
+
+
+def from_frozen(frozen: FrozenTrial) -> Trial:
+    """Return a trial from its entry in the study. Raises ValueError, KeyError for an invalid entry."""
+    attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
+    for knob, value in attributes["candidate"].items():
+        if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
+            raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is not a valid value")
+    measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
+    if state is TrialState.MEASURED and not measured:
+        raise ValueError(f"trial {frozen.number} was measured, but has no figures")
+    if measured:
+        lists = {name: tuple(measured.get(name, ())) for name in LISTS}
+        measured = Measurement(**measured | lists | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
+        for name in FIGURES:
+            figure = getattr(measured, name)
+            if figure is None and name in OPTIONAL_FIGURES:
+                continue
+            if not isinstance(figure, (int, float)) or not math.isfinite(figure):
+                raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
+    predicted = dict(attributes["predicted"])
+    search_fields = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
+    return Trial(
+        number=frozen.number,
+        candidate=Candidate.of(attributes["candidate"]),
+        role=Role(attributes["role"]),
+        state=state,
+        predicted=predicted,
+        measurement=measured,
+        reason=result.get("reason"),
+        duration_s=float(result.get("duration_s", 0.0)),
+        log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
+        fidelity=str(attributes.get("fidelity", RUN)),
+        source=result.get("source"),
+        inconclusive=bool(result.get("inconclusive")),
+        lost_host=result.get("lost_host"),
+        warm=bool(result.get("warm")),
+        finished_steps_s=tuple(result.get("finished_steps_s", ())),
+        telemetry=dict(result.get("telemetry", {})),
+        **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in search_fields.items()},
+    )
+
+
+def _line(error: Exception) -> str:
+    message = getattr(error, "strerror", None) or str(error)
+    return " ".join(message.split())[:200] or type(error).__name__

@@ -1,0 +1,227 @@
+"""Bayesian search: maximizes the expected gain per expected cost, and stops when no gain is likely."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import scipy
+from threadpoolctl import threadpool_limits
+
+from flagcore.contracts import Choice, SearchContext, Strategy
+from flagcore.domain.experience import Features, Observations
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.trial import TrialState
+from flagcore.i18n import Message
+from flagcore.tuner.learning.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
+from flagcore.tuner.learning.trials import (
+    SUCCESS_STATES,
+    expected_gain,
+    expected_seconds,
+    expected_times,
+    fastest_open_rows,
+    feasibility_probability,
+    full_trial_seconds,
+    improvement_probability,
+    observed_memory,
+    observed_times,
+    predicted_times,
+    success_probability,
+    trial_rows,
+)
+
+JOINT_ROWS = 256
+"""The maximum number of candidates whose joint distribution decides whether the search stops, highest expected gain
+first. Chosen to limit the time between two trials."""
+
+SAMPLES = 2000
+"""The number of samples of the joint distribution. Chosen: the standard error of a probability of 5% is half a
+percent."""
+
+MIN_GAIN, MIN_PROBABILITY = 0.01, 0.05
+"""The search stops when the probability that an open candidate is faster than the best by MIN_GAIN is below
+MIN_PROBABILITY. Chosen, and tested on synthetic step times."""
+
+MIN_MEASURED = 3
+"""The minimum number of measurements before the search may stop, because earlier runs may not be comparable.
+Chosen."""
+
+MIN_CONFIRMED = 2
+"""MIN_MEASURED if this run confirms the earlier ones. Chosen on 48 published sweeps (vTrain, 2 and 4 devices)."""
+
+MAX_DEVIATIONS = 2.0
+"""A measurement confirms earlier runs if they predicted it within this number of standard deviations. Chosen:
+95% of a normal distribution."""
+
+MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
+"""A part of the step of an open candidate counts as not measured if its share is MIN_SHARE_RATIO times its share in all
+measured candidates. It may be shorter than predicted by MAX_PART_ERROR. Chosen: with two thirds, the search finds the
+same, but needs more trials."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """The posterior of some open rows.
+
+    `log_predicted` and `log_time` are logarithms of seconds. `fits` is the probability that a trial fits, `success`
+    that it succeeds if it fits, and `feasible` that it meets the limits if it succeeds. `full_s` is the duration of
+    a trial that succeeds, `cost_s` the expected duration, both in seconds.
+    """
+
+    rows: IntArray
+    features: Features
+    ratios: Ratios
+    log_predicted: FloatArray
+    posterior: Posterior
+    log_time: FloatArray
+    fits: FloatArray
+    success: FloatArray
+    feasible: FloatArray
+    full_s: FloatArray
+    cost_s: FloatArray
+
+
+class Learned:
+    """Corrects predictions with the measurements of this run and of earlier runs on the same chip."""
+
+    name = "learned"
+
+    def next(self, context: SearchContext) -> Choice:
+        # The matrices are small. On a busy machine, BLAS threads make operations on them up to 15 times slower.
+        with threadpool_limits(limits=1, user_api="blas"):
+            return self._choose(context)
+
+    def _choose(self, context: SearchContext) -> Choice:
+        """Return the candidate with the highest expected gain per expected cost, or none if no gain is likely."""
+        found = _evaluate(context)
+        trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
+        measurements = [trial.measurement for trial in trials if trial.measurement]
+        feasible_times = [measurement.step_time_s for measurement in measurements if not measurement.broken]
+        if not feasible_times:
+            likely = found.fits * found.success * found.feasible
+            if len(measurements) >= MIN_MEASURED and likely.max() < MIN_PROBABILITY:
+                message = Message(
+                    "no untried candidate meets the limits with a probability above {chance:.1%}", chance=likely.max()
+                )
+                return Choice(row=None, because=message)
+            index = int(np.argmax(np.log(likely + 1e-12) - found.log_time))
+            reason = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
+            return _choice(found, index, f"{reason}: the fastest predicted candidate that is likely to fit")
+        best = math.log(min(feasible_times))
+        gain = found.fits * found.success * found.feasible
+        gain = gain * expected_gain(found.log_predicted, found.posterior, best)
+        is_finished, message = _is_finished(context, found, gain, best)
+        if is_finished:
+            return Choice(row=None, because=message)
+        left = context.seconds_left
+        is_possible = np.ones(gain.shape) if left is None else found.full_s < left
+        if not is_possible.any():
+            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=left, why=message)
+            return Choice(row=None, because=text)
+        index = int(np.argmax(is_possible * gain / found.cost_s))
+        return _choice(found, index, f"an expected gain of {gain[index]:.1%}; {message}")
+
+
+def _evaluate(context: SearchContext) -> _Evaluation:
+    """Return the posterior of the open rows with the fastest predictions."""
+    predicted, rows = predicted_times(context), fastest_open_rows(context)
+    features = context.features(rows)
+    observed = observed_times(context)
+    known = Observations.join((context.past.time, observed, expected_times(context, observed)))
+    ratios = Ratios(known, features, time_scales(context.predictions))
+    posterior = ratios.posterior(features)
+    log_predicted = np.log(predicted[rows])
+    log_time = log_predicted + posterior.mean
+    fits, success = _fit_probability(context, rows, features), success_probability(context, rows)
+    full_s = full_trial_seconds(context, log_time)
+    cost_s = expected_seconds(context, log_time, full_s, fits, success)
+    feasible = feasibility_probability(context, rows, features)
+    return _Evaluation(
+        rows, features, ratios, log_predicted, posterior, log_time, fits, success, feasible, full_s, cost_s
+    )
+
+
+def _fit_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
+    """Return the probability that each row fits, 1 if the capacity is unknown."""
+    share = context.predictions.share_in_use[rows]
+    if np.isnan(share).all():
+        return np.ones(rows.size)
+    observed = Observations.join((context.past.memory, observed_memory(context)))
+    posterior = Ratios(observed, features, MEMORY).posterior(features)
+    margin = -np.log(share) - posterior.mean
+    deviation = np.maximum(posterior.deviation, 1e-6)
+    probability: FloatArray = np.nan_to_num(scipy.special.ndtr(margin / deviation), nan=1.0)
+    return probability
+
+
+def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, best: float) -> tuple[bool, Message]:
+    """Return whether the search ends, and a message about the remaining gain.
+
+    With planned steps, it ends if no trial saves more time than it takes. Otherwise, it ends if a gain is improbable.
+    """
+    probability, max_gain = _remaining_gain(found, gain, best)
+    message = Message(
+        "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
+        "it could be {most:.1%} faster at most (95%)",
+        least=MIN_GAIN,
+        chance=probability,
+        most=max_gain,
+    )
+    steps = context.task.spec.control.planned_steps
+    if steps is None:
+        if probability >= MIN_PROBABILITY:
+            return False, message
+        successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
+        return successful >= MIN_MEASURED or (successful >= MIN_CONFIRMED and _confirms(context, found, best)), message
+    if (gain * math.exp(best) * steps > found.cost_s).any():
+        return False, message
+    return True, Message(
+        "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=message
+    )
+
+
+def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
+    """Return whether earlier runs predicted all measurements, and no part that is not measured could hide a gain."""
+    observed, parts = observed_times(context), context.predictions.time_s
+    if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
+        return False
+    expected = Ratios(context.past.time, observed.features, time_scales(context.predictions)).posterior(
+        observed.features
+    )
+    deviation = np.hypot(expected.deviation, observed.noise)
+    if (np.abs(observed.log_ratio - expected.mean) > MAX_DEVIATIONS * deviation).any():
+        return False
+    measured = np.array([row for trial, row in trial_rows(context) if trial.measurement], dtype=np.int64)
+    shares = np.array(list(parts.values())) / np.sum(list(parts.values()), axis=0)
+    share = shares[:, found.rows]
+    is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)
+    shortest = found.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
+    is_faster = shortest < best + math.log1p(-MIN_GAIN)
+    return not (is_faster & (found.fits > MIN_PROBABILITY)).any()
+
+
+def _remaining_gain(found: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:
+    """Return the probability that an open row gains more than MIN_GAIN, and the 95% bound of the gain."""
+    top = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
+    samples = found.log_predicted[top] + found.ratios.sample(found.features.take(top), SAMPLES)
+    return improvement_probability(samples, found.fits[top] * found.feasible[top], found.success[top], best, MIN_GAIN)
+
+
+def believed(context: SearchContext, row: int) -> Mapping[str, object]:
+    """Return the posterior of any row: its step time and its probability to fit."""
+    return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
+
+
+def _choice(found: _Evaluation, index: int, because: str) -> Choice:
+    return Choice(row=int(found.rows[index]), because=because, belief=_belief(found, index))
+
+
+def _belief(found: _Evaluation, index: int) -> Mapping[str, object]:
+    center, spread = found.log_time[index], QUANTILE_90 * found.posterior.deviation[index]
+    step = {"value": math.exp(center), "low": math.exp(center - spread), "high": math.exp(center + spread)}
+    return {"step_time_s": step, "chance_to_fit": float(found.fits[index])}
+
+
+STRATEGY: Strategy = Learned()

@@ -1,0 +1,350 @@
+"""Plans a trial, runs or probes it after its devices become free, and runs several trials in parallel."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Launcher, Platform, RunningLaunch, TrialStore, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Exit
+from flagcore.domain.search_state import SearchTime
+from flagcore.domain.space import BoolArray
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.errors import LaunchError, UsageError
+from flagcore.tuner.problem import Problem
+from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
+from flagcore.tuner.stages.launch import launch, with_hosts
+from flagcore.tuner.stages.limit import search_time, time_limit
+from flagcore.tuner.stages.measure import measure
+from flagcore.tuner.stages.predict import GIB, predict_columns, predict_stage_layers, record
+from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
+from flagcore.tuner.stages.shorten import SmallerTask, shorten
+
+
+def predicted_trial(problem: Problem, workload: Workload, candidate: Candidate, role: Role, fidelity: str) -> Trial:
+    """Return a trial of a candidate with its prediction."""
+    row, platform = _row(problem, candidate), problem.platform
+    layers = predict_stage_layers(platform.task, workload, problem.space.columns(np.array([row])), platform.costs)
+    return Trial(
+        number=0,
+        candidate=candidate,
+        role=role,
+        state=TrialState.RUNNING,
+        predicted=record(platform.task, problem.predictions.row(row), layers.get(0, ())),
+        fidelity=fidelity,
+    )
+
+
+def plan_time_limit(
+    problem: Problem, workload: Workload, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None
+) -> TimeLimit:
+    """Return the time limit of a trial, given the `earlier` trials of the run.
+
+    `ranks` is the number of ranks of a probe; None: as many as `ranks_to_probe` returns.
+    """
+    platform = problem.platform
+    if trial.fidelity != PROBE:
+        return time_limit(platform.task, workload, trial, earlier)
+    launches = ranks or len(ranks_to_probe(platform, workload, trial.candidate))
+    return time_limit(platform.task, workload, trial, (), launches)
+
+
+def plan_shortened_steps(
+    problem: Problem, workload: Workload, trial: Trial, runs: int = 0, most_nodes: int | None = None
+) -> Shortened | None:
+    """Return how the steps of a trial are shortened; None if they are whole.
+
+    Its candidate already has `runs` runs. The trial uses at most `most_nodes` nodes if others were lost.
+    """
+    row, task = _row(problem, trial.candidate), problem.platform.task
+    columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
+    nodes = min(sizes[min(runs, len(sizes) - 1)], most_nodes or task.spec.cluster.nodes)
+    if task.spec.control.trial_nodes or nodes < task.spec.cluster.nodes:
+        smaller = SmallerTask(task, workload, nodes)
+        return smaller.shortened(columns, problem.platform.costs, problem.predictions.row(row))
+    if trial.role is Role.REPEAT:
+        return None
+
+    def predict_step(task: Task) -> float:
+        return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
+
+    return shorten(task, workload, trial.candidate, trial.expected_step_s, predict_step)
+
+
+def can_run_on(problem: Problem, workload: Workload, nodes: int) -> BoolArray:
+    """Return which rows of the space can run on `nodes` of the nodes, with fewer replicas."""
+    return SmallerTask(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
+
+
+def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
+    """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
+    if not (trial.shortened and trial.shortened.nodes):
+        return trial.candidate
+    columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
+    smaller = SmallerTask(problem.platform.task, workload, trial.shortened.nodes)
+    return smaller.candidate(columns, problem.legality.axes)
+
+
+def memory_needed(task: Task, trial: Trial) -> float:
+    """Return the predicted memory in bytes that a trial needs on one node, 0 if unknown.
+
+    For servers and probes, which may use fewer devices, it is the memory of one device.
+    """
+    used: Any = (trial.predicted.get("memory") or {}).get("device_used_gib")  # type: ignore[attr-defined]
+    if not isinstance(used, float) or not math.isfinite(used):
+        return 0.0
+    uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
+    return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
+
+
+def estimate_search_time(problem: Problem, workload: Workload) -> SearchTime:
+    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
+    rows, max_trials = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
+    if rows.size > max_trials:
+        step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
+        rows = rows[np.argpartition(step, max_trials)[:max_trials]]
+    return search_time(problem.platform.task, workload, problem.predictions, rows)
+
+
+def _row(problem: Problem, candidate: Candidate) -> int:
+    row = problem.space.find(candidate)
+    assert row is not None, "every candidate that runs is in the space"
+    return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRunner:
+    """Runs and probes trials.
+
+    `groups` has one platform for each group of devices. A trial without a group runs on the first. A probe runs up to
+    `probe_devices` ranks in parallel. `pool` interrupts trials when the search ends.
+    """
+
+    problem: Problem
+    workload: Workload
+    launcher: Launcher
+    store: TrialStore
+    groups: Sequence[Platform]
+    probe_devices: int
+    pool: TrialPool
+
+    def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
+        """Return a trial with its outcome. It is stopped early if it is clearly slower than `best`.
+
+        A `cold` trial starts as a new process instead of a fork. `on_wait` is called with the reason if the trial waits
+        for its devices. If a plugin fails to prepare the launch, only this trial fails. Raises LaunchError if no trial
+        can be started.
+        """
+        try:
+            return self._run_when_free(trial, best, cold, on_wait)
+        except LaunchError:
+            raise
+        except UsageError as error:
+            return replace(trial, state=TrialState.FAILED, reason=str(error))
+
+    def _run_when_free(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
+        """Wait for the devices of a trial, then run or probe it.
+
+        The trial fails and is inconclusive if its devices stay busy, or if it runs out of memory while other programs
+        use them.
+        """
+        platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
+        if trial.fidelity == RUN:
+            platform = with_hosts(_on_nodes(platform, trial), self.launcher)
+        need_bytes, max_wait = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
+        outcome = replace(trial, state=TrialState.FAILED, reason="")
+        busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
+        if not busy:
+            outcome = self._measure(platform, trial, best, cold) if trial.fidelity == RUN else self._probe(trial)
+            if outcome.state is not TrialState.OUT_OF_MEMORY:
+                return outcome
+            busy = wait_for_devices(platform, need_bytes, SETTLE_SECONDS, pause=pause)
+            if not busy:
+                return outcome
+            busy = f"out of memory, and {busy}"
+        seconds = time.monotonic() - start
+        return replace(
+            outcome, state=TrialState.FAILED, reason=f"device busy: {busy}", inconclusive=True, duration_s=seconds
+        )
+
+    def _measure(self, platform: Platform, trial: Trial, best: Trial | None, cold: bool) -> Trial:
+        """Run a trial. If it fails after a fork, it starts once more as a new process."""
+        assert trial.time_limit is not None
+        folder, limit = self.store.folder(trial), trial.time_limit
+        if trial.shortened:
+            platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
+        ran = replace(trial, candidate=candidate_to_run(self.problem, self.workload, trial))
+
+        def started(*, cold: bool) -> Trial:
+            with _pinned_to(platform.cores):
+                running = launch(platform, self.workload, self.launcher, ran.candidate, folder, limit, cold=cold)
+                return measure(self.pool.interruptible(running), platform, self.workload, ran, folder, best)
+
+        outcome = started(cold=cold)
+        if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
+            forked, outcome = outcome, started(cold=True)  # the fork may have failed, and not the candidate
+            reason = outcome.reason or f"it was started again, because its forked process failed: {forked.reason}"
+            outcome = replace(
+                outcome, reason=reason, duration_s=(forked.duration_s or 0.0) + (outcome.duration_s or 0.0)
+            )
+        return replace(outcome, candidate=trial.candidate)
+
+    def _probe(self, trial: Trial) -> Trial:
+        """Probe the ranks of a candidate. Results of an earlier, interrupted probe of the candidate are reused."""
+        assert trial.time_limit is not None
+        platform, row = with_hosts(self.problem.platform, self.launcher), self.problem.space.find(trial.candidate)
+        assert row is not None, "every candidate that is probed is in the space"
+        probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
+        result = probe(
+            platform,
+            self.workload,
+            self.launcher,
+            trial.candidate,
+            self.store.folder(trial),
+            trial.time_limit,
+            earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
+            finish=False,
+            devices=self.probe_devices,
+        )
+        work_parts = self.workload.work_parts
+        combined = combine(self.problem.predictions.row(row), result, platform.costs.memory, work_parts)
+        return trial_of_probe(platform.task, trial, result, combined)
+
+
+def _on_nodes(platform: Platform, trial: Trial) -> Platform:
+    """Return the platform of the nodes that a trial uses."""
+    nodes = trial.shortened.nodes if trial.shortened else 0
+    return replace(platform, task=platform.task.on_nodes(nodes)) if nodes else platform
+
+
+@contextmanager
+def _pinned_to(cores: Sequence[int]) -> Iterator[None]:
+    """Restrict this thread, and the processes that it starts, to `cores`. Without cores, change nothing."""
+    if not cores:
+        yield
+        return
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, affinity)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A trial in the pool, until its `outcome` is returned.
+
+    The thread that acquires `claim` runs the trial. `done` is set when that thread ends.
+    """
+
+    trial: Trial
+    start: float
+    outcome: Trial | BaseException | None = None
+    claim: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class TrialPool:
+    """Starts trials and returns their outcomes.
+
+    Up to `limit` trials run in parallel. With a limit of 1, `start` runs the trial in the calling thread. The search
+    calls all methods from one thread, except `pause` and `interruptible`, which the threads of trials call.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 1
+        self._entries: dict[int, _Entry] = {}
+        self._ended: SimpleQueue[int] = SimpleQueue()
+        self._stopping = threading.Event()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Trials that run, and those whose outcome has not been returned yet."""
+        return tuple(entry.trial for entry in self._entries.values())
+
+    @property
+    def free_group(self) -> int | None:
+        """The first group of devices without a trial; None if `limit` trials run."""
+        used = {trial.group or 0 for trial in self.trials}
+        free = (group for group in range(self.limit) if group not in used)
+        return next(free, None) if len(used) < self.limit else None
+
+    def start(self, trial: Trial, run: Callable[[Trial], Trial]) -> None:
+        """Start a trial. `run` returns the trial with its outcome."""
+        entry = self._entries[trial.number] = _Entry(trial, time.monotonic())
+
+        def work() -> None:
+            if not entry.claim.acquire(blocking=False):
+                return
+            try:
+                entry.outcome = run(trial)
+            except BaseException as error:  # next_finished raises it
+                entry.outcome = error
+            self._ended.put(trial.number)
+            entry.done.set()
+
+        if self.limit == 1:
+            entry.done.set()
+            work()
+        else:
+            threading.Thread(target=work, name=f"trial {trial.number}", daemon=True).start()
+
+    def next_finished(self) -> Trial:
+        """Wait for the next trial to end, and return its outcome. Raises the exception of a trial that failed."""
+        number = self._ended.get()
+        outcome = self._entries[number].outcome
+        if not isinstance(outcome, Trial):
+            assert outcome
+            raise outcome
+        del self._entries[number]
+        return outcome
+
+    def stop(self, reason: str) -> Iterator[Trial]:
+        """End all trials and yield their outcomes. Trials without an outcome are interrupted for `reason`."""
+        self._stopping.set()
+        for number, entry in sorted(self._entries.items()):
+            if entry.claim.acquire(blocking=False):  # it was interrupted before it ran
+                entry.done.set()
+            entry.done.wait()
+            del self._entries[number]
+            seconds = time.monotonic() - entry.start
+            interrupted = replace(entry.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
+            yield entry.outcome if isinstance(entry.outcome, Trial) else interrupted
+
+    def pause(self, seconds: float) -> None:
+        """Sleep in the thread of a trial. Raises KeyboardInterrupt if `stop` was called."""
+        if self._stopping.wait(seconds):
+            raise KeyboardInterrupt
+
+    def interruptible(self, running: RunningLaunch) -> RunningLaunch:
+        """Return `running` with a `wait` that raises KeyboardInterrupt if `stop` was called."""
+        return _Interruptible(running, self._stopping)
+
+
+class _Interruptible:
+    def __init__(self, running: RunningLaunch, stopping: threading.Event) -> None:
+        self._running, self._stopping = running, stopping
+
+    def poll(self) -> Exit | None:
+        return self.wait(0)
+
+    def wait(self, seconds: float) -> Exit | None:
+        ended = self._running.wait(seconds)
+        if ended is None and self._stopping.is_set():
+            raise KeyboardInterrupt
+        return ended
+
+    def stop(self) -> Exit:
+        return self._running.stop()

@@ -1,0 +1,87 @@
+"""The load of this machine: its memory, and what other programs, the disk and swapping take from trials."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import psutil
+
+from flagcore.domain.devices import CORES, DISK_WAIT, MEMORY_IN_USE, OTHERS_CORES, SWAPPED
+
+FRESH_SECONDS = 0.5
+"""A reading is valid for this time, because each core is read as a device, and all have the same load."""
+
+
+class MachineLoad:
+    """Means between two readings. Processes that this one started, directly or not, are its own.
+
+    Only cores that this process may use count. What others use is 0 while as many of them are idle, because trials are
+    not slowed down by it: in a container with a quota, the cores are those of the whole machine.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._until, self._reading = Lock(), 0.0, dict[str, float]()
+        self._busy = self._idle = self._waiting = self._swapped = self._at = 0.0
+        self._own = dict[int, float]()
+
+    def read(self) -> Mapping[str, float]:
+        """Return the memory in use in bytes, the load average of the last minute, and from the second call on the means
+        of the figures of `flagcore.domain.devices.disturbances`."""
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._reading = self._read()
+                self._until = time.monotonic() + FRESH_SECONDS
+            return self._reading
+
+    def _read(self) -> dict[str, float]:
+        swap, now, own, cores = psutil.swap_memory(), time.monotonic(), _own_seconds(), _allowed_cores()
+        swapped, busy, idle, waiting = float(swap.sin + swap.sout), 0.0, 0.0, 0.0
+        for times in cores:
+            waits = getattr(times, "iowait", 0.0)
+            guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # user time includes them
+            busy += sum(times) - times.idle - waits - guests
+            idle += times.idle
+            waiting += waits
+        reading = {MEMORY_IN_USE: float(psutil.virtual_memory().used), "load_average": os.getloadavg()[0]}
+        if self._at:
+            seconds = max(now - self._at, 1e-3)
+            used = sum(max(0.0, own[pid] - self._own.get(pid, 0.0)) for pid in own)
+            others = max(0.0, (busy - self._busy - used) / seconds)
+            reading[CORES] = float(len(cores))
+            reading[OTHERS_CORES] = others if (idle - self._idle) / seconds < others else 0.0
+            reading[DISK_WAIT] = max(0.0, waiting - self._waiting) / seconds / len(cores)
+            reading[SWAPPED] = max(0.0, swapped - self._swapped) / seconds
+        self._busy, self._idle, self._waiting, self._swapped, self._at = busy, idle, waiting, swapped, now
+        self._own = own
+        return reading
+
+
+def _allowed_cores() -> list[Any]:
+    """Return the times of the cores that this process may use."""
+    times = psutil.cpu_times(percpu=True)
+    if not hasattr(os, "sched_getaffinity"):
+        return times
+    return [times[core] for core in os.sched_getaffinity(0) if core < len(times)] or times
+
+
+def _own_seconds() -> dict[int, float]:
+    """Return the processor time of this process and of those below it, by id."""
+    found, this = {}, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it has ended
+            continue
+        found[process.pid] = times.user + times.system
+    return found
+
+
+@cache
+def of_this_machine() -> MachineLoad:
+    """Return the load of this machine, which all of its devices share."""
+    return MachineLoad()

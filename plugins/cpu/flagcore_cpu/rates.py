@@ -1,0 +1,132 @@
+"""The rates of torch's kernels on this machine: measured once, in another process, and stored for later commands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.files import data_folder, read_regular, replace
+from flagcore.errors import SpecError
+from flagcore.vendorkit import cgroup
+from flagcore.vendorkit.fields import build
+from flagcore.vendorkit.smi import tool_output
+
+PROGRAM = "flagcore_cpu.measure"
+SECONDS = 1.6
+"""The duration of the measurement on a quiet machine, without the import of torch and of its kernels."""
+TIMEOUT_SECONDS = 90.0
+"""The time limit of the program, whose import of torch may read half a gigabyte."""
+
+MAX_RUNNING = 4
+"""Nothing is measured while more threads than this run per core. Chosen."""
+
+CHOOSING_VARIABLES = (
+    "PYTHONPATH",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+"""Variables on which torch's kernels depend: they choose its modules, or the instructions that it uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one core reaches while all are busy, in SI units.
+
+    `flops` are the rates of products of linear layers by precision: the mean of forward pass, input gradient and weight
+    gradient. `attention_s` are the seconds of `measure.ATTENTION` forward and backward by precision. `elementwise` are
+    bytes and seconds of a mix of kernels, `reduction` those of all-reduces between two processes, empty for one core.
+    `launch_s` is the time of a tiny kernel. `date` is ISO 8601.
+    """
+
+    torch: str
+    date: str
+    flops: Mapping[str, float]
+    attention_s: Mapping[str, tuple[float, float]]
+    elementwise: tuple[tuple[float, float], ...]
+    bytes_per_second: float
+    launch_s: float
+    reduction: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        figures = [*self.flops.values(), self.bytes_per_second, self.launch_s]
+        figures += [each for row in (*self.elementwise, *self.reduction, *self.attention_s.values()) for each in row]
+        if not {"fp32", "bf16"} <= self.flops.keys() & self.attention_s.keys() or len(self.elementwise) < 2:
+            raise ValueError("rates are missing")
+        if not all(0 < each < float("inf") for each in figures):
+            raise ValueError("rates must be above 0")
+
+    @property
+    def how(self) -> str:
+        """How the rates were measured."""
+        return f"torch {self.torch} on this machine with all cores busy, {self.date[:10]}"
+
+
+_found: dict[Path, Rates | None] = {}
+"""The results in this process by file, None after a failed measurement."""
+
+
+def rates_here(processor: str, *, measure: bool) -> Rates | None:
+    """Return the rates of this machine, measured or stored; None without torch, or if the measurement fails.
+
+    `processor` identifies the processor and its instructions. Without `measure`, or on a machine with a high load, only
+    stored rates are returned.
+    """
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        return None
+    cores = cgroup.cores()
+    text = "\n".join([processor, sys.prefix, *(os.environ.get(name, "") for name in CHOOSING_VARIABLES)])
+    words = ("cpu", platform.node(), f"{cores} cores", f"torch {torch}", hashlib.sha256(text.encode()).hexdigest()[:12])
+    file = (
+        data_folder()
+        / "calibrations"
+        / "rates"
+        / ("--".join(re.sub(r"[^\w.+]+", "-", word) for word in words) + ".json")
+    )
+    if file not in _found:
+        with suppress(OSError, ValueError, TypeError, SpecError):  # an unreadable file is measured again
+            _found[file] = read(read_regular(file))
+    if file not in _found and measure and not _is_crowded():
+        _found[file] = _measured(file, cores)
+    return _found.get(file)
+
+
+def _is_crowded() -> bool:
+    """Return whether so many threads want to run on this host that a measurement would take minutes."""
+    with suppress(OSError, ValueError, IndexError):
+        running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+        return int(running) > MAX_RUNNING * (os.cpu_count() or 1)
+    return False
+
+
+def read(text: str | bytes) -> Rates:
+    """Return rates from their JSON. Raises ValueError, TypeError or SpecError."""
+    found: Rates = build(Rates, json.loads(text), "rates")
+    return found
+
+
+def _measured(file: Path, cores: int) -> Rates | None:
+    printed = tool_output(sys.executable, "-m", PROGRAM, str(cores), str(SECONDS), timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        found: dict[str, Any] = json.loads((printed or "").strip().rpartition("\n")[2])
+        rates = read(json.dumps({**found, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}))
+    except (ValueError, TypeError, SpecError):
+        return None
+    with suppress(OSError):  # a read-only home: the next command measures again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace(file, json.dumps(asdict(rates), indent=1) + "\n")
+    return rates

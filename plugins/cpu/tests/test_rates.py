@@ -1,0 +1,172 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flagcore_cpu import measure, rates
+from flagcore_cpu.costs import MeasuredCosts
+from flagcore_cpu.machine import this_machine
+from flagcore_cpu.rates import Rates
+
+from flagcore.contracts import AttentionShape
+from flagcore.domain.chip import Chip, slowness, usual_precision
+from flagcore.physics.kernels.roofline import Curve
+from flagcore.vendorkit.chip_file import load_chips
+
+rates_here = getattr(rates.rates_here, "__wrapped__", rates.rates_here)  # other tests measure nothing
+FOUND = {
+    "torch": "2.13.0",
+    "date": "2026-11-23T12:00:00+00:00",
+    "flops": {"fp32": 36e9, "bf16": 0.75e9, "fp16": 0.7e9},
+    "attention_s": {"fp32": [0.005, 0.01], "bf16": [0.005, 0.02]},
+    "elementwise": [[3e6, 5e-5], [2e8, 6e-3], [4e8, 3e-2]],
+    "bytes_per_second": 2e10,
+    "launch_s": 2e-6,
+    "reduction": [[1024, 3e-4], [2**20, 7e-4], [2**23, 6e-3]],
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(rates, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(rates, "_found", {})
+    monkeypatch.setattr(rates, "_is_crowded", lambda: False)
+    return tmp_path / "home"
+
+
+def printing(monkeypatch: pytest.MonkeyPatch, printed: str | None) -> list[tuple[str, ...]]:
+    """Replace the program by one that prints `printed`, and return its calls."""
+    calls = list[tuple[str, ...]]()
+
+    def tool_output(*argv: str, timeout_seconds: float) -> str | None:
+        calls.append(argv)
+        return printed
+
+    monkeypatch.setattr(rates, "tool_output", tool_output)
+    return calls
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the results in this process, as another process does not have them."""
+    monkeypatch.setattr(rates, "_found", {})
+
+
+def test_a_machine_with_a_high_load_is_not_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = printing(monkeypatch, json.dumps(FOUND))
+    monkeypatch.setattr(rates, "_is_crowded", lambda: True)
+    assert rates_here("Zen", measure=True) is None
+    assert calls == []
+
+
+def test_rates_are_measured_once_and_stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = printing(monkeypatch, "a banner\n" + json.dumps(FOUND))
+    assert rates_here("Zen", measure=False) is None
+    measured = rates_here("Zen", measure=True)
+    assert measured is not None
+    assert measured.flops["fp32"] == 36e9
+    forget(monkeypatch)
+    assert rates_here("Zen", measure=False) == measured
+    assert len(calls) == 1
+    assert len(list((home / "calibrations" / "rates").iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["processor", "torch", "cores", "variable"])
+def test_other_kernels_are_measured_anew(home: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    calls = printing(monkeypatch, json.dumps(FOUND))
+    rates_here("Zen", measure=True)
+    if change == "torch":
+        monkeypatch.setattr(rates, "version", lambda name: "2.14.0")
+    if change == "cores":
+        monkeypatch.setattr(rates.cgroup, "cores", lambda: 77)
+    if change == "variable":
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    rates_here("Zen 2" if change == "processor" else "Zen", measure=True)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("printed", [None, "", "{", "[]", json.dumps({**FOUND, "flops": {}}), '{"torch": NaN}'])
+def test_a_failed_measurement_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch, printed: str | None) -> None:
+    calls = printing(monkeypatch, printed)
+    assert [rates_here("Zen", measure=True) for _ in range(2)] == [None, None]
+    assert len(calls) == 1
+    assert not home.exists()
+
+
+def test_a_damaged_file_is_measured_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = printing(monkeypatch, json.dumps(FOUND))
+    rates_here("Zen", measure=True)
+    (file,) = (home / "calibrations" / "rates").iterdir()
+    file.write_text(file.read_text()[:50])
+    forget(monkeypatch)
+    assert rates_here("Zen", measure=True) is not None
+    assert len(calls) == 2
+
+
+def test_a_home_that_cannot_be_written_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = printing(monkeypatch, json.dumps(FOUND))
+    home.write_text("a file, so no folder can be made in it")
+    assert rates_here("Zen", measure=True) is not None
+    assert rates_here("Zen", measure=False) is not None  # this process remembers
+    assert len(calls) == 1
+
+
+def test_without_torch_nothing_runs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = printing(monkeypatch, json.dumps(FOUND))
+
+    def missing(name: str) -> str:
+        raise rates.PackageNotFoundError(name)
+
+    monkeypatch.setattr(rates, "version", missing)
+    assert rates_here("Zen", measure=True) is None
+    assert not calls
+
+
+def test_a_chip_has_measured_rates_and_the_slow_precisions() -> None:
+    chip = measured_chip()
+    assert slowness(chip, "bf16") == pytest.approx(48)
+    assert usual_precision(chip) == "fp32"
+    assert "emulated" in chip.notes
+    assert {fact.source.kind for fact in chip.figures.values()} == {"measured"}
+    assert "torch 2.13.0" in chip.dense_flops_per_second["bf16"].source.detail
+    assert chip.link is not None
+    assert chip.link.latency_seconds == pytest.approx(1.5e-4)
+
+
+def test_only_products_are_slow_in_an_emulated_precision() -> None:
+    curve = Curve(units=1.0, tile=8.0, tile_overhead=0.0, split_depth=1.0, attention_tail=0.0)
+    costs = MeasuredCosts.of(measured_chip(), curve, found())
+    side, ones = np.full(1, 1024.0), np.ones(1)
+    products = [float(costs.gemm_seconds(side, side, side, name)[0]) for name in ("fp32", "bf16")]
+    assert products[1] / products[0] == pytest.approx(48, rel=0.3)
+    assert products[0] == pytest.approx(2 * 1024**3 / 36e9, rel=0.3)
+    batch, heads, length, width = (float(each) * ones for each in measure.ATTENTION)
+    shape = AttentionShape(batch=batch, heads=heads, groups=heads, queries=length, keys=length, head_dim=width)
+    assert float(costs.attention_seconds(shape, "bf16")[0]) == pytest.approx(0.005, rel=0.05)
+    assert float(costs.attention_backward_seconds(shape, "bf16")[0]) == pytest.approx(0.02, rel=0.05)
+    assert float(costs.attention_backward_seconds(shape, "fp32")[0]) == pytest.approx(0.01, rel=0.05)
+    moved = np.array([3e6, 1e9])
+    assert costs.memory_seconds(moved) == pytest.approx(moved * [5e-5 / 3e6, 3e-2 / 4e8], rel=0.2)
+
+
+@pytest.mark.slow
+def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
+    monkeypatch.setattr(rates, "_found", {})
+    monkeypatch.setattr(rates, "SECONDS", 0.05)
+    monkeypatch.setattr(rates.cgroup, "cores", lambda: 2)
+    monkeypatch.setattr(rates, "_is_crowded", lambda: False)
+    here = rates_here("any", measure=True)
+    assert here is not None
+    assert here.flops.keys() == {"fp32", "bf16", "fp16"}
+    assert len(here.reduction) == len(measure.REDUCED_BYTES)
+
+
+def found() -> Rates:
+    return rates.read(json.dumps(FOUND))
+
+
+def measured_chip() -> Chip:
+    (chip,) = load_chips("flagcore_cpu")
+    return this_machine(chip, None, found())

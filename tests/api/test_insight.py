@@ -1,0 +1,109 @@
+"""What each value of each knob would cost: checked candidate by candidate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.api.managing import report as what_if_module
+from flagcore.api.managing.report import insight, what_if
+from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
+from flagcore.tuner.problem import Problem
+from tests.cli.conftest import MODEL
+
+SPEC: dict[str, Any] = {
+    "model": {**MODEL, "num_layers": 8},
+    "cluster": {"chip": "cpu", "devices_per_node": 4, "memory_per_device": "400MiB"},
+    "train": {"engine": "megatron", "seq_length": 256, "global_batch_size": 8, "precision": "bf16"},
+    "auto_tuner": {"space": {"context_parallel_size": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return build_problem_of_spec(SPEC, None, ())[0]
+
+
+def fitting(problem: Problem) -> list[tuple[dict[str, Any], float]]:
+    """Every candidate that is predicted to fit, with its step."""
+    rows = np.flatnonzero(problem.predictions.fits)
+    assert 0 < rows.size < len(problem.space)
+    return [(problem.space.candidate(int(row)).as_dict(), float(problem.predictions.step_time_s[row])) for row in rows]
+
+
+def test_each_value_has_its_fastest_and_its_nearest_candidate(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what_if_module, "CHUNK", 100)  # so that what is found in one piece is set against the others
+    all_trials = fitting(problem)
+    best, _ = all_trials[len(all_trials) // 2]
+    row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
+    knobs_by_name = {knob["knob"]: knob for knob in what_if(problem, row)}
+    for name in best:
+        values = {candidate[name] for candidate, _ in all_trials}
+        if len(values) < 2:
+            assert name not in knobs_by_name
+            continue
+        assert {value["value"] for value in knobs_by_name[name]["values"]} == values
+        for value in knobs_by_name[name]["values"]:
+            device_passes = [(candidate, step) for candidate, step in all_trials if candidate[name] == value["value"]]
+            assert value["candidates"] == len(device_passes)
+            assert _step(value["fastest"]) == min(step for _, step in device_passes)
+            min_distance = min(_apart(candidate, best) for candidate, _ in device_passes)
+            assert len(value["nearest"]["differs"]) == min_distance
+            assert _step(value["nearest"]) == min(
+                step for each, step in device_passes if _apart(each, best) == min_distance
+            )
+
+
+def test_differences_are_reported_with_values(problem: Problem) -> None:
+    best, _ = fitting(problem)[0]
+    row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
+    for knob in what_if(problem, row):
+        assert knob["best"] == best[knob["knob"]]
+        for value in knob["values"]:
+            nearest_trial = value["nearest"]
+            assert {**best, **nearest_trial["differs"]} == nearest_trial["candidate"]
+            assert (value["value"] == knob["best"]) == (not nearest_trial["differs"])
+
+
+def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Problem) -> None:
+    staged = [
+        row
+        for row in range(len(problem.space))
+        if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
+    ]
+    best = problem.space.candidate(staged[0])
+    insight_data = insight(problem, WORKLOAD, best)
+    assert [stage["rank"] for stage in insight_data["stages"]] == [0, 1, 2, 3]
+    assert len(insight_data["pipelines"][0]["forward_s"]) == 4
+    worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])
+    assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
+    assert all(rule in insight_data["messages"] for rule in problem.space.illegal)
+    assert all(fact["kind"] for chip in insight_data["chips"] for fact in chip["facts"])
+
+
+def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
+    class Staged(Megatron):
+        stage_ranks = staticmethod(lambda task, columns: (0, 2))
+
+    insight_data = insight(problem, Staged(), problem.baseline)
+    assert [(stage["stage"], stage["rank"]) for stage in insight_data["stages"]] == [(0, 0), (1, 2)]
+
+
+def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
+    insight_data = insight(problem, WORKLOAD, None)
+    assert insight_data["messages"]
+    assert insight_data["chips"]
+    assert "knobs" not in insight_data
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> int:
+    return sum(one[knob] != other[knob] for knob in one)
+
+
+def _step(reported: dict[str, Any]) -> float:
+    return float(reported["predicted"]["step_time_s"]["value"])

@@ -1,0 +1,23 @@
+"""The trees, each test in its own folder that has them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engines.flagscale.accounting import TREES
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The trees in the working directory, and a small model of Hugging Face's beside them."""
+    shutil.copytree(TREES, tmp_path, dirs_exist_ok=True)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = {"model_type": "qwen3", "vocab_size": 1000, "num_key_value_heads": 4, **sizes}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,127 @@
+"""What is no tree, or none that can be tuned, is refused in one line: the file, the key and the fix."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flagcore.cli.main import flag
+from flagcore.engines.flagscale import FlagScale
+from flagcore.errors import SpecError
+
+read_tree = FlagScale().read_tree
+
+BROKEN = {
+    "no YAML": ("\nexperiment: [1,\n", r"tune\.yaml: line \d+ is not valid YAML"),
+    "tab": ("\nmore:\n\tkey: 1\n", r"tune\.yaml: line \d+ is not valid YAML"),
+    "twice": ("\naction: run\n", r"line \d+ is not valid YAML: .*duplicate key action"),
+    "tag": ("\nkey: !!python/object/apply:os.system [ls]\n", "not valid YAML.*python/object"),
+    "circle": ("\nkey: &a\n  key: *a\n", "contains itself"),
+    "two documents": ("\n---\nkey: 1\n", "another document"),
+    "no interpolation": ("\nkey: ${a b}\n", "key cannot be composed"),
+    "odd key": ("\nkey: {null: 1}\n", "key cannot be composed: .*NoneType"),
+    "latin-1": (b"\nkey: \xe9\n", "tune.yaml: the tree is not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_its_line_or_key(case: str) -> None:
+    added, message = BROKEN[case]
+    top = Path("train_dense", "tune.yaml")
+    top.write_bytes(top.read_bytes() + (added if isinstance(added, bytes) else added.encode()))
+    with pytest.raises(SpecError, match=message) as caught:
+        read_tree(Path("train_dense"), "tune")
+    assert "\n" not in str(caught.value)
+    assert "hydra" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tun", "--config-name = 'tun' is not a file in train_dense; use tune"),
+        ("train/small", "give the folder to --config-path"),
+        ("", "is not a file in train_dense; use tune"),
+    ],
+)
+def test_a_missing_top_file_gets_the_existing_ones_as_suggestions(name: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        read_tree(Path("train_dense"), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "says"),
+    [
+        ("train_dense", "action=stop", "action"),
+        ("train_dense", "no.such.key=1", r"add it: \+no\.such\.key=1"),
+        ("train_dense", "+train.model.num_layers=1", "exists already; change it: train"),
+        ("train_dense", "~train.model.nothing", "does not exist"),
+        ("train_dense", "train=nothing", "train/nothing.yaml, which does not exist; use "),
+        ("train_dense", "train.model.seq_length=1,2", r"auto_tuner\.space"),
+        ("train_dense", "train.model.seq_length=choice(1,2)", r"auto_tuner\.space"),
+        ("train_dense", "experiment.exp_name='a b", "is invalid"),
+        ("serve_vllm", "serve[0].engine=vllm", "as serve.0"),
+        ("train_dense", "experiment=5", "must be a mapping"),
+        ("train_dense", "~train", "train is missing, but"),
+        ("train_dense", "++experiment.auto_tuner.control.run_best=maybe", "true or false"),
+        ("serve_vllm", "serve.0.engine={vllm: 1}", "not an engine"),
+        ("train_dense", "~experiment", "experiment is missing"),
+        ("train_dense", "experiment.auto_tuner=5", "must be a mapping"),
+        ("train_dense", "~train.data.tokenizer.vocab_size", "vocab_size"),
+        ("train_dense", "~train.model.global_batch_size", "global_batch_size"),
+        ("train_dense", "experiment.runner.nnodes=many", "nnodes"),
+        ("train_dense", "experiment.task.type=rl", "task.type"),
+        ("train_dense", "~experiment.task.entrypoint", "task.entrypoint"),
+        ("train_dense", "experiment.task.backend=robotics", "task.backend"),
+        ("train_dense", "train.data.tokenizer.vocab_size=xxx", "vocab_size = 'xxx' is a placeholder"),
+        ("serve_pairs", "experiment.runner.deploy.prefill_decode_disaggregation=true", "prefill_decode"),
+        ("serve_pairs", "+serve.0.engine_args.disaggregation_mode=prefill", "disaggregation_mode"),
+        ("serve_vllm", "experiment.auto_tuner.engines=[tgi]", "tgi"),
+        ("serve_vllm", "experiment.auto_tuner.performance.metric=speed", "metric"),
+        ("serve_vllm", "serve=[]", "serve"),
+    ],
+)
+def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as caught:
+        read_tree(Path(name), "tune", (override,))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_spec_together_with_a_tree_is_refused() -> None:
+    done = CliRunner().invoke(flag, ["estimate", "spec.yaml", "--config-path", "train_dense", "--config-name", "tune"])
+    assert done.exit_code == 2
+    assert "spec.yaml" in done.output
+
+
+def test_a_tree_without_hydra_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(SpecError) as caught:
+        read_tree(tmp_path, "tune")
+    assert caught.value.fix == 'pip install "flagcore[flagscale]"'
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("++experiment.auto_tuner.space.recompute_method=[blok]", "blok"),
+        ("++experiment.auto_tuner.control.max_time_per_task=soon", "soon"),
+        ("++train.system.fp16=maybe", "maybe"),
+    ],
+)
+def test_an_import_that_gives_no_valid_spec_fails(override: str, value: str) -> None:
+    found = CliRunner().invoke(
+        flag, ["import", "flagscale", "train_dense", "--config-name", "tune", override, "-o", "out.yaml"]
+    )
+    assert isinstance(found.exception, SpecError)
+    assert (found.exception.exit_code, found.exception.value) == (2, value)
+    assert not Path("out.yaml").exists()
+
+
+def test_a_json_config_of_an_old_flagscale_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_7b.json").write_text('{"experiment": {}}')
+    for name in ("pretrain_7b", "pretrain_7b.json"):
+        with pytest.raises(SpecError, match="JSON config of FlagScale") as caught:
+            read_tree(tmp_path, name)
+        assert caught.value.key == "--config-name"

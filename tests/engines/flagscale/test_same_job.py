@@ -1,0 +1,177 @@
+"""A candidate is started with the arguments, variables and folder that FlagScale's own tuner and runner give it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.spec import Task
+from flagcore.engines.flagscale import FlagScale
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
+from flagcore.engines.megatron.command.trial import RULES
+from flagcore.spec import parse_spec
+from tests import small
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "recorded" / "runner.json"
+"""Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest tests/engines/flagscale/test_same_job.py -m long`."""
+TABLE = release_table("0.15.0+flagscale")
+ENTRYPOINT = "flagscale/train/train_gpt.py"
+DATA = ("++train.data.data_path=/data/corpus", "++train.data.tokenizer.tokenizer_path=/data/tokenizer")
+# What FlagScale's tuner sets is below train.system, and values of train.model hide it.
+OWN = {
+    "train_dense": (*DATA, "experiment.runner.nnodes=1", "~experiment.envs.node_specific"),
+    "train_groups": DATA,
+    "train_latent": (),
+    "train_newest": (*DATA, "~train.model.recompute_granularity", "++train.system.checkpoint.load=/data/load"),
+    "train_next": ("~train.model.recompute",),
+}
+NO_SPLIT = ("~train.system.decoder_first_pipeline_num_layers",)
+"""FlagScale computes it for each candidate."""
+EXAMPLES = {
+    "aquila/train": ("train=7b",),
+    "aquila/train 3b": ("train=3b",),
+    "deepseek_v3/train": NO_SPLIT,
+    "deepseek_v3/train_auto_tuner": NO_SPLIT,
+    "llama2/train": (),
+    "llama3/train": ("train=8b",),
+    "llama3/train 70b": ("train=70b",),
+    "mixtral/train": ("++train.data.tokenizer.vocab_size=32000",),
+    "qwen3/train": ("train=32b",),
+    "qwen3/train_auto_tuner": (),
+    "qwq/train": (),
+}
+"""Trees of the wheel, each with a space of its own or FlagScale's."""
+
+
+def case(directory: Path, name: str, overrides: tuple[str, ...], candidates: int) -> dict[str, Any]:
+    one = ("++experiment.runner.nnodes=1", "++experiment.runner.nproc_per_node=8", "++experiment.runner.hostfile=null")
+    return {
+        "directory": str(directory),
+        "name": name,
+        "overrides": [*overrides, *one],
+        "exp_dir": "/tmp/flagcore-tests/exp",
+        "candidates": candidates,
+    }
+
+
+def own_cases() -> list[dict[str, Any]]:
+    return [case(Path(name), "tune", overrides, 4) for name, overrides in OWN.items()]
+
+
+def meaning(table: ArgumentTable, words: list[str]) -> dict[str, Any]:
+    """Return what arguments mean: those that differ from the parser's defaults, and those that it does not know."""
+    values = {dest: value for dest, value in table.effective(words).items() if not _is_default(table, dest, value)}
+    return values | {problem.flag: problem.value for problem in table.parse(words)[1]}
+
+
+def _is_default(table: ArgumentTable, dest: str, value: object) -> bool:
+    return any(spec.default == value and spec.values != 0 for spec in table.by_flag.values() if spec.dest == dest)
+
+
+def arguments(words: list[str] | tuple[str, ...]) -> list[str]:
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    return list(words[place + 1 :])
+
+
+def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
+    """Compare all candidates of one tree."""
+    overrides = (*asked["overrides"], f"++experiment.exp_dir={asked['exp_dir']}")
+    found = FlagScale().read_tree(Path(asked["directory"]), asked["name"], overrides)
+    spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
+    group = NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=8)
+    platform = small.platform(Task(spec=spec, cluster=Cluster(groups=(group,))))
+    assert answers
+    for answer in answers:
+        candidate = Candidate.of({key: value for key, value in answer["values"].items() if key in WORKLOAD_KNOBS})
+        for expected, for_real in ((answer["trial"], False), (answer["real"], True)):
+            actual = WORKLOAD.launch(platform, candidate, str(folder), for_real=for_real)
+            left, right = (meaning(TABLE, arguments(words)) for words in (actual.argv, expected["words"]))
+            if not for_real:
+                left, right = as_trial(left, asked), as_trial(right, asked)
+            assert left == right
+            assert {key: str(value) for key, value in spec.envs.items() if key != "PYTHONPATH"} == expected["envs"]
+
+
+WORKLOAD_KNOBS = {knob.name for knob in WORKLOAD.knobs}
+
+
+def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without those by which a trial of flagcore's and one of FlagScale's are shortened."""
+    short = {"train_iters", "auto_tune", "log_interval"}
+    return {
+        dest: value for dest, value in values.items() if dest in short or not any(rule.matches(dest) for rule in RULES)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_path: Path) -> None:
+    """`tmp_path` has the trees."""
+    own_case = own_cases()[list(OWN).index(name)]
+    (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
+    check(own_case, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
+
+
+def run_flagscale(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return FlagScale's answers, from a process that sees no others: its scripts end processes by name."""
+    command = [python, str(HERE / "flagscale_runner.py")]
+    if shutil.which("unshare") and subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode == 0:
+        command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "third_party" / "Megatron-LM")])}
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=540, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+ENVIRONMENT = os.environ.get("REAL_MEGATRON", "")
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """FlagScale's folder in the environment, which PYTHONPATH names to the importer."""
+    (found,) = Path(ENVIRONMENT, "lib").glob("python3*/site-packages/flag_scale")
+    monkeypatch.setenv("PYTHONPATH", str(found))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not ENVIRONMENT, reason="needs REAL_MEGATRON, a virtual environment with flag-scale 0.8.0")
+def test_a_candidate_has_the_arguments_of_flagscales_own_runner(wheel: Path, tmp_path: Path) -> None:
+    """Trees of the repository, and FlagScale's own examples, started from its folder."""
+    (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
+    own = own_cases()
+    examples = [
+        case(wheel / "examples" / name.split("/")[0] / "conf", name.split("/")[1].split()[0], (*overrides, *DATA), 4)
+        for name, overrides in EXAMPLES.items()
+    ]
+    answers = run_flagscale(f"{ENVIRONMENT}/bin/python", wheel, [*own, *examples])
+    if os.environ.get("RECORD"):
+        record = dict(zip(OWN, answers, strict=False))
+        RECORDED.write_text(json.dumps(without_places(record, wheel)) + "\n", encoding="utf-8")
+    for request, answer in zip([*own, *examples], answers, strict=True):
+        check(request, answer, run)
+        found = FlagScale().read_tree(Path(request["directory"]), request["name"], tuple(request["overrides"]))
+        path = f"{found.data['envs']['PYTHONPATH']}".removesuffix(f":{wheel}")
+        assert (found.data["train"]["directory"], f"{path}:${{PYTHONPATH}}") == (
+            answer[0]["trial"]["directory"],
+            answer[0]["trial"]["path"],
+        )
+
+
+def without_places(record: dict[str, Any], wheel: Path) -> dict[str, Any]:
+    """Return answers without the folders of this machine."""
+    found: dict[str, Any] = json.loads(json.dumps(record).replace(str(wheel), "/flagscale"))
+    return found

@@ -1,0 +1,134 @@
+"""The best of the planned meshes is that of all meshes, orders and splits of layers, and FlagScale accepts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Costs
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.spec import ClusterSpec, Task
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.layers.stages import LAYOUT
+from flagcore.engines.megatron.mixed.hetero import LAYERS, MESH_FLAG, TYPES, mixed
+from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
+from flagcore.engines.megatron.mixed.planner import planned
+from flagcore.engines.megatron.space.knobs import divisors
+from flagcore.tuner.stages.build import build
+from tests import small
+from tests.engines.megatron.layers import test_mixed_split as test_mixed
+from tests.engines.megatron.mixed.test_meshes import EXPERTS, MODEL
+
+DEVICES = 2
+LAYERS_OF_MODEL = 6
+KINDS = {"fast": (1.0, 80e9), "slow": (2.5, 32e9), "small": (1.4, 9e9)}
+"""How much slower a chip is, and its memory in bytes."""
+LISTS: dict[str, Any] = {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}
+
+
+def job(count: int, *texts: str, model: Any = EXPERTS, **settings: str) -> tuple[Task, Costs]:
+    """Return a job on `count` kinds of chips with these meshes, and its costs."""
+    kinds = list(KINDS.items())[:count]
+    groups = tuple(
+        NodeGroup(chip=replace(test_mixed.chip(times), name=name), nodes=1, devices_per_node=DEVICES)
+        for name, (times, _) in kinds
+    )
+    first, *others = (test_mixed.costs(times, capacity=capacity) for _, (times, capacity) in kinds)
+    made = replace(test_mixed.mixed(first, others[0]), further={DEVICES * n: c for n, c in enumerate(others, start=1)})
+    space = {**LISTS, **({MESHES: texts} if texts else {})}
+    base = small.task(replace(model, num_layers=LAYERS_OF_MODEL), seq_length=4096, global_batch_size=8, space=space)
+    spec = replace(base.spec, work=replace(base.spec.train, settings=settings))
+    return replace(base, spec=spec, cluster=Cluster(groups=groups)), made
+
+
+def every(count: int, model: Any) -> list[str]:
+    """Return all meshes on `count` kinds of chips, or on some of them, in all orders."""
+    sizes = divisors(DEVICES)
+    own = [
+        " ".join(f"{key}{size}" for key, size in zip(SIZES, (tensor, 1, expert, data, stages), strict=True)) + word
+        for word in ("", " full")
+        for tensor, expert, data, stages in product(sizes, divisors(model.num_moe_experts or 1), sizes, sizes)
+        if tensor * data * stages == DEVICES and (tensor * data) % expert == 0
+    ]
+    orders = [order for size in range(1, count + 1) for order in permutations(list(KINDS)[:count], size)]
+    return [
+        " + ".join(f"{kind} {mesh}" for kind, mesh in zip(order, meshes, strict=True))
+        for order in orders
+        for meshes in product(own, repeat=len(order))
+    ]
+
+
+def fastest(count: int, texts: list[str], most: int, **given: Any) -> list[tuple[float, dict[str, Any]]]:
+    """Return the times and values of the fastest candidates with these meshes."""
+    task, made = job(count, *texts, **given)
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns = space.columns()
+    found = WORKLOAD.predict(task, columns, made)
+    rows = np.flatnonzero((columns[MESHES] > 0) & found.fits)
+    rows = rows[np.argsort(found.step_time_s[rows], kind="stable")][:most]
+    return [(float(found.step_time_s[row]), space.candidate(int(row)).as_dict()) for row in rows]
+
+
+def layouts(layers: int, stages: int) -> Iterator[str]:
+    """Yield all splits; the last stage needs no layer."""
+    for ends in combinations(range(1, layers + 1), stages - 1):
+        counts = np.diff([0, *ends, layers]).tolist()
+        yield f"E{'|'.join(f't*{count}' if count else '' for count in counts)}L"
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_best_is_that_of_all_meshes_orders_and_splits(count: int, model: Any) -> None:
+    task, made = job(count, model=model)
+    (found, values), *_ = fastest(count, list(planned(task, made)), 1, model=model)
+    best = fastest(count, every(count, model), 2, model=model)
+    assert found <= 1.01 * best[0][0]
+    for text in {values[MESHES], *(values[MESHES] for _, values in best)}:
+        stages = sum(int((re.findall(r"pp(\d)", mesh) or "1")[0]) for mesh in text.split("+"))
+        for layout in layouts(LAYERS_OF_MODEL, stages):
+            split = fastest(count, [text], 1, model=model, **{LAYOUT: layout})
+            assert not split or found <= 1.01 * split[0][0]
+
+
+def refused(words: list[str], devices: dict[str, int], values: dict[str, Any], layers: int) -> list[str]:
+    """Return the checks of FlagScale 16a2dd5 (`flagscale/train/arguments.py`, `pre_validate_args`) that fail."""
+    lists: dict[str, list[str]] = {}
+    for word in words:
+        lists.setdefault(word, []) if word.startswith("--") else lists[list(lists)[-1]].append(word)
+    flat, kinds = list(map(int, lists[MESH_FLAG])), lists[TYPES]
+    meshes = [flat[start : start + 5] for start in range(0, len(flat), 5)]
+    split, stages = list(map(int, lists[LAYERS])), sum(mesh[4] for mesh in meshes)
+    samples = meshes[0][3] * values["micro_batch_size"]
+    checks = {
+        "types": len(kinds) == len(meshes),
+        "batch": all(samples % mesh[3] == 0 for mesh in meshes),
+        "context": len({mesh[1] for mesh in meshes}) == 1,
+        "experts": len({mesh[2] == 1 for mesh in meshes}) == 1,
+        "layers": sum(split) == layers and len(split) == stages,
+        "devices": all(t * c * d * p == devices[kind] for kind, (t, c, _, d, p) in zip(kinds, meshes, strict=True)),
+        "virtual": not values.get("num_layers_per_virtual_pipeline_stage"),
+    }
+    return [name for name, holds in checks.items() if not holds]
+
+
+def with_kinds(task: Task) -> Task:
+    groups = tuple(ClusterSpec(chip=group.chip.name) for group in task.cluster.groups)
+    return replace(task, spec=replace(task.spec, cluster=ClusterSpec(groups=groups)))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_flagscale_accepts_the_best_candidates(count: int) -> None:
+    task, made = job(count)
+    texts = list(planned(task, made))
+    platform = small.platform(with_kinds(job(count, *texts)[0]), costs=made)
+    devices = dict.fromkeys(KINDS, DEVICES)
+    for _, values in fastest(count, texts, 30):
+        words = list(mixed(platform, Candidate.of(values).as_dict()).words)
+        assert refused(words, devices, values, LAYERS_OF_MODEL) == [], values

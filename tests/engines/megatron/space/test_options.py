@@ -1,0 +1,373 @@
+"""From settings to the options of physics, and what a published run means that does not say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.predict import layout_of, training
+from flagcore.engines.megatron.space.options import options
+from flagcore.engines.training.layout import Options
+from flagcore.errors import NotModelled, SpecError
+from flagcore.tuner.stages.build import check
+from tests import small
+
+SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
+AWARE = {"use_precision_aware_optimizer": True}
+LATENT = dataclasses.replace(
+    small.EXPERTS,
+    **small.LATENT,
+)
+
+
+def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
+    return options(small.task(LATENT, settings=settings or {}, **train))
+
+
+def published(values: dict[str, Any], notes: str = "", *, model: Any = small.EXPERTS, **train: Any) -> Options:
+    return options(WORKLOAD.published(small.task(model, **train), values, notes)[0])
+
+
+def overlaps(found: Options) -> tuple[bool, bool]:
+    return found.overlap_grad_reduce, found.overlap_param_gather
+
+
+COMMAND = ("torchrun", "pretrain_gpt.py")
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
+    "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
+    "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
+    "level": (
+        {"moe_recompute_level": "medium", "moe_grouped_gemm": True},
+        {"recompute_modules": {"moe_act", "router", "moe_fc1", "shared_experts"}, "grouped_gemm": True},
+    ),
+    "level beside modules": (
+        {"moe_recompute_level": "full", "recompute_modules": "layernorm"},
+        {"recompute_modules": {"moe", "layernorm"}},
+    ),
+    "per stage": ({"recompute_num_layers_per_stage": "3,0"}, {"recompute_stage_layers": (3, 0)}),
+    "gradients in bf16": ({"grad_reduce_in_bf16": True}, {"grad_bytes": 2}),
+    "widths": (
+        {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "fp16"},
+        {"precision_aware_optimizer": True, "exp_avg_bytes": 1, "exp_avg_sq_bytes": 2, "main_param_bytes": 2},
+    ),
+    "offload of all": (
+        {**AWARE, "optimizer_cpu_offload": True},
+        {"precision_aware_optimizer": True, "optimizer_offload_fraction": 1.0},
+    ),
+    "offload of some": (
+        {**AWARE, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
+    ),
+    "offload of none": ({"optimizer_offload_fraction": 0.5}, {"optimizer_offload_fraction": 0.0}),
+    "activations": (
+        {"fine_grained_activation_offloading": True, "offload_modules": "core_attn", "offload_stages": "0,2"},
+        {"offload_modules": {"core_attn"}, "offload_stages": (0, 2)},
+    ),
+    "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
+    "adapters": ({"trainable": "adapters"}, {"adapters": True}),
+    "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
+    "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),
+    "imbalance up to a capacity": (
+        {"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5},
+        {"expert_imbalance": 1.5},
+    ),
+    "filled up to a capacity": (
+        {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+        {"expert_imbalance": 1.5},
+    ),
+    "graphs of layers": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},
+        {"cuda_graph": "layer"},
+    ),
+    "a graph of all": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        {"cuda_graph": "iteration"},
+    ),
+    "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
+    "switches": (
+        {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "tp_comm_overlap": True,
+            "overlap_p2p_comm": False,
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": True,
+            "use_megatron_fsdp": True,
+            "fp8_param_gather": True,
+            "cross_entropy_loss_fusion": True,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "tp_comm_overlap": True,
+            "overlap_p2p_comm": False,
+            "overlap_expert_comm": True,
+            "fsdp": True,
+            "fp8_param_gather": True,
+            "cross_entropy_fusion": True,
+            "account_for_embedding": True,
+            "account_for_loss": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
+    settings, expected = SETTINGS[name]
+    plain = options_of(command=COMMAND)
+    assert options_of(settings, command=COMMAND) == dataclasses.replace(plain, **expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute"),
+        ({"offload_modules": "core_attn"}, "offload_modules"),
+        ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading"),
+        ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
+        ({"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "flex"}, "moe_shared_expert_overlap"),
+        ({"recompute_modules": "moe_act"}, "recompute_modules"),
+        (
+            {"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True},
+            "recompute_modules",
+        ),
+        (
+            {"pipeline_model_parallel_layout": "EttttL", "account_for_loss_in_pipeline_split": True},
+            "pipeline_model_parallel_layout",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        options_of(settings)
+    assert refused.value.key == f"train.settings.{key}"
+
+
+def test_the_latent_attention_module_needs_latent_attention() -> None:
+    settings = {"recompute_modules": "mla_up_proj"}
+    assert options_of(settings).recompute_modules == {"mla_up_proj"}
+    with pytest.raises(SpecError):
+        options(small.task(settings=settings))
+
+
+def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
+    with pytest.raises(NotModelled, match="zigzag"):
+        options_of({"pipeline_schedule": "zigzag"})
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("fp16", 2), ("bf16", 4), ("fp8", 4), ("nvfp4", 4)])
+def test_gradients_are_as_wide_as_megatron_keeps_them(precision: str, width: int) -> None:
+    assert options_of(precision=precision).grad_bytes == width
+    assert options_of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
+
+
+def test_defaults_match_the_runner() -> None:
+    trial, command = options_of(), options_of(command=COMMAND)
+    assert (trial.dispatcher, command.dispatcher) == ("alltoall", "allgather")
+    for each in (trial, command):
+        assert overlaps(each) == (False, False)
+        assert not each.grouped_gemm
+
+
+def test_flags_of_a_custom_command_are_settings() -> None:
+    flags = ("--overlap-grad-reduce", "--recompute-modules", "mlp", "layernorm", "--exp-avg-dtype=bf16")
+    extra = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
+    found = options_of(command=(*COMMAND, *flags, *extra))
+    assert found.overlap_grad_reduce
+    assert found.grouped_gemm
+    assert not found.overlap_p2p_comm
+    assert found.recompute_modules == {"mlp", "layernorm"}
+    assert found.exp_avg_bytes == 2
+    local = small.task(command=(*COMMAND, "--transformer-impl", "local"))
+    assert not training(local).transformer_engine
+    assert training(small.task(command=COMMAND)).transformer_engine
+
+
+def test_spec_that_contradicts_a_command_that_cannot_be_changed_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"contradicts train\.command"):
+        options_of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
+    assert options_of({"overlap_grad_reduce": True}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
+
+
+def test_settings_of_the_spec_win_over_a_command_of_megatron() -> None:
+    assert not options_of(
+        {"overlap_grad_reduce": False}, command=(*COMMAND, "--overlap-grad-reduce")
+    ).overlap_grad_reduce
+
+
+def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> None:
+    tuned, plain = published(SHARDED), published({})
+    assert overlaps(tuned) == (True, True)
+    assert overlaps(plain) == (False, False)
+    assert (tuned.dispatcher, tuned.grouped_gemm) == ("alltoall", True)
+    assert not published(SHARDED, implementation="local").grouped_gemm
+
+
+def test_published_run_without_overlap_of_gradients_has_no_overlap_of_weights() -> None:
+    assert overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
+
+
+def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
+    tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert published(tuned, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned, "tp-comm-overlap off", model=small.DENSE).tp_comm_overlap
+    for missing in ("use_distributed_optimizer", "sequence_parallel", "tensor_model_parallel_size"):
+        values = {key: value for key, value in tuned.items() if key != missing}
+        assert not published(values, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned).tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, implementation="local").tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, attention="unfused").tp_comm_overlap
+
+
+def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
+    assert published({}, model=dataclasses.replace(small.DENSE, name="some 70B LoRA")).adapters
+    assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
+
+
+def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
+    task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
+    assert not training(task).flash
+    assert not options(task).overlap_p2p_comm
+    task, _, _ = WORKLOAD.published(small.task(), {"pipeline_schedule": "zb-h1"}, "")
+    assert training(task).flash
+
+
+def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
+    notes = "DeepEP; cross-entropy fusion"
+    reported = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
+    assert (reported.dispatcher, reported.cross_entropy_fusion) == ("allgather", True)
+    assert published({}, notes).dispatcher == "flex"
+
+
+def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
+    task = small.task(devices=2, settings={"pipeline_model_parallel_layout": "Et|t|t|tL"})
+    found, values, _ = WORKLOAD.published(task, {"pipeline_model_parallel_size": 2}, "")
+    layout = layout_of(found, WORKLOAD.columns(found, values))
+    assert layout.virtual.tolist() == [2.0]
+
+
+RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "overlap_param_gather": ({"overlap_grad_reduce": True, "overlap_param_gather": True}, {}, SHARDED),
+    "fp8_param_gather": ({"fp8_param_gather": True}, {}, SHARDED),
+    "use_precision_aware_optimizer": (AWARE, {}, SHARDED),
+    "tp_comm_overlap": (
+        {"tp_comm_overlap": True},
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "overlap_moe_expert_parallel_comm": (
+        {"overlap_moe_expert_parallel_comm": True},
+        {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+    ),
+    "recompute_num_layers_per_stage": (
+        {"recompute_num_layers_per_stage": "2,1"},
+        {"pipeline_model_parallel_size": 2},
+        {
+            "pipeline_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "offload_stages": ({"offload_stages": "1"}, {}, {"pipeline_model_parallel_size": 2}),
+    "pipeline_schedule": (
+        {"pipeline_schedule": "interleaved"},
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    ),
+    "pipeline_stages": (
+        {"pipeline_model_parallel_layout": "Ett|ttL"},
+        {"pipeline_model_parallel_size": 4},
+        {"pipeline_model_parallel_size": 2},
+    ),
+    "virtual_stages": (
+        {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+        {"pipeline_model_parallel_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fits"),
+    [("1f1b", {1, 2, 4}), ("interleaved", {2, 4}), ("zb-h1", {1}), ("zb-v", {1, 2}), ("gpipe", {1})],
+)
+def test_a_schedule_has_a_fixed_number_of_virtual_stages(schedule: str, fits: set[int]) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=8)
+    task = small.task(model, settings={"pipeline_schedule": schedule})
+    for virtual in (1, 2, 4):
+        values = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
+        broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
+        assert [rule.name for rule in broken] == ([] if virtual in fits else ["pipeline_schedule"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "batch", "fits"),
+    [
+        ("dualpipe", 4, 8, True),
+        ("dualpipe", 4, 6, False),
+        ("dualpipe", 4, 9, False),
+        ("dualpipe", 3, 12, False),
+        ("dualpipe", 1, 1, True),
+        ("dualpipev", 3, 7, True),
+        ("dualpipev", 4, 7, False),
+    ],
+)
+def test_dualpipe_takes_as_many_stages_and_micro_batches_as_its_authors_allow(
+    schedule: str, stages: int, batch: int, fits: bool
+) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=12)
+    settings = {"pipeline_schedule": schedule}
+    task = small.task(model, devices=stages, settings=settings, global_batch_size=batch)
+    values = {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
+    broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
+    assert [rule.name for rule in broken] == ([] if fits else ["pipeline_schedule"])
+    assert all("micro-batches per stage" in rule.message for rule in broken)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) -> None:
+    settings, wrong, right = RULES[name]
+    task = small.task(small.EXPERTS, settings=settings)
+    broken = [
+        {rule.name for rule in check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]}
+        for values in (wrong, right)
+    ]
+    assert name in broken[0]
+    assert not broken[1]
+
+
+def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=6)
+    settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    for arguments, legal in (({}, False), (settings, True)):
+        task = small.task(model, settings=arguments)
+        _, broken = check(WORKLOAD.columns(task, {"pipeline_model_parallel_size": 4}), WORKLOAD.rules(task), ())
+        assert broken is not legal
+
+
+def test_settings_of_all_candidates_replace_missing_knobs() -> None:
+    settings = {"num_layers_in_first_pipeline_stage": 1, "expert_tensor_parallel_size": 1}
+    task = small.task(small.EXPERTS, settings=settings)
+    values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    layout = layout_of(task, WORKLOAD.columns(task, values))
+    np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", False), ("fp8", True), ("mxfp8", True), ("nvfp4", False)])
+def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept: bool) -> None:
+    values = {"use_distributed_optimizer": True}
+    assert published(values, precision=precision).fp8_param_gather is kept
+    assert not published({"use_distributed_optimizer": False}, precision=precision).fp8_param_gather
+    assert not published(values, settings={"fp8_param_gather": False}, precision=precision).fp8_param_gather

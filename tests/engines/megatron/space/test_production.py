@@ -1,0 +1,121 @@
+"""What a plan assumes: the settings of recipes, each for the candidates with which it is legal."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Fact
+from flagcore.domain.engine import RefusedValues
+from flagcore.domain.model import Model
+from flagcore.domain.spec import SettingValue, Task
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.tuner.stages.build import build, legality
+from tests import small
+
+CHIP = replace(
+    small.CHIP,
+    dense_flops_per_second={
+        name: Fact(value=rate, source=small.SOURCE) for name, rate in (("bf16", 9e14), ("fp8", 2e15))
+    },
+)
+TWO_TOKENS = replace(small.EXPERTS, mtp_num_layers=1)
+SPACE = {
+    "micro_batch_size": (1,),
+    "context_parallel_size": (1, 2),
+    "recompute_num_layers": (1,),
+    "layer_split": (None,),
+}
+OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def platform(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Platform:
+    """The platform of a spec before anything is assumed, on a chip whose vendor names transformer-engine."""
+    found = small.platform(small.task(model, chip=CHIP, **{"space": SPACE, **job}))
+    return replace(
+        found, support=replace(found.support, implementation="transformer_engine"), value_rules=tuple(refused)
+    )
+
+
+def plan(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Task:
+    return WORKLOAD.as_in_production(platform(model, *refused, **job)).task
+
+
+def assumed(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
+    return dict(plan(model, *refused, **job).spec.train.assumed)
+
+
+def typed(task: Task, settings: dict[str, SettingValue]) -> Task:
+    """A task in which a user wrote these settings."""
+    return replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings=settings, assumed={})))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
+def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(model: Model, precision: str) -> None:
+    task = plan(model, precision=precision)
+    legal = legality(task, WORKLOAD)
+    space = build(legal.axes, legal.rules, legal.merges)
+    bare = legality(typed(task, {}), WORKLOAD)
+    assert len(space) == len(build(bare.axes, bare.rules, bare.merges))
+    costs, everything = platform(model).costs, np.arange(len(space))
+    found = WORKLOAD.predict(task, space.columns(everything), costs)
+    kinds: dict[tuple[tuple[str, SettingValue], ...], list[int]] = defaultdict(list)
+    for row in everything:
+        kinds[tuple(WORKLOAD.assumed(task, space.candidate(int(row))).items())].append(int(row))
+    assert len(kinds) > 2
+    for settings, some in kinds.items():
+        strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
+        assert not any(rule.broken(columns).any() for rule in legality(strict, WORKLOAD).rules)
+        single = WORKLOAD.predict(strict, columns, costs)
+        np.testing.assert_allclose(found.step_time_s[some], single.step_time_s)
+        np.testing.assert_allclose(found.static_bytes[some], single.static_bytes)
+        np.testing.assert_allclose(found.activation_bytes[some], single.activation_bytes)
+
+
+def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
+    assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap", "cross_entropy_loss_fusion"}
+    found = assumed(small.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
+    assert not found.keys() & {"moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_modules"}
+    assert OVERLAP not in assumed(small.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
+
+
+def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
+    flex = RefusedValues(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
+    assert "moe_token_dispatcher_type" not in assumed(small.EXPERTS, flex)
+    assert OVERLAP not in assumed(small.EXPERTS, engine_version="0.12.0")
+    none = RefusedValues(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
+    assert plan(small.EXPERTS, none).spec.train.implementation is None
+
+
+@pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
+def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
+    arguments = platform(**job)
+    assert WORKLOAD.as_in_production(arguments) is arguments
+
+
+def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
+    arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
+    knobs = {axis.knob: axis.neutral for axis in legality(arguments.task, WORKLOAD).axes} | {
+        "expert_model_parallel_size": 4
+    }
+    shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
+    plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
+
+    def flags(values: dict[str, Any]) -> set[str]:
+        launch = WORKLOAD.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
+        return set(shlex.split(shlex.join(launch.argv)))
+
+    gated = {"--overlap-param-gather", "--fp8-param-gather", "--overlap-moe-expert-parallel-comm"}
+    always = {"--moe-grouped-gemm", "--overlap-grad-reduce", "--fp8-recipe", "--transformer-impl"}
+    assert flags({**knobs, **shards}) >= gated | always
+    assert flags(plain) >= always
+    assert not flags(plain) & gated

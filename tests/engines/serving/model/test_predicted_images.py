@@ -1,0 +1,201 @@
+"""Images in predictions, rules and knobs of serving engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import Images, Load
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.job import Job, as_text, read_job
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.engines.serving.lmdeploy.profile import WORKLOAD as LMDEPLOY
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.space.hardware import CHAT_TOKENS, longest_request
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
+from flagcore.errors import SpecError
+from tests import served
+from tests.engines.serving.engines.tasks import broken, merged, row, serving
+from tests.small import DENSE, VISION
+
+ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
+SEEN = replace(DENSE, vision=VISION)
+TOWER = "mm_encoder_tp_mode"
+LARGE = replace(served.DENSE, vision=VISION)
+
+
+def images(*sizes: tuple[int, int], count: int = 1) -> Images:
+    sizes = sizes or ((1280, 720),)
+    return Images(buckets=tuple((*size, 1.0 / len(sizes)) for size in sizes), base_items_per_request=count)
+
+
+def load(found: Images | None, **changes: Any) -> Load:
+    return Load(**{"input_len": 64, "output_len": 16, "num_prompts": 24, "concurrency": 4, "images": found} | changes)
+
+
+def task(found: Images | None, engine: str = "vllm", **arguments: Any) -> Task:
+    version = {"vllm": "0.32.0", "sglang": "0.5.12"}.get(engine)
+    loads = arguments.pop("loads", (load(found),))
+    return serving(engine, **{"loads": loads, "engine_version": version, "model": LARGE, **arguments})
+
+
+def predicted(found: Images | None, engine: str = "vllm", *, values: dict[str, Any] | None = None, **more: Any) -> Any:
+    job = task(found, engine, **more)
+    job = replace(job, cluster=replace(job.cluster, groups=(replace(job.cluster.groups[0], chip=served.CHIP),)))
+    return ENGINES[engine].predict(job, row(ENGINES[engine], job, **values or {}), served.costs())
+
+
+def ttft(predictions: Predictions) -> float:
+    return float(predictions.figures["ttft_s.mean"][0])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_larger_and_more_images_take_longer_to_the_first_token(engine: str) -> None:
+    loads = [None, images((280, 280)), images((1280, 720)), images((1280, 720), count=3)]
+    times = [ttft(predicted(each, engine)) for each in loads]
+    assert times == sorted(times)
+    assert times[2] > times[0] + 0.02  # the front end alone takes 25 ns per pixel
+
+
+def test_images_cost_more_than_as_many_tokens_of_text() -> None:
+    tokens = VISION.tokens(1280, 720)
+    as_text = predicted(None, loads=(load(None, input_len=64 + tokens),))
+    as_image = predicted(images())
+    rates = [float(each.figures["requests_per_s"][0]) for each in (as_text, as_image)]
+    assert rates[1] < 0.9 * rates[0]
+
+
+def test_a_tower_of_many_windows_is_cheaper_than_whole_attention() -> None:
+    whole = replace(LARGE, vision=replace(VISION, full_layers=VISION.num_layers))
+    found = images((2800, 2800))
+    assert ttft(predicted(found)) < ttft(predicted(found, model=whole))
+
+
+def test_the_tower_takes_memory_even_without_images() -> None:
+    text, seen = predicted(None, model=served.DENSE), predicted(None)
+    less = float(text.figures["kv_cache_gib"][0] - seen.figures["kv_cache_gib"][0]) * 2**30
+    assert less > 2 * VISION.weights
+    assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
+    off = predicted(None, engine_args={"language_model_only": True})
+    assert off.figures["kv_cache_gib"] == pytest.approx(text.figures["kv_cache_gib"])
+
+
+def test_whole_towers_work_on_several_images_at_once() -> None:
+    values = {"tensor_model_parallel_size": 4}
+    whole = {**values, TOWER: "data"}
+    many = images((1280, 720), count=4)
+    assert ttft(predicted(many, values=values)) != ttft(predicted(many, values=whole))
+    one = images((2240, 2240))
+    assert ttft(predicted(one, values=values)) < ttft(predicted(one, values=whole))
+    caches = [float(predicted(many, values=each).figures["kv_cache_gib"][0]) for each in (values, whole)]
+    assert caches[1] < caches[0]
+
+
+def test_prefill_instances_encode() -> None:
+    values = {"prefill_decode": "1xtp1+1xtp1"}
+    space = {"prefill_decode": (values["prefill_decode"],)}
+    text, seen = (predicted(each, values=values, space=space) for each in (None, images()))
+    assert ttft(seen) > ttft(text) + 0.02
+
+
+def test_the_context_holds_the_largest_images() -> None:
+    found = load(images((280, 280), (1280, 720), count=2))
+    assert longest_request((found,), VISION) == 64 + 16 + 2 * 1198 + CHAT_TOKENS
+    assert longest_request((found,), None) == 80
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "word"),
+    [
+        ("llamacpp", {}, "mmproj"),
+        ("llamacpp", {"engine_args": {"mmproj": "x.gguf"}, "model": DENSE}, "qwen2_5_vl"),
+        ("vllm", {"model": DENSE}, "qwen2_5_vl"),
+        ("sglang", {"model": DENSE}, "qwen2_5_vl"),
+        ("lmdeploy", {"model": DENSE}, "qwen2_5_vl"),
+        ("vllm", {"engine_args": {"runner": "pooling"}}, "runner"),
+        ("vllm", {"engine_args": {"--language-model-only": True}}, "language-model-only"),
+        ("sglang", {"engine_args": {"is_embedding": True}}, "is-embedding"),
+    ],
+)
+def test_servers_that_cannot_take_images_are_refused(engine: str, arguments: dict[str, Any], word: str) -> None:
+    workload: Engine = ENGINES[engine]
+    with pytest.raises(SpecError) as raised:
+        workload.rules(task(images(), engine, **arguments))
+    assert raised.value.key == "serve.profile.images"
+    assert word in raised.value.problem
+    assert raised.value.fix
+    workload.rules(task(None, engine, **arguments))
+
+
+def test_llamacpp_with_a_tower_takes_images() -> None:
+    LLAMACPP.rules(task(images(), "llamacpp", engine_args={"mmproj": "x.gguf"}))
+
+
+def test_images_of_a_trace_need_a_tower(tmp_path: Any) -> None:
+    trace = tmp_path / "a.jsonl"
+    trace.write_text('{"prompt": "a", "max_tokens": 1, "images": ["8x8"]}')
+    job = task(None, model=DENSE, loads=(Load(trace=str(trace), num_prompts=None, concurrency=1),))
+    with pytest.raises(SpecError) as raised:
+        VLLM.rules(job)
+    assert raised.value.key == "serve.profile.trace"
+
+
+def test_limits_of_images_must_hold_a_request() -> None:
+    job = task(images(count=3))
+    assert broken(VLLM, job, limit_mm_per_prompt=2) == ["images_of_request"]
+    assert broken(VLLM, job, limit_mm_per_prompt=3) == []
+
+
+def test_a_tower_is_shared_by_several_ranks_only() -> None:
+    split = {"tensor_model_parallel_size": 2, TOWER: "data"}
+    for engine in ("vllm", "sglang"):
+        seen, text = task(images(), engine), task(None, engine, model=DENSE)
+        workload = ENGINES[engine]
+        assert merged(workload, seen, **split)[TOWER] > 0
+        assert merged(workload, seen, **{**split, "tensor_model_parallel_size": 1})[TOWER] == 0
+        assert merged(workload, seen, **{**split, TOWER: "weights"})[TOWER] == 0
+        assert merged(workload, text, **split)[TOWER] == 0
+        auto = next(axis for axis in workload.axes(task(images(), engine, space={TOWER: "auto"})) if axis.knob == TOWER)
+        assert set(auto.values) == {"weights", "data"}
+
+
+def test_flags_of_images() -> None:
+    job = task(images(), weights="hf", command=("/bin/echo", "serve"))
+    values = {**VLLM.defaults(job), TOWER: "data", "limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0}
+    words = VLLM.server(job, values, ()).argv
+    pairs = dict(pairwise(words))
+    assert pairs["--mm-encoder-tp-mode"] == "data"
+    assert pairs["--limit-mm-per-prompt.image"] == "2"
+    assert pairs["--mm-processor-cache-gb"] == "0"
+    job = task(images(), "sglang", weights="hf", command=("/bin/echo",))
+    assert "--mm-enable-dp-encoder" in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "data"}, ()).argv
+    assert "--mm-enable-dp-encoder" not in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "weights"}, ()).argv
+
+
+def test_a_job_keeps_its_images(tmp_path: Any) -> None:
+    job = Job(engine="e:E", instances=(), loads=(load(images((8, 16), count=2)),), vocab_size=100, timeout_s=1.0)
+    (tmp_path / "serve.json").write_text(as_text(job))
+    assert read_job(tmp_path).loads == job.loads
+
+
+def test_more_instances_encode_more_images() -> None:
+    one, two = (predicted(images(), values={"instances": count}) for count in (1, 2))
+    rates = [float(each.figures["requests_per_s"][0]) for each in (one, two)]
+    assert np.isfinite(rates).all()
+    assert rates[1] > rates[0]
+
+
+def test_settings_of_images_are_read_back() -> None:
+    values = "'limit_mm_per_prompt': {'image': 2}, 'mm_processor_cache_gb': 0.0, 'mm_encoder_tp_mode': 'data'"
+    log = f"non-default args: {{{values}}}"
+    found = VLLM.reports.effective(lambda path: "", log)
+    assert found == {"limit_mm_per_prompt": 2, "mm_processor_cache_gb": 0, TOWER: "data"}
+    info = {"tp_size": 2, "mm_enable_dp_encoder": True}
+    assert SGLANG.reports.effective(lambda path: json.dumps(info), "")[TOWER] == "data"

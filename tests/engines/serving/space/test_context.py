@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.space.hardware import longest_request
+from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
+from flagcore.errors import SpecError
+from flagcore.spec.huggingface import context_of
+from tests.engines.serving.engines.tasks import LOAD, broken, serving
+
+
+def task(folder: Path, load: Load = LOAD, context: int = 4096, **arguments: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    return serving("vllm", weights=str(folder), command=("/bin/echo", "serve"), loads=(load,), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            },
+            163840,
+        ),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"type": "linear", "factor": 8.0},
+            },
+            131072,
+        ),
+        ({}, None),
+    ],
+)
+def test_context_of_a_config_includes_its_rope_scaling(config: dict[str, Any], tokens: int | None) -> None:
+    assert context_of(config) == tokens
+
+
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [
+        (Load(input_len=4000, output_len=97), "serve.profile.input_len"),
+        (Load(input_len=700, output_len=128, distribution="lognormal"), "serve.profile.input_len"),
+    ],
+)
+def test_request_longer_than_the_model_context_is_an_error(tmp_path: Path, load: Load, key: str) -> None:
+    ENGINE.rules(task(tmp_path, replace(load, input_len=load.input_len // 2, output_len=64)))
+    with pytest.raises(SpecError) as error:
+        ENGINE.rules(task(tmp_path, load))
+    assert error.value.key == key
+
+
+def test_trace_with_a_request_longer_than_the_model_context_is_an_error(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"input_len": n, "output_len": 10}) + "\n" for n in (100, 5000)))
+    load = Load(trace=str(trace))
+    assert longest_request((load,), None) == 5010
+    with pytest.raises(SpecError) as error:
+        ENGINE.rules(task(tmp_path, load))
+    assert error.value.key == "serve.profile.trace"
+    ENGINE.rules(task(tmp_path, replace(load, num_prompts=1)))
+
+
+def test_estimated_lengths_of_texts_size_the_context_but_are_not_an_error(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"prompt": "长" * 6000, "max_tokens": 10}) + "\n")
+    load = Load(trace=str(trace))
+    assert longest_request((load,), None) == 9010
+    ENGINE.rules(task(tmp_path, load))
+
+
+def test_context_above_that_of_the_model_breaks_a_rule_unless_flags_extend_it(tmp_path: Path) -> None:
+    assert broken(ENGINE, task(tmp_path), context_len=8192) == ["model_context"]
+    assert not broken(ENGINE, task(tmp_path), context_len=4096)
+    extended = task(tmp_path, engine_args={"hf-overrides": "{}"})
+    assert not broken(ENGINE, extended, context_len=8192)
+
+
+def test_context_is_set_by_default_only_if_the_memory_is_too_small_for_that_of_the_model(tmp_path: Path) -> None:
+    def contexts(context: int) -> Any:
+        job = task(tmp_path, context=context, default_space=True, devices=1)
+        return next(axis.values for axis in ENGINE.axes(job) if axis.knob == "context_len")
+
+    assert contexts(4096) == (None,)
+    assert contexts(1 << 30) == (1024,)
+
+
+def test_release_that_is_not_in_the_table_is_named_in_a_warning() -> None:
+    assert any("9.9" in line for line in ENGINE.spec_warnings(serving("vllm", engine_version="9.9").spec))
+    assert not ENGINE.spec_warnings(serving("vllm", engine_version="0.32.0+cpu").spec)
+
+
+def test_too_few_requests_for_a_percentile_of_the_slo_are_named_in_a_warning() -> None:
+    def warned(count: int, **slo: float) -> bool:
+        job = serving("vllm", loads=(replace(LOAD, num_prompts=count),), slo={f"ttft_s.{k}": v for k, v in slo.items()})
+        return bool(ENGINE.spec_warnings(job.spec))
+
+    assert warned(399, p99=1.0)
+    assert not warned(400, p99=1.0)
+    assert not warned(40, p90=1.0, mean=1.0)
+    assert not warned(8, mean=1.0)
+
+
+def test_objective_that_the_load_determines_is_named_in_a_warning() -> None:
+    def warned(objective: str = "output_tokens_per_s", **load: Any) -> bool:
+        job = serving("vllm", loads=(Load(num_prompts=8, **load),))
+        return bool(ENGINE.spec_warnings(replace(job.spec, objective=objective)))
+
+    assert warned(request_rate=2.0)
+    assert not warned("tpot_s.p99", request_rate=2.0)
+    assert not warned(request_rate=float("inf"))
+    assert not warned(concurrency=4)
+
+
+def test_a_limit_that_looks_like_milliseconds_is_named_in_a_warning() -> None:
+    def warned(**slo: float) -> bool:
+        return bool(ENGINE.spec_warnings(serving("vllm", slo={f"{key}.mean": v for key, v in slo.items()}).spec))
+
+    assert warned(ttft_s=200.0)
+    assert warned(tpot_s=50.0)
+    assert not warned(ttft_s=30.0, tpot_s=1.0, e2e_s=600.0)

@@ -1,0 +1,229 @@
+"""Instances that only prefill and instances that only decode, on one set of cards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.space import placement
+from flagcore.engines.serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
+from flagcore.errors import SpecError
+from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
+from tests.small import DENSE
+
+ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda e: e.name)
+HEADS = dataclasses.replace(DENSE, num_attention_heads=16, num_query_groups=8)
+EXPERTS = dataclasses.replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_size=64)
+PAIR, TRANSFER = "2xtp2+1xtp4", "kv_transfer"
+
+
+def cards(engine: Engine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
+    """A task whose objective is a rate, on `hosts` that share the cards."""
+    task = serving(engine.name, devices=count // hosts, **{"model": HEADS, **arguments})
+    (group,) = task.cluster.groups
+    cluster = Cluster(groups=(dataclasses.replace(group, nodes=hosts),))
+    spec = dataclasses.replace(task.spec, objective="output_tokens_per_s")
+    return dataclasses.replace(task, spec=spec, cluster=cluster)
+
+
+def illegal(engine: Engine, task: Task, pair: str, **values: Any) -> list[str]:
+    """The rules that a pair of a space breaks."""
+    spec = dataclasses.replace(task.spec, space={PREFILL_DECODE: (pair,)})
+    return broken(engine, dataclasses.replace(task, spec=spec), **{PREFILL_DECODE: pair, **values})
+
+
+def server(engine: Engine, task: Task, kind: str, **values: Any) -> Instance:
+    """One server of a kind."""
+    every = {**engine.defaults(task), PREFILL_DECODE: PAIR, **values}
+    place = next(each for each in placement.placements(task, every) if each.kind == kind)
+    assert engine.of_kind
+    return engine.of_kind(task, every, kind, engine.server(task, place.values, ()))
+
+
+def config(instance: Instance) -> dict[str, Any]:
+    return dict(json.loads(instance.argv[instance.argv.index("--kv-transfer-config") + 1]))
+
+
+@pytest.mark.parametrize(
+    "given", ["2xtp2", "2xtp2+0xtp4", "tp2+tp4", "2xtp0+1xtp2", "1xtp1+1xtp1+1xtp1", 4, True, "2x+1x"]
+)
+def test_an_invalid_pair_is_reported(given: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        VLLM.axes(cards(VLLM, space={PREFILL_DECODE: (given,)}))
+    assert caught.value.key == "auto_tuner.space.prefill_decode"
+
+
+def test_a_pair_has_one_spelling() -> None:
+    assert placement.parse_roles("2xTP2pp1 + 1xtp4", "x") == PAIR
+    assert placement.parse_roles("1xdp8ep8+1xtp4pp2", "x") == "1xtp1dp8ep8+1xtp4pp2"
+
+
+@ENGINES
+def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: Engine) -> None:
+    task = cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})
+    space = space_of(engine, task)
+    rows = [space.candidate(number).as_dict() for number in range(len(space))]
+    words = [each[PREFILL_DECODE] for each in rows if each[PREFILL_DECODE]]
+    assert len(words) == len(set(words))
+    assert {PAIR, "4xtp1+1xtp4", "1xtp4+2xtp2"} <= set(words)
+    pairs = [placement.roles(str(word)) for word in words]
+    assert {sum(each.count * each.devices for each in pair) for pair in pairs} == {8}
+    assert {(each[INSTANCES], each[TP]) for each in rows if each[PREFILL_DECODE]} == {(1, 1)}
+    assert all(not each[PREFILL_DECODE] for each in _rows(space_of(engine, cards(engine, space={TP: "auto"}))))
+
+
+def _rows(space: Any) -> list[dict[str, Any]]:
+    return [space.candidate(number).as_dict() for number in range(len(space))]
+
+
+def test_auto_has_attention_groups_for_experts_and_few_values_for_many_cards() -> None:
+    words = placement.auto_roles(cards(SGLANG, model=EXPERTS))
+    assert "1xtp4+1xtp1dp4ep4" in words
+    many = placement.auto_roles(cards(VLLM, 256, hosts=32))
+    assert 100 < len(many) < 1000
+    assert max(max(each.devices for each in placement.roles(str(word))) for word in many[1:]) == 8
+
+
+def test_a_latency_needs_no_second_kind_unless_it_is_listed() -> None:
+    task = cards(VLLM, space={PREFILL_DECODE: "auto"})
+    quick = dataclasses.replace(task, spec=dataclasses.replace(task.spec, objective="ttft_s.p99"))
+    assert len(space_of(VLLM, quick)) == 1
+
+
+@pytest.mark.parametrize(
+    ("pair", "rule"),
+    [
+        (PAIR, ""),
+        ("2xtp2+2xtp4", "cards_of_kinds"),
+        ("1xtp3+1xtp4", "layout_of_kinds"),
+        ("1xtp2ep4+1xtp4", "layout_of_kinds"),
+    ],
+)
+@ENGINES
+def test_each_kind_obeys_the_rules_of_the_engine(engine: Engine, pair: str, rule: str) -> None:
+    found = illegal(engine, cards(engine), pair)
+    assert (rule in found) if rule else found == []
+
+
+@ENGINES
+def test_instances_of_both_kinds_fit_on_hosts(engine: Engine) -> None:
+    assert illegal(engine, cards(engine, 12, hosts=2), "2xtp4+1xtp4") == ["hosts_of_kinds"]
+    task = cards(engine, 8, hosts=2)
+    values = {**engine.defaults(task), PREFILL_DECODE: PAIR}
+    places = [(each.kind, each.hosts[0], each.first, each.width) for each in placement.placements(task, values)]
+    assert places == [("prefill", 1, 0, 2), ("prefill", 1, 2, 2), ("decode", 0, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("release", "connector", "pair", "rule"),
+    [
+        ("0.32.0", "NixlConnector", PAIR, ""),
+        ("0.8.5", "NixlConnector", PAIR, "transfer_release"),
+        ("0.8.5", None, PAIR, "transfer_release"),
+        ("0.23.0", "P2pNcclConnector", "1xtp4+1xtp4", ""),
+        ("0.24.0", "P2pNcclConnector", "1xtp4+1xtp4", "transfer_release"),
+        ("0.23.0", "P2pNcclConnector", PAIR, "transfer_of_kinds"),
+        ("0.32.0", "NixlConnector", "1xtp2pp2+1xtp4", "transfer_of_kinds"),
+        ("0.32.0", "ExampleConnector", PAIR, "transfer_of_kinds"),
+        ("0.32.0", "ExampleConnector", "1xtp1+1xtp1", ""),
+    ],
+)
+def test_connectors_that_a_release_or_a_layout_lacks_are_illegal(
+    release: str, connector: str | None, pair: str, rule: str
+) -> None:
+    found = illegal(VLLM, cards(VLLM, engine_version=release), pair, **{TRANSFER: connector})
+    assert found == ([rule] if rule else [])
+
+
+def test_old_releases_have_no_second_kind() -> None:
+    with pytest.raises(SpecError) as caught:
+        SGLANG.axes(cards(SGLANG, engine_version="0.4.5", space={PREFILL_DECODE: (PAIR,)}))
+    assert caught.value.key == "auto_tuner.space.prefill_decode"
+    assert "transfer_on_cores" in illegal(SGLANG, serving("sglang", on_cores=True), "1xtp1+1xtp1")
+
+
+@ENGINES
+def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(engine: Engine) -> None:
+    codes = merged(engine, cards(engine), **{PREFILL_DECODE: PAIR, INSTANCES: 4, TP: 2, PP: 2})
+    assert (codes[INSTANCES], codes[TP], codes[PP]) == (1, 1, 1)
+    assert (
+        merged(
+            engine, cards(engine), **{TRANSFER: next(knob for knob in engine.knobs if knob.name == TRANSFER).words[0]}
+        )[TRANSFER]
+        == 0
+    )
+
+
+def test_kinds_have_their_own_layouts_and_limits() -> None:
+    task = cards(VLLM, space={PREFILL_DECODE: (None, PAIR), "max_num_seqs": (64,), "max_num_batched_tokens": (512,)})
+    kinds = placement.instance_kinds(task, space_of(VLLM, task).columns())
+    found = VLLM.settings(task, kinds.columns)
+    assert kinds.role is not None
+    order = np.argsort(kinds.role)
+    assert kinds.role[order].tolist() == [0, 1, 2]
+    assert found.tensor[order].tolist() == [1, 2, 4]
+    assert kinds.count[order].tolist() == [1, 2, 1]
+    assert kinds.lanes[order].tolist() == [1, 2, 1]
+    default = VLLM.settings(task, {**row(VLLM, task), "max_num_seqs": np.zeros(1, dtype=np.int64)})
+    assert found.max_batched_tokens[order].tolist()[:2] == [512, 512]
+    assert found.max_running[order].tolist()[::2] == [64, 64]
+    assert found.max_running[order].tolist()[1] == int(default.max_running[0])
+
+
+def test_vllms_kinds_are_started_with_their_connector() -> None:
+    task = cards(VLLM, engine_version="0.23.0")
+    nixl = server(VLLM, task, "prefill", max_num_seqs=64, max_num_batched_tokens=512)
+    assert config(nixl) == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    assert nixl.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "{transfer_port}"
+    assert "--max-num-batched-tokens" in nixl.argv
+    assert "--max-num-seqs" not in nixl.argv
+    assert nixl.argv[nixl.argv.index("--tensor-parallel-size") + 1] == "2"
+    pair = {PREFILL_DECODE: "1xtp4+1xtp4", TRANSFER: "P2pNcclConnector"}
+    roles = [config(server(VLLM, task, kind, **pair))["kv_role"] for kind in ("prefill", "decode")]
+    assert roles == ["kv_producer", "kv_consumer"]
+    ports = server(VLLM, task, "decode", **pair).at_port(8017)
+    assert config(ports)["kv_port"] == "18017"
+    one = {PREFILL_DECODE: "1xtp1+1xtp1", TRANSFER: "ExampleConnector"}
+    assert config(server(VLLM, task, "decode", **one))["kv_connector"] == "ExampleConnector"
+    old = cards(VLLM, engine_version="0.12.0")
+    assert config(server(VLLM, old, "decode", **one))["kv_connector"] == "SharedStorageConnector"
+    assert "--no-enable-chunked-prefill" in server(VLLM, task, "prefill", **one).argv
+
+
+@pytest.mark.parametrize(("release", "other"), [("0.5.9", True), ("0.5.10", False)])
+def test_sglangs_kinds_are_started_with_their_mode(release: str, other: bool) -> None:
+    task = cards(SGLANG, engine_version=release)
+    prefill, decode = (server(SGLANG, task, kind, **{TRANSFER: "nixl"}) for kind in ("prefill", "decode"))
+    words = " ".join(prefill.argv)
+    assert "--disaggregation-mode prefill --disaggregation-transfer-backend nixl" in words
+    assert ("--disaggregation-decode-tp 4" in words) is other
+    assert "--tp-size 4" in " ".join(decode.argv)
+
+
+def test_a_vendors_backend_is_passed_by_engine_args() -> None:
+    task = cards(SGLANG, engine_version="0.5.23", engine_args={"disaggregation-transfer-backend": "ascend"})
+    words = " ".join(server(SGLANG, task, "decode").argv)
+    assert words.count("--disaggregation-transfer-backend ascend") == 1
+    assert "mooncake" not in words
+
+
+@ENGINES
+def test_the_router_has_each_instance_of_its_kind(engine: Engine) -> None:
+    task, values = cards(engine), {PREFILL_DECODE: PAIR}
+    places = [("prefill", "a", 8001), ("prefill", "b", 8017), ("decode", "a", 8033)]
+    words = engine.router(task, values).instance(places).at_port(8000).argv
+    assert [words[number + 1] for number, word in enumerate(words) if word == "--prefill"] == [
+        "http://a:8001",
+        "http://b:8017",
+    ]
+    assert words[words.index("--port") + 1] == "8000"

@@ -1,0 +1,123 @@
+"""Jobs of one rank, in Megatron's words, and what megatron-core and flagcore's physics say of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.engines.training.layout import Layout, Options, StageLayers, Training
+from flagcore.engines.training.stages import placed
+
+DP, TP, PP, VP = (
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+EP, ETP, SP = "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+LETTERS = "pipeline_model_parallel_layout"
+SHARDED, MICRO = "use_distributed_optimizer", "micro_batch_size"
+
+
+def world(knobs: dict[str, Any]) -> int:
+    """Return the number of ranks."""
+    return int(np.prod([knobs.get(name, 1) for name in (TP, PP, DP)]))
+
+
+def of_megatron(
+    model: dict[str, Any], rank: int, knobs: dict[str, Any], *, steps: int = 0, **job: Any
+) -> dict[str, Any]:
+    """Return a job of `meta_ranks.py`; with `steps` micro-batches in a step it trains."""
+    candidate = {MICRO: 1, **knobs}
+    config = {name: candidate.pop(name) for name in (EMBEDDING, LOSS, LETTERS) if name in candidate}
+    copies = candidate.pop(DP, 1)
+    return {
+        "model": model,
+        "precision": "bf16",
+        "seq_length": 4096,
+        "rank": rank,
+        "world": world(knobs),
+        "candidate": candidate,
+        "config": config,
+        "global_batch_size": copies * candidate[MICRO] * steps,
+        "train": steps > 0,
+        **job,
+    }
+
+
+def of_physics(
+    model: dict[str, Any], knobs: dict[str, Any], *, steps: int = 1, **train: Any
+) -> tuple[Training, Layout]:
+    """Return the same job as physics takes it."""
+    shape = dict(model)
+    shape.setdefault("num_query_groups", shape["num_attention_heads"])
+    shape.setdefault("kv_channels", shape["hidden_size"] // shape["num_attention_heads"])
+    letters = knobs.get(LETTERS)
+    stages = tuple(
+        StageLayers(embedding=s.count("E"), layers=s.count("t"), mtp=s.count("m"), loss=s.count("L"))
+        for s in (letters.split("|") if letters else ())
+    )
+    options = Options(
+        account_for_embedding=knobs.get(EMBEDDING, False),
+        account_for_loss=knobs.get(LOSS, False),
+        recompute_modules=frozenset(knobs.get("recompute_modules", ("core_attn",))),
+    )
+    values = {"sequence": 4096, "global_batch": 8, "precision": "bf16", "fused_activation": True, **train}
+    found, split = Model(name="x", **shape), layout(knobs, steps)
+    if stages:
+        split, options = placed(found, split, options, stages)
+    return Training(model=found, options=options, **values), split
+
+
+def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
+    """Return knobs as one row of columns."""
+
+    def one(name: str, default: float = 1.0) -> np.ndarray:
+        return np.array([float(knobs.get(name) or default)])
+
+    full = knobs.get("recompute_granularity") == "full"
+    number = float(knobs.get("recompute_num_layers") or 0) * full
+    block = knobs.get("recompute_method") == "block"
+    return Layout(
+        data=one(DP),
+        tensor=one(TP),
+        pipeline=one(PP),
+        virtual=one(VP),
+        context=one("context_parallel_size"),
+        expert=one(EP),
+        expert_tensor=one(ETP, knobs.get(TP, 1)),
+        micro_batch=one(MICRO),
+        microbatches=np.array([float(steps)]),
+        sharded_optimizer=one(SHARDED, 0),
+        sequence_parallel=one(SP, 0),
+        selective=np.array([float(knobs.get("recompute_granularity") == "selective")]),
+        uniform=np.array([number * (not block)]),
+        block=np.array([number * block]),
+        first_layers=one(FIRST, 0),
+        last_layers=one(LAST, 0),
+        split=np.zeros(1),
+    )
+
+
+def run_ranks(jobs: list[dict[str, Any]]) -> list[Any]:
+    """Build or train ranks in a separate process: torch stays out of this one."""
+    program = Path(__file__).with_name("meta_ranks.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: list[Any] = json.loads(done.stdout)
+    return answers

@@ -1,0 +1,248 @@
+"""Watchers get every event, in the tools' own formats, and cost a run nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from flagcore import plugins
+from flagcore.api.tuning.watch import Watchers
+from flagcore.domain.event import KINDS, RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
+from flagcore.errors import NoDevice, SpecError
+from flagcore.hooks import hookimpl
+from flagcore.report.watchers import webhook
+from tests.cli.conftest import Project, Ran
+
+TRIAL = {
+    "number": 3,
+    "role": "search",
+    "state": "measured",
+    "reason": None,
+    "fidelity": "run",
+    "candidate": {"micro_batch_size": 4, "layer_split": None, "sequence_parallel": True},
+    "predicted": {"step_time_s": {"value": 0.5}, "time_s": {"compute_s": 0.4}},
+    "measured": {"step_time_s": {"median": 0.25, "n": 3}, "tokens_per_second_per_device": 1000.0, "versions": {"a": 1}},
+    "duration_s": 7.0,
+}
+EVENT = RunEvent(
+    kind=TRIAL_FINISHED, time=1.8e9, run="own-1f", folder="/x", job={"engine": "e"}, trial=TRIAL, best=TRIAL
+)
+
+
+class Server:
+    """A server that keeps what is posted to it; it answers with `status`."""
+
+    def __init__(self, status: int = 204) -> None:
+        self.got: list[dict[str, Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.server.shutdown()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Install functions as watchers."""
+
+    def install(**calls: Callable[[RunEvent], None]) -> None:
+        monkeypatch.setattr(plugins, "watcher", lambda name: calls[name])
+
+    return install
+
+
+def send(watchers: Watchers, count: int = 3) -> None:
+    """Send events as a run does."""
+    watchers._about = {"run": "own-1f", "folder": "/x", "job": {}}
+    for _ in range(count):
+        watchers._send(kind=TRIAL_FINISHED, trial=TRIAL)
+
+
+def test_webhook_gets_the_event_as_json(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(webhook.URL, server.url)
+    webhook.flagcore_on_event(EVENT)
+    (posted,) = server.got
+    assert {name: posted[name] for name in EVENT.as_dict()} == EVENT.as_dict()
+    assert "trial 3" in posted["text"]
+
+
+@pytest.mark.parametrize("status", [302, 404, 500])
+def test_webhook_that_refuses_is_an_error(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Server(status)
+    monkeypatch.setenv(webhook.URL, refusing.url)
+    with pytest.raises(OSError):  # noqa: PT011
+        webhook.flagcore_on_event(EVENT)
+    assert len(refusing.got) == 1
+    refusing.server.shutdown()
+
+
+@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "ftp://x", "x"])
+def test_webhook_takes_only_http(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(webhook.URL, url)
+    with pytest.raises(ValueError, match=webhook.URL):
+        webhook.flagcore_on_event(EVENT)
+
+
+def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    plugins.watcher("tensorboard")(replace(EVENT, folder=str(tmp_path)))
+    found = EventAccumulator(str(tmp_path / "tensorboard" / "trial-3"))
+    found.Reload()
+    (scalar,) = found.Scalars("measured.step_time_s.median")
+    assert (scalar.step, scalar.value) == (3, 0.25)
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    knobs = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert (knobs["micro_batch_size"].number_value, knobs["state"].string_value) == (4.0, "measured")
+
+
+@pytest.mark.slow
+def test_mlflow_has_a_parent_and_a_run_per_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path))
+    mlflow.set_tracking_uri(str(tmp_path))
+    for _ in range(2):  # the second time, the run is resumed
+        from flagcore.report.watchers.mlflow import MlflowWatcher
+
+        watcher = MlflowWatcher()
+        for kind in (RUN_STARTED, TRIAL_FINISHED, RUN_FINISHED):
+            watcher.flagcore_on_event(replace(EVENT, kind=kind))
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("flagcore").experiment_id
+    logged = client.search_runs([experiment])
+    (parent,) = [each for each in logged if "flagcore.run" in each.data.tags]
+    children = [each for each in logged if each.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert len(children) == 2
+    assert children[0].data.metrics["measured.step_time_s.median"] == 0.25
+    assert children[0].data.params["micro_batch_size"] == "4"
+    assert (parent.info.status, children[0].info.status) == ("FINISHED", "FINISHED")
+    assert parent.data.metrics["best.measured.tokens_per_second_per_device"] == 1000.0
+
+
+@pytest.mark.slow
+def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    plugins.watcher("wandb")(EVENT)
+    (file,) = tmp_path.rglob("*.wandb")
+    content = file.read_bytes()  # protobuf records, not compressed
+    assert all(text in content for text in (b"own-1f", b"micro_batch_size", b"measured.step_time_s.median"))
+
+
+def test_events_arrive_in_order_and_a_failing_watcher_gets_the_next(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    got: list[str] = []
+
+    def fail(event: RunEvent) -> None:
+        got.append(event.kind)
+        raise SystemExit("broken")
+
+    install(fail=fail)
+    with caplog.at_level(logging.WARNING, "flagcore"), Watchers(["fail"]) as watchers:
+        send(watchers)
+    assert got == [TRIAL_FINISHED] * 3 + [RUN_FINISHED]
+    assert len(caplog.records) == 1
+
+
+def test_slow_watcher_neither_delays_events_nor_the_others(install: Callable[..., None]) -> None:
+    forever, got = Event(), list[str]()
+    install(slow=lambda event: forever.wait(60) and None, quick=lambda event: got.append(event.kind))
+    began = time.monotonic()
+    with Watchers(["slow", "quick"], max_seconds=0.2) as watchers:
+        send(watchers)
+        sent = time.monotonic() - began
+        time.sleep(0.3)
+        send(watchers, 1)
+    assert sent < 0.2
+    assert time.monotonic() - began < 5.0
+    assert got == [TRIAL_FINISHED] * 4 + [RUN_FINISHED]
+    forever.set()
+
+
+def test_secrets_are_left_out(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-mine")
+    got: list[RunEvent] = []
+    install(keep=got.append)
+    with Watchers(["keep"]) as watchers:
+        watchers._secrets = ["a-secret-of-mine"]
+        watchers._about = {"run": "own-1f", "folder": "/x", "job": {}}
+        watchers._send(kind=TRIAL_FINISHED, trial={**TRIAL, "reason": "token a-secret-of-mine is refused"})
+    assert "a-secret-of-mine" not in json.dumps([each.as_dict() for each in got])
+
+
+def test_unknown_and_broken_watchers_are_errors_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError) as unknown:
+        Watchers(["webhok"])
+    assert unknown.value.fix == "did you mean webhook?"
+    monkeypatch.setattr("flagcore.plugins.entry_points.load_only", lambda points: object())
+    with pytest.raises(NoDevice):
+        Watchers(["webhook"])
+
+
+def test_plugin_of_a_class_gets_events() -> None:
+    class Own:
+        @hookimpl
+        def flagcore_on_event(self, event: RunEvent) -> None:
+            got.append(event.kind)
+
+    from flagcore.plugins.loader import make_plugin
+
+    got: list[str] = []
+    make_plugin("own", Own()).call("flagcore_on_event", {"event": EVENT})
+    assert got == [TRIAL_FINISHED]
+    assert EVENT.kind in KINDS
+
+
+@pytest.mark.slow
+def test_tune_sends_all_events_and_logs_json_lines(
+    server: Server, project: Project, flag: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(webhook.URL, server.url)
+    spec = project.spec(control={"max_trials": 2, "repeats": 0})
+    run = ("--run-dir", str(project.run_dir), "--watch", "webhook", "--log-format", "json")
+    completed = flag("tune", spec, *run)
+    assert completed.code == 0, completed.err
+    kinds = [each["kind"] for each in server.got]
+    assert kinds == [RUN_STARTED, *([TRIAL_STARTED, TRIAL_FINISHED] * 2), RUN_FINISHED]
+    result = project.result()
+    assert server.got[-1]["result"]["best"] == result["best"]
+    assert [each["trial"] for each in server.got if each["kind"] == TRIAL_FINISHED] == result["trials"]
+    lines = [json.loads(line) for line in completed.err.splitlines()]
+    assert all({"time", "level", "message"} <= line.keys() for line in lines)
+    trials = [line for line in lines if line.get("event") == TRIAL_FINISHED]
+    assert [each["trial"]["number"] for each in trials] == [0, 1]
+    failed = flag("tune", spec, *run, "--storage", "sqlite:////other")
+    assert failed.code == 2
+    assert json.loads(failed.err.splitlines()[-1])["level"] == "error"

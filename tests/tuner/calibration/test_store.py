@@ -1,0 +1,134 @@
+"""Calibrations as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.errors import RunError
+from flagcore.tuner.calibration import Calibration, Calibrations
+
+ROWS = (
+    {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "spread": 0.1, "repeats": 9},
+    {"collective": "send", "ranks": 2, "bytes": 1024, "us": 50.0, "spread": 0.1, "repeats": 9},
+)
+MADE = Calibration(
+    chip="X1",
+    aliases=("ACME X1",),
+    driver="1.2",
+    torch="2.10.0+acme",
+    devices=8,
+    date="2026-11-20T10:00:00+00:00",
+    how="by hand",
+    rows=ROWS,
+)
+RATE = Fact(value=1e12, source=Source(kind="datasheet", detail="made up"))
+X1 = Chip(name="X1", vendor="acme", aliases=("acme x1", "X1 of ACME"), memory_bandwidth_bytes_per_second=RATE)
+
+
+@pytest.fixture
+def calibrations(tmp_path: Path) -> Calibrations:
+    return Calibrations(tmp_path / "data" / "calibrations")
+
+
+def test_saved_calibrations_are_loaded_unchanged(calibrations: Calibrations) -> None:
+    path = calibrations.save(MADE)
+    assert calibrations.find(X1) == (path, MADE)
+    assert [file.name for file in calibrations.folder.iterdir()] == [path.name]
+
+
+def test_a_file_has_one_line_per_row(calibrations: Calibrations) -> None:
+    text = calibrations.save(MADE).read_text()
+    assert sum(line.strip().startswith('{"') for line in text.splitlines()) == len(ROWS)
+    assert json.loads(text)["driver"] == "1.2"
+
+
+def test_the_load_of_other_processes_is_stored_and_optional(calibrations: Calibrations) -> None:
+    disturbed = replace(MADE, others=0.625)
+    path = calibrations.save(disturbed)
+    assert calibrations.find(X1) == (path, disturbed)
+    old = json.loads(path.read_text())
+    del old["others"]
+    path.write_text(json.dumps(old))
+    assert calibrations.find(X1) == (path, MADE)
+
+
+def test_without_calibrations_none_is_found(calibrations: Calibrations) -> None:
+    assert calibrations.all() == ()
+    assert calibrations.find(X1) is None
+    assert calibrations.forget("X1") == ()
+
+
+def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(calibrations: Calibrations) -> None:
+    calibrations.save(MADE)
+    newer = replace(MADE, date="2026-11-21T10:00:00+00:00")
+    calibrations.save(newer)
+    assert [calibration for _, calibration in calibrations.all()] == [newer]
+
+
+def test_the_calibration_of_the_installed_torch_is_preferred_over_a_newer_one(calibrations: Calibrations) -> None:
+    newer = replace(MADE, torch="2.11.0+acme", date="2026-11-21T10:00:00+00:00")
+    for each in (MADE, newer):
+        calibrations.save(each)
+    for torch, expected in (("2.10.0+acme", MADE), ("2.11.0+acme", newer), ("2.9.0", newer), (None, newer)):
+        found = calibrations.find(X1, torch)
+        assert found[1] == expected
+
+
+def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibrations) -> None:
+    cpu = replace(MADE, chip="cpu", aliases=("Brand 9",))
+    calibrations.save(cpu)
+    calibrations.save(replace(cpu, aliases=("Brand 7",)))
+    assert len(calibrations.all()) == 2
+    found = calibrations.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
+    assert found[1] == cpu
+    assert calibrations.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
+
+
+def test_forget_deletes_all_of_one_chip_and_nothing_else(calibrations: Calibrations) -> None:
+    files_of_chip = {calibrations.save(MADE), calibrations.save(replace(MADE, torch="2.11.0"))}
+    other = calibrations.save(replace(MADE, chip="X2"))
+    assert set(calibrations.forget("x1")) == files_of_chip
+    assert [path for path, _ in calibrations.all()] == [other]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", '{"schema": 1}', json.dumps({"schema": 2, "rows": []}), '{"schema": 1, "rows": [3]}'),
+        '{"schema": 1, "rows": [], "aliases": [], "devices": Infinity}',
+        "[" * 100_000,
+    ],
+    ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
+)
+def test_an_invalid_calibration_file_is_reported_with_its_fix(calibrations: Calibrations, text: str) -> None:
+    calibrations.save(MADE).write_text(text)
+    with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
+        calibrations.find(X1)
+
+
+def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="set FLAGCORE_HOME"):
+        Calibrations(tmp_path / "file").save(MADE)
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"FLAGCORE_HOME": "/a", "XDG_DATA_HOME": "/b"}, "/a/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": "/b"}, "/b/flagcore/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": "not/absolute"}, "/home/me/.local/share/flagcore/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": ""}, "/home/me/.local/share/flagcore/calibrations"),
+    ],
+)
+def test_calibrations_are_in_the_folder_of_the_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str
+) -> None:
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert str(Calibrations.of_user().folder) == folder

@@ -1,0 +1,324 @@
+"""The crossing against an enumeration, one combination at a time, that knows no chunk, no radix and no order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import tracemalloc
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.engine import ForcedSetting, RefusedValues
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.errors import NoDevice, SpecError
+from flagcore.tuner.stages import build as build_module
+from flagcore.tuner.stages.build import build, check, legality, rejection_rules
+from tests import small
+
+MODELS = {
+    "dense": small.DENSE,
+    "dense of 6 layers": dataclasses.replace(small.DENSE, num_layers=6),
+    "few groups": dataclasses.replace(small.DENSE, num_query_groups=1),
+    "experts": small.EXPERTS,
+    "6 experts, a dense layer": dataclasses.replace(
+        small.EXPERTS, num_moe_experts=6, moe_first_dense_layers=1, moe_shared_expert_intermediate_size=48
+    ),
+}
+
+
+def one_by_one(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> set[tuple[int, ...]]:
+    """Every combination, brought into its canonical form and then judged, as rows of codes."""
+    rows = np.array(list(itertools.product(*([axis.encode(value) for value in axis.values] for axis in axes))))
+    columns = {axis.knob: rows[:, place].astype(np.int64) for place, axis in enumerate(axes)}
+    known = {
+        axis.knob: {axis.encode(value) for value in (*axis.values, axis.neutral, *axis.extra_values)} for axis in axes
+    }
+    for merge in merges:
+        changed = merge.canonical(columns)
+        listed = np.logical_and.reduce([np.isin(changed[knob], list(known[knob])) for knob in changed])
+        columns = columns | {knob: np.where(listed, changed[knob], columns[knob]) for knob in changed}
+    legal = ~np.logical_or.reduce([rule.broken(columns) & np.ones(len(rows), dtype=bool) for rule in rules])
+    return set(zip(*(columns[axis.knob][legal].tolist() for axis in axes), strict=True))
+
+
+def coded(space: Space) -> list[tuple[int, ...]]:
+    columns = space.columns()
+    return list(zip(*(columns[axis.knob].tolist() for axis in space.axes), strict=True))
+
+
+def balanced(space: Space) -> bool:
+    return space.combinations == sum(space.illegal.values()) + space.merged + len(space)
+
+
+def random_task(seed: int) -> Task:
+    draw = random.Random(seed)
+    model = draw.choice(list(MODELS.values()))
+    layers = model.num_layers
+    space = {
+        "micro_batch_size": tuple(draw.sample([1, 2, 3, 4, 8], 2)),
+        "recompute_num_layers": tuple(draw.sample(range(1, layers + 1), 2)),
+        "context_parallel_size": (1, draw.choice([2, 3, 4])),
+        "num_layers_per_virtual_pipeline_stage": (draw.choice([None, 3]), 1, 2),
+        "recompute_method": draw.choice([("uniform",), ("block",), ("block", "uniform"), (None, "block")]),
+        "recompute_granularity": draw.choice([("full",), ("full", "selective"), (None, "full")]),
+    }
+    length, batch = draw.choice([96, 128, 130]), draw.choice([4, 6, 8])
+    return small.task(model, devices=draw.choice([2, 4, 6]), space=space, seq_length=length, global_batch_size=batch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int) -> None:
+    task = random_task(seed)
+    axes, rules, merges = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
+    space = build(axes, rules, merges)
+    rows = coded(space)
+    assert len(rows) > 3
+    assert len(set(rows)) == len(rows)
+    assert set(rows) == one_by_one(axes, rules, merges)
+    assert balanced(space)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_chunks_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = random_task(seed)
+    parts = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
+    built = build(*parts)
+    monkeypatch.setattr(build_module, "CHUNK", 7)
+    pieces = build(*parts)
+    assert pieces.rows.tolist() == built.rows.tolist()
+    assert balanced(pieces)
+    assert sum(pieces.illegal.values()) + pieces.merged == sum(built.illegal.values()) + built.merged
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_counts_add_up_under_any_rules_and_merges(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(build_module, "CHUNK", draw.choice([3, 17, 1 << 18]))
+    knobs = "abcde"
+    axes = [Axis(knob=knob, values=tuple(range(1, draw.randint(2, 5))), neutral=1) for knob in knobs]
+
+    def rule(number: int) -> Rule:
+        used = tuple(draw.sample(knobs, draw.randint(1, 3)))
+        divisor, rest = draw.randint(2, 6), draw.randint(0, 1)
+        return Rule(
+            name=f"rule_{number}", knobs=used, message="", broken=lambda c: sum(c[k] for k in used) % divisor == rest
+        )
+
+    def merge(number: int) -> Merge:
+        when, what = draw.sample(knobs, 2)
+        value = draw.randint(1, 4)
+        return Merge(
+            name=f"merge_{number}",
+            knobs=(when, what),
+            canonical=lambda c: {what: np.where(c[when] == value, 1, c[what])},
+        )
+
+    space = build(axes, [rule(n) for n in range(4)], [merge(n) for n in range(3)])
+    assert balanced(space)
+    assert space.combinations == np.prod([len(axis.values) for axis in axes])
+    assert set(space.rows[1:] > space.rows[:-1]) <= {True}
+
+
+def test_each_rule_counts_all_combinations_that_it_removes() -> None:
+    axes = [Axis(knob="a", values=(1, 2, 3), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
+    odd = Rule(name="odd", knobs=("a",), message="", broken=lambda c: c["a"] % 2 == 1)
+    equal = Rule(name="equal", knobs=("a", "b"), message="", broken=lambda c: c["a"] == c["b"])
+    space = build(axes, [odd, equal], [])
+    assert space.illegal == {"odd": 4, "equal": 1}
+    assert [candidate.as_dict() for candidate in map(space.candidate, range(len(space)))] == [{"a": 2, "b": 1}]
+
+
+def test_equivalent_rows_are_merged_and_counted() -> None:
+    axes = [Axis(knob="on", values=(False, True), neutral=False, is_flag=True), Axis(knob="n", values=(1, 2, 3))]
+    off = Merge(name="off", knobs=("on", "n"), canonical=lambda c: {"n": c["n"] * c["on"]})
+    space = build(axes, [], [off])
+    assert (space.combinations, space.merged, len(space)) == (6, 2, 4)
+    assert Candidate.of({"on": False, "n": None}) in map(space.candidate, range(4))
+
+
+def test_a_neutral_value_is_outside_the_grid_but_may_be_in_a_row() -> None:
+    axes = [Axis(knob="a", values=(2, 4), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
+    same = Merge(name="same", knobs=("a", "b"), canonical=lambda c: {"a": np.where(c["b"] == 2, 1, c["a"])})
+    space = build(axes, [], [same])
+    assert space.combinations == 4
+    assert sorted(coded(space)) == [(1, 2), (2, 1), (4, 1)]
+
+
+def test_a_canonical_value_missing_from_the_axis_leaves_the_row_unchanged() -> None:
+    axes = [Axis(knob="a", values=(2, 4), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
+    unrelated = Merge(name="strange", knobs=("a", "b"), canonical=lambda c: {"a": np.full_like(c["a"], 7)})
+    assert len(build(axes, [], [unrelated])) == 4
+
+
+def test_find_returns_rows_of_candidates_in_the_space_only() -> None:
+    task = random_task(3)
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    assert [space.find(space.candidate(row)) for row in range(len(space))] == list(range(len(space)))
+    values = space.candidate(0).as_dict()
+    assert space.find(Candidate.of(values | {"micro_batch_size": 977})) is None
+    assert space.find(Candidate.of(values | {"data_parallel_size": 1, "tensor_model_parallel_size": 1})) is None
+
+
+def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
+    axes = [Axis(knob="a", values=(2, 4), neutral=1, extra_values=(8,)), Axis(knob="b", values=(1, 2), neutral=1)]
+    space = build(axes, [], [])
+    own = Candidate.of({"a": 8, "b": 2})
+    assert space.find(own) is None
+    wider = space.with_candidate(own)
+    row = wider.find(own)
+    assert row is not None
+    assert wider.candidate(row) == own
+    assert (len(wider), wider.combinations) == (5, 5)
+    assert balanced(wider)
+    assert wider.with_candidate(own) is wider
+    with pytest.raises(ValueError, match="its axis does not have"):
+        space.with_candidate(Candidate.of({"a": 16, "b": 2}))
+
+
+def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
+    task = small.task(space={"recompute_granularity": ("full", "selective")})
+    refused = RefusedValues(
+        name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"
+    )
+    axes = WORKLOAD.axes(task)
+    (rule,) = rejection_rules(axes, [refused])
+    space = build(axes, [*WORKLOAD.rules(task), rule], WORKLOAD.merges(task))
+    assert space.illegal["no_selective"] > 0
+    assert not np.any(space.columns()["recompute_granularity"] == 1)
+    assert "its kernels crash" in rule.message
+
+
+def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
+    refused = RefusedValues(name="odd", knob="block_size", values=(16,), reason="?")
+    with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
+        rejection_rules(WORKLOAD.axes(small.task()), [refused])
+
+
+def test_a_plugin_may_refuse_a_value_unknown_to_the_engine_release() -> None:
+    refused = RefusedValues(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
+    axes = WORKLOAD.axes(small.task())
+    (rule,) = rejection_rules(axes, [refused])
+    axis = next(axis for axis in axes if axis.knob == "recompute_method")
+    assert rule.broken(
+        {"recompute_method": np.array([axis.encode(word) for word in ("block", "uniform")])}
+    ).tolist() == [
+        True,
+        False,
+    ]
+
+
+def test_check_reports_the_broken_rules_of_one_candidate() -> None:
+    task = small.task()
+    columns = WORKLOAD.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
+    canonical, broken = check(columns, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    assert {"world_size", "attention_heads", "global_batch_size"} <= {rule.name for rule in broken}
+    assert canonical["tensor_model_parallel_size"].tolist() == [3]
+
+
+def test_a_space_without_a_legal_candidate_is_empty_and_balanced() -> None:
+    space = build(
+        [Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), message="", broken=_all)], []
+    )
+    assert (len(space), space.illegal, space.find(Candidate.of({"a": 1}))) == (0, {"all": 2}, None)
+    assert list(space.chunks(10)) == []
+
+
+def _all(columns: Columns) -> np.ndarray:
+    return np.ones_like(columns["a"], dtype=bool)
+
+
+def test_too_many_combinations_to_count_are_refused() -> None:
+    axes = [Axis(knob=f"k{n}", values=tuple(range(1, 50_001)), neutral=1) for n in range(5)]
+    rules = [Rule(name="one", knobs=(axis.knob,), message="", broken=lambda c, k=axis.knob: c[k] > 1) for axis in axes]
+    with pytest.raises(SpecError, match="too many combinations"):
+        build(axes, rules, [])
+
+
+def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "MAX_ROWS", 1000)
+    axes = [Axis(knob=knob, values=tuple(range(1, 101)), neutral=1) for knob in "ab"]
+    with pytest.raises(SpecError, match="more than 1,000 candidates"):
+        build(axes, [], [])
+
+
+def test_ten_million_combinations_need_little_memory() -> None:
+    model = dataclasses.replace(
+        small.EXPERTS,
+        num_layers=24,
+        num_attention_heads=32,
+        num_query_groups=8,
+        num_moe_experts=32,
+        ffn_hidden_size=4096,
+    )
+    task = small.task(
+        model, devices=16, seq_length=4096, global_batch_size=64, space={"recompute_granularity": ("full",)}
+    )
+    tracemalloc.start()
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert space.combinations >= 10_000_000
+    assert balanced(space)
+    assert 1000 < len(space) < space.combinations / 20
+    assert peak < 400 << 20
+
+
+@pytest.mark.parametrize(
+    ("knob", "train", "took"),
+    [
+        ("precision", {"precision": "fp8"}, True),
+        ("precision", {"precision": "bf16"}, False),
+        ("settings.cp_comm_type", {"settings": {"cp_comm_type": "fp8"}}, True),
+        ("settings.cp_comm_type", {"command": ("train", "--cp-comm-type", "fp8")}, True),
+        ("settings.cp_comm_type", {}, False),
+    ],
+)
+def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], took: bool) -> None:
+    task = small.task(space={"micro_batch_size": (1,)}, **train)
+    refused = RefusedValues(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units")
+    axes = WORKLOAD.axes(task)
+    (rule,) = rejection_rules(axes, [refused], task.spec)
+    space = build(axes, [rule], ())
+    assert (len(space) == 0) == took
+    assert space.illegal == ({"no_fp8": space.combinations} if took else {})
+    assert "it has no units" in rule.message
+
+
+def test_a_plugin_may_refuse_all_above_a_number() -> None:
+    refused = RefusedValues(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
+    (rule,) = rejection_rules(WORKLOAD.axes(small.task()), [refused])
+    assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
+    assert "more than 4" in rule.message
+
+
+def test_a_forced_setting_refuses_another_user_value() -> None:
+    forced = ForcedSetting(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
+    for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
+        task = small.task(settings={"cp_comm_type": value} if value else {})
+        (rule,) = rejection_rules(WORKLOAD.axes(task), [forced], task.spec)
+        assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
+    assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message
+
+
+def test_a_knob_that_a_release_lacks_is_neutral_there() -> None:
+    workload = SimpleNamespace(
+        name="acme",
+        knobs=(Knob(name="fused", kind="flag", neutral=False, versions=">=2"),),
+        axes=lambda task: (Axis(knob="fused", values=(False, True), neutral=False, is_flag=True),),
+        rules=lambda task: (),
+        merges=lambda task: (),
+    )
+    for version, broken in (("1.4", [False, True]), ("2.0", None), (None, None)):
+        rules = legality(small.task(engine_version=version), cast(Workload, workload)).rules
+        found = [rule.broken({"fused": np.array([0, 1])}).tolist() for rule in rules]
+        assert found == ([] if broken is None else [broken])

@@ -1,0 +1,457 @@
+"""Which chip a task runs on, and what plugins say of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.chip import Chip, Device, Fact, Support
+from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
+from flagcore.domain.launch import Launch
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.errors import NoDevice
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.devices import require_devices
+from tests import small
+
+SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+CPU = replace(small.CHIP, name="plain-cpu", aliases=(), devices_per_node=2)
+
+
+def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = None, **hooks: object) -> SimpleNamespace:
+    """A plugin for one chip of which `count` devices are here, under the name `called`."""
+    answer = support or replace(SHARED, device_type="xpu", shared_devices=False)
+
+    @hookimpl
+    def flagcore_chips() -> list[Chip]:
+        return [chip]
+
+    @hookimpl
+    def flagcore_devices() -> list[Device]:
+        return [Device(index=n, chip=called or chip.name, memory_bytes=(40 + n) << 30) for n in range(count)]
+
+    @hookimpl
+    def flagcore_engine_support(chip: Chip, engine: str) -> Any:
+        return answer if chip.name == known else None
+
+    known = chip.name
+    arguments = {"flagcore_chips": flagcore_chips, "flagcore_devices": flagcore_devices}
+    return SimpleNamespace(**arguments, flagcore_engine_support=flagcore_engine_support, **hooks)
+
+
+def spec(**cluster: Any) -> Spec:
+    return replace(small.task().spec, cluster=ClusterSpec(**cluster))
+
+
+def loaded(**plugins: object) -> LoadedPlugins:
+    found = LoadedPlugins.of(plugins)
+    assert found.failures == ()
+    return found
+
+
+def test_local_devices_are_the_default_cluster() -> None:
+    platform = complete(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
+    group = platform.task.cluster.groups[0]
+    assert (group.chip.name, group.devices) == ("test-chip", 4)
+    assert group.memory_bytes == 40 << 30
+    assert platform.support.device_type == "xpu"
+
+
+def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
+    platform = complete(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
+    group = platform.task.cluster.groups[0]
+    assert group.devices == 16
+    assert platform.costs.memory.capacity_bytes() == 80e9
+    with pytest.raises(NoDevice, match=r"no test-chip on this machine.*`flag tune --fidelity estimate`"):
+        require_devices(platform, ())
+
+
+def test_the_specs_cluster_comes_first() -> None:
+    expected = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
+    group = complete(expected, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
+    assert (group.devices, group.memory_bytes) == (2, 1 << 30)
+
+
+def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(NoDevice, match=r"'nosuch' is not supported .* known chips: plain-cpu, test-chip"):
+        complete(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
+
+
+def test_nothing_found_is_refused() -> None:
+    with pytest.raises(NoDevice, match="no device at all"):
+        complete(spec(), loaded(x=plugin(small.CHIP)))
+    with pytest.raises(NoDevice, match="no device at all"):
+        complete(spec(), loaded())
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(NoDevice, match="found Strange 1"):
+        complete(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
+
+
+def test_the_plain_cpu_is_the_last_resort() -> None:
+    cpu = plugin(CPU, 64, support=SHARED)
+    assert complete(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
+    assert complete(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
+
+
+def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
+    @hookimpl
+    def failing() -> list[Device]:
+        logging.getLogger("flagcore_x").warning("x-smi failed with exit status 9")
+        return []
+
+    vendor, cpu = plugin(small.CHIP), plugin(CPU, 64, support=SHARED)
+    vendor.flagcore_devices = failing
+    with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
+        complete(spec(), loaded(a=cpu, z=vendor))
+    assert complete(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
+    other = plugin(replace(small.CHIP, name="other", aliases=()), 1)
+    assert complete(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
+
+
+def test_the_accelerator_with_more_devices_is_used() -> None:
+    other = replace(small.CHIP, name="other", aliases=())
+    plugins = loaded(a=plugin(other, 2), b=plugin(small.CHIP, 3))
+    assert complete(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
+    assert complete(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
+
+
+def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
+    plugins = loaded(x=plugin(small.CHIP, 2))
+    platform = complete(spec(devices_per_node=8), plugins)
+    with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
+        require_devices(platform, plugins.devices())
+
+
+def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
+    plugins = loaded(x=plugin(replace(CPU, devices_per_node=2), 2, support=SHARED))
+    crowded, each_one = (complete(spec(devices_per_node=count), plugins) for count in (8, 2))
+    require_devices(crowded, plugins.devices())
+    seconds = [float(each.costs.kernels.memory_seconds(np.array([1e9]))[0]) for each in (crowded, each_one)]
+    assert seconds[0] == pytest.approx(4 * seconds[1])
+
+
+@pytest.mark.parametrize("unsupported", [Support.IMPOSSIBLE, Support.NOT_YET])
+def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(unsupported: Support) -> None:
+    support = EngineSupport(support=unsupported, reason="its collectives lack send")
+    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: .*lack send"):
+        complete(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
+
+
+def test_unknown_support_allows_planning_only() -> None:
+    silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
+    platform = complete(spec(), loaded(x=silent))
+    assert platform.support.support is Support.UNKNOWN
+    with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
+        require_devices(platform, (Device(index=0, chip="test-chip"),) * 8)
+
+
+def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
+    calls: list[tuple[str, str]] = []
+
+    @hookimpl
+    def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str]:
+        calls.append((chip.name, engine))
+        return {"FABRIC": "1"}
+
+    platform = complete(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    assert platform.environment == {"FABRIC": "1"}
+    assert calls == [("test-chip", "megatron")]
+
+
+OTHER = replace(
+    small.CHIP,
+    name="other",
+    aliases=(),
+    memory_bytes=Fact(value=32e9, source=small.SOURCE),
+    nic_bytes_per_second=Fact(value=10e9, source=small.SOURCE),
+)
+GROUPS = (ClusterSpec(chip="test-chip", nodes=2, nic_bytes_per_second=50e9), ClusterSpec(chip="other"))
+SEND = np.array([2.0**26]), np.array([2]), np.array([1])
+
+
+def test_each_node_group_has_its_own_chip_and_costs() -> None:
+    platform = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
+    cluster, costs = platform.task.cluster, platform.costs
+    assert (cluster.chips, cluster.devices) == ("16 x test-chip + 8 x other", 24)
+    assert list(costs.further) == [16]
+    assert [each.memory.capacity_bytes() for each in costs.groups] == [80e9, 32e9]
+
+
+def test_messages_between_node_groups_take_the_slower_network() -> None:
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER))
+    costs = complete(spec(groups=GROUPS), plugins).costs
+    both = complete(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
+    single = complete(spec(chip="other", nodes=2), plugins).costs
+    slow = single.collectives.seconds("send", SEND[0], SEND[1], np.array([8]))
+    assert costs.between.seconds("send", *SEND) == both.between.seconds("send", *SEND) == slow
+    assert single.between is None
+    unknown = replace(GROUPS[0], nic_bytes_per_second=None)
+    for groups in ((unknown, GROUPS[1]), (GROUPS[1], unknown)):
+        between = complete(spec(groups=groups), plugins).costs.between
+        assert np.isnan(between.seconds("send", *SEND)).all()
+
+
+def test_messages_between_vendors_without_a_common_library_go_through_the_hosts() -> None:
+    foreign = replace(OTHER, vendor="elsewhere")
+    found = {}
+    for names in ((), ("a-lib",), ("a-lib", "b-lib")):
+        support = EngineSupport(support=Support.YES, cross_vendor_libraries=names)
+        own = EngineSupport(support=Support.YES, cross_vendor_libraries=("b-lib",))
+        plugins = loaded(x=plugin(small.CHIP, support=own), y=plugin(foreign, support=support))
+        platform = complete(spec(groups=GROUPS), plugins)
+        found[names] = platform.costs.between.seconds("send", *SEND), len(platform.support.notes)
+        costs = platform.costs
+    direct = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    assert found["a-lib", "b-lib"] == (direct.seconds("send", *SEND), 0)
+    copies = sum(each.kernels.host_copy_seconds(SEND[0]) for each in costs.groups)
+    for names in ((), ("a-lib",)):
+        assert found[names][0] == pytest.approx(direct.seconds("send", *SEND) + copies, rel=0.05)
+        assert found[names][1] == 1
+
+
+def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
+    rack = replace(OTHER, link=replace(small.CHIP.link, domain_size=64))  # type: ignore[type-var]
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(rack))
+    found = [complete(spec(groups=(GROUPS[0], each)), plugins).costs.between for each in GROUPS[1:]]
+    plain = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    assert found[0].seconds("send", *SEND) == plain.seconds("send", *SEND)
+
+
+def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
+    refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, flagcore_pruning_rules=refusing(refused)))
+    assert complete(spec(groups=GROUPS), plugins).value_rules == (refused,)
+    stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
+    with pytest.raises(NoDevice, match="megatron does not run on other"):
+        complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
+
+
+def test_a_mixed_cluster_runs_only_the_users_command() -> None:
+    plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
+    platform = complete(spec(groups=GROUPS), plugins)
+    with pytest.raises(NoDevice, match=r"16 x test-chip \+ 8 x other; give a train.command"):
+        require_devices(platform, plugins.devices())
+    own = replace(platform.task.spec, work=replace(platform.task.spec.train, command=("run",)))
+    with_command = replace(platform, task=replace(platform.task, spec=own))
+    require_devices(with_command, plugins.devices())
+    with pytest.raises(NoDevice, match="on this machine"):
+        require_devices(with_command, ())
+
+
+def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
+    groups = (GROUPS[0], ClusterSpec(chip="nosuch"))
+    with pytest.raises(NoDevice, match=r"cluster\.groups\[1\]\.chip = 'nosuch'"):
+        complete(spec(groups=groups), loaded(x=plugin(small.CHIP)))
+
+
+def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
+    plugins = loaded(y=plugin(OTHER))
+    one = complete(spec(chip="other", nodes=2), plugins)
+    two = complete(spec(groups=(GROUPS[1], GROUPS[1])), plugins)
+    layouts = ((8, 1, 2, 0), (4, 2, 2, 0), (8, 1, 2, 1))
+    rows = [
+        {
+            "data_parallel_size": data,
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "num_layers_per_virtual_pipeline_stage": each or None,
+        }
+        for data, tensor, pipeline, each in layouts
+    ]
+    for row in rows:
+        figures = [
+            WORKLOAD.predict(each.task, WORKLOAD.columns(each.task, row), each.costs).row(0) for each in (one, two)
+        ]
+        assert figures[0] == figures[1]
+        assert figures[0].step_time_s is not None
+
+
+def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    @hookimpl
+    def flagcore_environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
+        nodes = {"NODES": str(task.cluster.groups[0].nodes)}
+        return {"OF_SHELL": "plugin", "OF_SPEC": "plugin", "SAME": "1", **nodes}
+
+    monkeypatch.setenv("OF_SHELL", "mine")
+    monkeypatch.setenv("OF_SPEC", "shell's")
+    monkeypatch.setenv("SAME", "1")
+    mine = replace(spec(), envs={"OF_SPEC": "spec's"})
+    platform = complete(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    assert platform.conflicts == (
+        "OF_SHELL: mine from this shell overrides plugin from a plugin",
+        "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
+    )
+    launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
+    assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}
+
+
+def refusing(*rules: ValueRule) -> Any:
+    """A hook that returns these rules for any task."""
+
+    @hookimpl
+    def flagcore_pruning_rules(task: Task) -> tuple[ValueRule, ...]:
+        return rules
+
+    return flagcore_pruning_rules
+
+
+def advising(advice: TaskAdvice) -> SimpleNamespace:
+    """A plugin that gives this advice on tasks of more than one node."""
+
+    @hookimpl
+    def flagcore_check_task(task: Task, engine_version: str | None) -> TaskAdvice | None:
+        return advice if task.cluster.groups[0].nodes > 1 else None
+
+    return SimpleNamespace(flagcore_check_task=flagcore_check_task)
+
+
+def test_a_plugin_can_refuse_a_whole_task() -> None:
+    plugins = loaded(a=advising(TaskAdvice(impossible="ACME's build uses one node")), x=plugin(small.CHIP))
+    assert complete(spec(chip="test-chip"), plugins).support.notes == ()
+    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: ACME's build uses one node"):
+        complete(spec(chip="test-chip", nodes=2), plugins)
+
+
+def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
+    @hookimpl
+    def flagcore_check_task(task: Task) -> TaskAdvice | None:
+        kinds = len({group.chip.name for group in task.cluster.groups})
+        reason = f"{kinds} kinds, {task.cluster.devices} devices"
+        return TaskAdvice(impossible=reason if task.cluster.devices > 1 else "")
+
+    alone = SimpleNamespace(flagcore_check_task=flagcore_check_task)
+    plugins = loaded(a=alone, x=plugin(small.CHIP), y=plugin(CPU))
+    assert complete(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
+    with pytest.raises(NoDevice, match="1 kinds, 2 devices"):
+        complete(spec(chip="test-chip", devices_per_node=2), plugins)
+    groups = tuple(ClusterSpec(chip=name, devices_per_node=1) for name in ("test-chip", "plain-cpu"))
+    mixed = replace(spec(chip="test-chip"), cluster=ClusterSpec(groups=groups))
+    with pytest.raises(NoDevice, match="2 kinds, 2 devices"):
+        complete(mixed, plugins)
+
+
+def test_auto_means_the_preferred_value_of_a_plugin() -> None:
+    preferred = PreferredSetting(setting="engine_args.block-size", value=128, reason="kernels need it")
+    plugins = loaded(a=advising(TaskAdvice(preferred=(preferred,))), x=plugin(small.CHIP))
+    job = replace(spec(chip="test-chip", nodes=2), work=ServeSpec(engine="vllm", loads=()))
+
+    def discovered(value: object) -> Spec:
+        return complete(replace(job, space={} if value is None else {"block_size": value}), plugins).task.spec
+
+    assert discovered(None).serve.engine_args == {"block-size": 128}
+    assert discovered("auto").space == {"block_size": (128,)}
+    assert discovered("auto").serve.engine_args == {}
+    assert discovered((16, 32)).space == {"block_size": (16, 32)}
+
+
+def test_a_plugin_can_leave_out_the_first_steps_and_requests() -> None:
+    plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(small.CHIP))
+    job = spec(chip="test-chip", nodes=2)
+    control = complete(job, plugins).task.spec.control
+    assert (control.warmup_iters, control.train_iters) == (3, job.control.train_iters + 2)
+    loads = tuple(Load(warmup=requests) for requests in (0, 5))
+    serve = complete(replace(job, work=ServeSpec(engine="vllm", loads=loads)), plugins).task.spec.serve
+    assert [load.warmup for load in serve.loads] == [3, 5]
+
+
+def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
+    stored = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
+    set_ = PreferredSetting(setting="settings.attention_softmax_in_fp32", value=True, reason="sums are in bf16")
+    forced = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
+    worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
+    advice = TaskAdvice(preferred=(stored, set_), notes=("nodes are far apart",))
+    chip = plugin(small.CHIP, flagcore_pruning_rules=refusing(worst, forced))
+    requested = spec(chip="test-chip", nodes=2)
+    work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
+    platform = complete(replace(requested, work=work), loaded(a=advising(advice), x=chip))
+    expected = {"fp8_margin": 2, "attention_softmax_in_fp32": True, "sequence_parallel": True}
+    assert platform.task.spec.work.settings == expected  # type: ignore[union-attr]
+    (note, further) = platform.support.notes
+    assert note == "settings.attention_softmax_in_fp32 = True: sums are in bf16"
+    assert further == "nodes are far apart"
+    assert platform.value_rules == (worst, forced)
+
+
+def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.vendorkit.cgroup.quota_cores", lambda: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+
+    def cpus(devices: int, **cluster: Any) -> int | None:
+        with_chip = loaded(vendor=plugin(small.CHIP, devices))
+        return complete(spec(chip=small.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
+
+    assert cpus(devices=2) == 3
+    assert cpus(devices=2, cpus_per_node=64) == 64
+    assert cpus(devices=0) is None
+
+
+def rates(**flops: float) -> dict[str, Any]:
+    source = small.CHIP.dense_flops_per_second["bf16"].source
+    return {name: Fact(value=value, source=source) for name, value in flops.items()}
+
+
+@pytest.mark.parametrize(
+    ("flops", "support", "precision"),
+    [
+        (rates(fp32=1e13, fp16=2e14, bf16=2e14, fp8=4e14), {}, "bf16"),
+        (rates(fp32=1e13, fp16=2e14), {}, "fp16"),
+        (rates(fp32=1e13), {}, "fp32"),
+        ({}, {}, "bf16"),
+        (rates(fp32=1e11, bf16=2e11, fp16=3e11), {"shared_devices": True}, "bf16"),
+        (rates(fp32=3.6e10, bf16=7.5e8, fp16=7e8), {"shared_devices": True}, "fp32"),
+        (rates(fp32=1e11, fp16=2e11), {"shared_devices": True}, "fp32"),
+        (
+            rates(fp32=1e13, fp16=2e14, bf16=2e14),
+            {"refused": ("bf16",)},
+            "fp16",
+        ),
+    ],
+)
+def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
+    flops: dict[str, Any], support: dict[str, Any], precision: str
+) -> None:
+    chip = replace(small.CHIP, dense_flops_per_second=flops)
+    refused = RefusedValues(name="no", knob="precision", values=support.get("refused", ()), reason="none")
+    own = replace(SHARED, shared_devices=support.get("shared_devices", False))
+    plugins = loaded(acme=plugin(chip, 2, support=own, flagcore_pruning_rules=refusing(refused)))
+    platform = complete(automatic(spec()), plugins)
+    assert platform.task.spec.train.precision == precision
+    assert f"train.precision = {precision}" in platform.precision_reason
+    assert ("48 times" in platform.precision_reason) == (precision == "fp32" and "bf16" in flops)
+    assert complete(spec(), plugins).precision_reason == ""
+
+
+def test_an_automatic_precision_is_one_of_all_chips() -> None:
+    new = replace(small.CHIP, name="N1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=2e14, bf16=2e14))
+    old = replace(small.CHIP, name="O1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=1e14))
+    groups = (ClusterSpec(chip="N1", devices_per_node=2), ClusterSpec(chip="O1", devices_per_node=2))
+    platform = complete(automatic(spec(groups=groups, nodes=2)), loaded(new=plugin(new), old=plugin(old)))
+    assert platform.task.spec.train.precision == "fp16"
+
+
+def automatic(requested: Spec) -> Spec:
+    return replace(requested, work=replace(requested.train, precision="auto"))
+
+
+def test_a_chip_is_predicted_with_figures_that_were_measured_on_this_machine() -> None:
+    measured = replace(small.CHIP, dense_flops_per_second=rates(bf16=1.5e14))
+
+    @hookimpl
+    def flagcore_measured_chip(chip: Chip) -> Chip | None:
+        return measured if chip.name == small.CHIP.name else None
+
+    plugins = loaded(acme=plugin(small.CHIP, 2, flagcore_measured_chip=flagcore_measured_chip))
+    assert complete(spec(), plugins).task.cluster.groups[0].chip.dense_flops_per_second == rates(bf16=1.5e14)
+    assert plugins.measured_chip(CPU) == CPU

@@ -1,0 +1,223 @@
+"""The time limits of trials and of the search, and the reasons to start no trial."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import SearchContext
+from flagcore.domain.chip import Fact
+from flagcore.domain.search_state import EXTRA_ROUNDS
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.spec import Control, Task
+from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.i18n import choose, from_record
+from flagcore.tuner.stages.limit import (
+    SLACK,
+    START_SLACK,
+    UNKNOWN_SECONDS,
+    cap_limit,
+    search_time,
+    share_of_time,
+    time_limit,
+    why_no_trial,
+    with_target,
+)
+from flagcore.tuner.stages.rank import learn
+from tests import small
+from tests.tuner.strategies.contexts import predictions, search_context, trial_of
+
+TASK = small.task(control=Control(train_iters=5))
+START = 300.0
+
+
+def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
+    step = {"value": value, "low": value / 2, "high": high}
+    return Trial(
+        number=9,
+        candidate=small.candidate(),
+        role=Role.SEARCH,
+        state=TrialState.RUNNING,
+        predicted={"step_time_s": step},
+        **extra,
+    )
+
+
+def measured_trial(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
+    measured = Measurement(
+        step_times_s=(step,),
+        step_time_s=step,
+        spread_s=0.0,
+        tokens_per_second_per_device=1.0,
+        scaled_from=scaled_from,
+    )
+    return replace(planned(), state=TrialState.MEASURED, measurement=measured, duration_s=seconds)
+
+
+def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1) -> float:
+    return time_limit(task, WORKLOAD, trial, earlier, launches).seconds
+
+
+def test_without_a_setting_it_is_the_start_and_the_steps_with_slack() -> None:
+    limit = time_limit(TASK, WORKLOAD, planned(), ())
+    assert limit.seconds == START + SLACK * 5 * 12.0
+    assert "300 s to start" in limit.because
+    assert "5 steps" in limit.because
+
+
+def test_a_setting_counts_alone() -> None:
+    task = small.task(control=Control(max_time_per_task=70.0))
+    limit = time_limit(task, WORKLOAD, planned(value=1e3, high=1e4), ())
+    assert limit.seconds == 70.0
+    assert "max_time_per_task" in limit.because
+
+
+def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer() -> None:
+    assert seconds(planned(), measured_trial(36.0, 200.0)) == START + SLACK * 5 * 36.0  # three times the high end
+    assert seconds(planned(), measured_trial(6.0, 100.0)) == START + SLACK * 5 * 12.0
+    assert seconds(planned(), measured_trial(10.0, 450.0)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
+
+
+def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
+    short = Shortened(global_batch_size=2, whole=8, scale=4.0, low=3.5, high=4.1)
+    assert seconds(planned(shortened=short)) == START + SLACK * 5 * 3.0
+    assert seconds(planned(), measured_trial(10.0, 412.5, scaled_from=2.5)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
+
+
+def test_without_a_prediction_it_is_a_constant_that_is_named() -> None:
+    limit = time_limit(TASK, WORKLOAD, replace(planned(), predicted={}), ())
+    assert limit.seconds == UNKNOWN_SECONDS
+    assert "predicted" in limit.because
+
+
+def test_ranks_of_a_probe_add_up() -> None:
+    assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
+
+
+def test_the_start_limit_of_a_server_comes_from_its_engine() -> None:
+    task = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
+    assert time_limit(task, small.ENGINES["vllm"], planned(), ()).seconds == 1200.0
+
+
+def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
+    limit = TimeLimit(seconds=50.0, because="x")
+    assert cap_limit(limit, 60.0, "max_time") is limit
+    assert cap_limit(limit, 20.0, "max_time").seconds == 20.0
+    assert cap_limit(limit, -5.0, "max_time").seconds == 1.0
+    assert "max_time" in cap_limit(limit, 20.0, "max_time").because
+
+
+@pytest.mark.parametrize("max_time", [None, 100.0])
+def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
+    task = small.task(control=Control(train_iters=5, max_trials=2, max_time=max_time, max_step_time=3.0))
+    rows = np.arange(2)
+    predictions = WORKLOAD.predict(task, WORKLOAD.columns(task, {}), small.costs(task))
+    several = replace(predictions.take(np.zeros(3, dtype=np.int64)), step_time_s=np.array([1.0, 4.0, 9.0]))
+    several = replace(several, high_s=several.step_time_s * 2)
+    found = search_time(task, WORKLOAD, several, rows)
+    repeats = (1 + EXTRA_ROUNDS) * 2
+    assert (found.trials, found.repeats) == (2, repeats)
+    assert found.steps_s == 5 * (1.0 + 3.0 + repeats * 4.0)
+    highest = (2 + repeats) * START + SLACK * 5 * (2.0 + 3.0 + repeats * 8.0)
+    assert found.at_most_s == (max_time or highest)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (90.0, 90.0),  # its share of the search's time
+        (10.0, 60.0),  # as long as predicted
+        (float("inf"), 190.0),  # the limit without the reserve
+    ],
+)
+def test_a_trial_has_a_target_within_its_limit(share: float, expected: float) -> None:
+    limit = with_target(TimeLimit(seconds=200.0, because=""), TASK, planned(), share, ())
+    assert limit.target_s == pytest.approx(expected)
+
+
+def test_the_limit_grows_with_steps_of_a_trial_that_was_not_measured() -> None:
+    slow = replace(planned(), state=TrialState.TIMED_OUT, finished_steps_s=(100.0,), duration_s=120.0)
+    assert seconds(planned(), slow) == START + SLACK * 5 * 100.0
+
+
+KNOWN = predictions()
+FASTEST = float(KNOWN.step_time_s.min())
+
+
+def after(*trials: Trial, rates: dict[str, float] | None = None, **control: Any) -> SearchContext:
+    """A context whose trials have a limit of 100 fast steps each, on a chip with some rates."""
+    context = search_context(KNOWN, trials)
+    spec = replace(context.task.spec, control=Control(**{"max_time_per_task": 100 * FASTEST, **control}))
+    facts = {name: Fact(value=rate, source=small.SOURCE) for name, rate in (rates or {"bf16": 1e9}).items()}
+    group = context.task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, dense_flops_per_second=facts))
+    task = replace(context.task, spec=spec, cluster=replace(context.task.cluster, groups=(group,)))
+    return replace(context, task=task, seconds_left=control.get("max_time"))
+
+
+def cut_short(row: int, times: float, **changes: Any) -> Trial:
+    """A trial whose only step took `times` as long as predicted."""
+    step = float(KNOWN.step_time_s[row])
+    trial = replace(trial_of(row, None, row), predicted={"step_time_s": {"value": step}})
+    changes = {"duration_s": times * step, "finished_steps_s": (times * step,), **changes}
+    return replace(trial, state=TrialState.TIMED_OUT, **changes)
+
+
+def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
+    assert why_no_trial(after(), WORKLOAD) is None
+    assert why_no_trial(after(trial_of(0, 1.0, 0)), WORKLOAD) is None
+    assert why_no_trial(after(cut_short(0, 20.0)), WORKLOAD) is None
+    assert why_no_trial(after(cut_short(0, 2000.0)), WORKLOAD)
+    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None), WORKLOAD) is None
+    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None, max_time=9 * FASTEST), WORKLOAD)
+
+
+def test_the_advice_is_computed() -> None:
+    slow = cut_short(0, 2000.0, telemetry={"cores": 2.0, "cores_used_by_others": 1.8})
+    reason = why_no_trial(after(slow, max_time=100 * FASTEST), WORKLOAD)
+    steps = slow.finished_steps_s[0] * Control().train_iters
+    advised = {
+        key: float(reason.split(f"auto_tuner.control.{key}: ")[1].split()[0])
+        for key in ("max_time_per_task", "max_time")
+    }
+    assert steps < advised["max_time_per_task"] < 1.3 * steps + 20
+    assert advised["max_time"] > 3 * advised["max_time_per_task"]
+    assert "1.8 of 2 cores" in reason
+    with_language = from_record(reason, reason.record)
+    choose("zh")
+    try:
+        assert from_record(reason, reason.record) != with_language
+    finally:
+        choose("en")
+
+
+def test_a_much_faster_precision_ends_a_search_without_time_for_its_steps() -> None:
+    rates = {"bf16": 1e9, "fp32": 48e9}
+    reason = why_no_trial(after(cut_short(0, 20.0), rates=rates), WORKLOAD)
+    assert reason is not None
+    assert "train.precision: fp32 (48 times" in reason
+    assert why_no_trial(after(trial_of(0, 1.0, 0), rates=rates), WORKLOAD) is None
+    assert why_no_trial(after(cut_short(0, 20.0), rates={"bf16": 9e9, "fp32": 1e9}), WORKLOAD) is None
+
+
+def test_the_remaining_time_is_shared_by_trials_and_repeats() -> None:
+    control = Control(repeats=1, max_time=600.0)
+    before, baseline = learn(()), replace(trial_of(0, 1.0, 0), role=Role.BASELINE)
+    assert share_of_time(control, before, Role.BASELINE, 100, None) == np.inf
+    assert share_of_time(control, before, Role.BASELINE, 100, 600.0) == 100.0
+    assert share_of_time(control, before, Role.BASELINE, 1, 600.0) == 200.0
+    later = learn([baseline, *(trial_of(row, 1.0 - row / 10, row) for row in range(1, 6))])
+    assert share_of_time(control, later, Role.SEARCH, 100, 300.0) == 100.0
+    assert share_of_time(control, later, Role.REPEAT, 100, 300.0) == pytest.approx(150.0)
+
+
+def test_two_trials_without_a_step_end_a_search() -> None:
+    hung = [cut_short(row, 1.0, duration_s=100 * FASTEST, finished_steps_s=()) for row in (0, 1)]
+    assert why_no_trial(after(hung[0]), WORKLOAD) is None
+    reason = why_no_trial(after(*hung), WORKLOAD)
+    assert reason is not None
+    assert "auto_tuner.control.max_time_per_task: " in reason

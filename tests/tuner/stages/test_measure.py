@@ -1,0 +1,616 @@
+"""Watching a trial: how each end is called, and what is concluded from what it measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, FailurePattern, classify
+from flagcore.domain.secrets import REDACTED
+from flagcore.domain.spec import ClusterSpec, Control, Task
+from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
+from flagcore.errors import FlagError
+from flagcore.tuner.stages.measure import EARLY_STOP_RATIO, measure
+from tests import small
+
+TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
+TRIAL = Trial(number=1, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
+MEASURED = Measurement(
+    step_times_s=(1.0, 1.0), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=10.0, losses=(2.0, 1.0)
+)
+BEST = replace(TRIAL, number=0, state=TrialState.MEASURED, measurement=MEASURED)
+VENDOR = FailurePattern(pattern=r"xpu: E42", state=TrialState.OUT_OF_MEMORY, advice="lower the pool")
+
+
+class Ran:
+    """A trial that ends as configured after some polls, each of some `seconds`; `stop` ends it on request."""
+
+    def __init__(self, ended: Exit, polls: int = 0, seconds: float = 0.5) -> None:
+        self.ended, self.polls, self.seconds, self.stopped, self.now = ended, polls, seconds, False, -seconds
+
+    def poll(self) -> Exit | None:
+        return self.wait(0)
+
+    def wait(self, seconds: float) -> Exit | None:
+        self.polls -= 1
+        self.now += self.seconds
+        return self.ended if self.polls < 0 else None
+
+    def stop(self) -> Exit:
+        self.stopped = True
+        return replace(self.ended, code=-15, ended_by="request")
+
+
+class Engine(Megatron):
+    """The engine's adapter, as far as measuring asks it."""
+
+    def __init__(self, steps: Sequence[float] = (), result: Measurement | str = MEASURED) -> None:
+        self.steps, self.result = steps, result
+
+    def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+        return lambda: self.steps
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        if isinstance(self.result, str):
+            raise FlagError(self.result)
+        return self.result
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return WORKLOAD.failure_patterns()
+
+
+def ended(code: int = 0, by: str | None = None) -> Exit:
+    return Exit(code=code, ended_by=by, duration_s=12.0, peak_memory_bytes=3 << 30)
+
+
+def measured(
+    run: Ran,
+    folder: Path,
+    engine: Any = None,
+    platform: Platform | None = None,
+    best: Trial | None = None,
+    trial: Trial = TRIAL,
+) -> Trial:
+    return measure(run, platform or small.platform(TASK), engine or Engine(), trial, str(folder), best)
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances by two seconds whenever it is read, so that each poll reads the devices."""
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: float(next(clock)))
+
+
+def test_a_completed_trial_is_measured_if_it_wrote_metrics(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path)
+    assert (done.state, done.duration_s, done.reason) == (TrialState.MEASURED, 12.0, None)
+    assert done.measurement.step_time_s == 1.0
+    done = measured(Ran(ended()), tmp_path, Engine(result="it wrote no metrics.json"))
+    assert (done.state, done.reason, done.measurement) == (TrialState.FAILED, "it wrote no metrics.json", None)
+
+
+ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
+    "by itself": (ended(3), "", TrialState.FAILED, "exit code 3"),
+    "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
+    "by a signal": (ended(-11), "", TrialState.FAILED, "signal 11"),
+    "by the kernel": (ended(-9), "", TrialState.OUT_OF_MEMORY, "SIGKILL"),
+    "by its time": (
+        ended(-15, "timeout"),
+        "step 3",
+        TrialState.TIMED_OUT,
+        "still running after 12 s",
+    ),
+    "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
+    "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
+    "by its folder": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "disk_limit"),
+    "by a full disk": (ended(-9, "full_disk"), "out of memory: no", TrialState.FAILED, "is full"),
+    "by a full disk elsewhere": (
+        ended(1),
+        "OSError: [Errno 28] No space left on device: '/ckpt/1'\nChildFailedError",
+        TrialState.FAILED,
+        "No space left on device: '/ckpt/1'",
+    ),
+    "on request": (ended(-15, "request"), "", TrialState.INTERRUPTED, "request"),
+    "torch out of memory": (
+        ended(1),
+        "[rank0]: torch.OutOfMemoryError: tried to allocate 2 GiB",
+        TrialState.OUT_OF_MEMORY,
+        "tried to allocate",
+    ),
+    "refused by Megatron": (ended(1), "AssertionError: layers % pp", TrialState.INVALID, "layers % pp"),
+    "the trial program's word": (ended(1), "invalid configuration: heads", TrialState.INVALID, "heads"),
+    "memory behind an assertion": (
+        ended(1),
+        "AssertionError: peer\nout of memory: rank 1\nlater",
+        TrialState.OUT_OF_MEMORY,
+        "rank 1",
+    ),
+    "a plugin's pattern": (ended(1), "xpu: E42 at 0x7", TrialState.OUT_OF_MEMORY, "xpu: E42 at 0x7 (lower the pool)"),
+    "a hang that was noticed": (
+        ended(-6),
+        "Watchdog caught collective operation timeout: WorkNCCL",
+        TrialState.TIMED_OUT,
+        "Watchdog",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_unsuccessful_trial_has_its_state_and_reason(name: str, tmp_path: Path) -> None:
+    end, log, state, words = ENDS[name]
+    (tmp_path / "stderr.log").write_text(log)
+    done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)))
+    assert done.state is state
+    assert words in (done.reason or "")
+    assert done.measurement is None
+    assert done.duration_s == 12.0
+
+
+def test_binary_logs_give_a_short_printable_reason(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_bytes(bytes(range(256)) * 4000)
+    done = measured(Ran(ended(1)), tmp_path)
+    assert done.state is TrialState.FAILED
+    assert (done.reason or "").isprintable()
+    assert len(done.reason or "") < 400
+
+
+def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "plain-words-7")
+    (tmp_path / "stderr.log").write_text("login as plain-words-7 failed\n")
+    reason = measured(Ran(ended(1)), tmp_path).reason or ""
+    assert "plain-words-7" not in reason
+    assert REDACTED in reason
+
+
+def test_a_reason_of_a_long_line_is_short() -> None:
+    state, reason = classify(ended(1), "ValueError: " + "x" * 100_000, WORKLOAD.failure_patterns())
+    assert state is TrialState.INVALID
+    assert len(reason) < 400
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "stdout.log").open("wb") as file:
+        file.truncate(8 << 30)
+        file.seek(0, 2)
+        file.write(b"\ngone for good\n")
+    assert "gone for good" in (measured(Ran(ended(1)), tmp_path).reason or "")
+
+
+def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, losses=(2.0, None))))
+    assert done.state is TrialState.FAILED
+    assert "loss is not finite" in (done.reason or "")
+
+
+def test_the_engine_must_run_the_requested_settings(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 2})))
+    assert done.state is TrialState.INVALID
+    assert "micro_batch_size = 2 instead of 1" in (done.reason or "")
+    same = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 1, "x": 2})))
+    assert same.state is TrialState.MEASURED
+
+
+@pytest.mark.parametrize(("shared", "state"), [(True, TrialState.OUT_OF_MEMORY), (False, TrialState.MEASURED)])
+def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, state: TrialState, tmp_path: Path) -> None:
+    support = EngineSupport(support=Support.YES, shared_devices=shared)
+    greedy = Engine(result=replace(MEASURED, device_used_bytes=(1 << 30) + 1))
+    assert measured(Ran(ended()), tmp_path, greedy, small.platform(TASK, support=support)).state is state
+    modest = Engine(result=replace(MEASURED, device_used_bytes=1 << 30))
+    done = measured(Ran(ended()), tmp_path, modest, small.platform(TASK, support=support))
+    assert done.state is TrialState.MEASURED
+
+
+def test_trial_slower_than_the_best_is_stopped_and_keeps_its_steps(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    steps = (EARLY_STOP_RATIO + 0.1, EARLY_STOP_RATIO + 0.2)
+    slow = Engine(steps=(9.0, *steps), result=replace(MEASURED, step_times_s=steps, step_time_s=1.35))
+    done = measured(run, tmp_path, slow, best=BEST)
+    assert run.stopped
+    assert done.state is TrialState.STOPPED
+    assert done.measurement.partial
+    assert re.findall(r"[\d.]+", done.reason or "") == ["1.3", "1.2", "1", "0"]  # fastest step, limit, best, its trial
+
+
+@pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, EARLY_STOP_RATIO), (0.1, 9.0), ()])
+def test_a_trial_that_may_still_win_is_not_stopped(steps: tuple[float, ...], tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    assert measured(run, tmp_path, Engine(steps), best=BEST).state is TrialState.MEASURED
+    assert not run.stopped
+    assert measured(Ran(ended(), polls=3), tmp_path, Engine((9.0, 99.0, 99.0))).state is TrialState.MEASURED  # no best
+
+
+def test_the_noise_of_the_best_keeps_a_trial_from_being_stopped(tmp_path: Path) -> None:
+    assert BEST.measurement is not None
+    for spread, state in ((0.1, TrialState.STOPPED), (0.2, TrialState.MEASURED)):
+        noisy = replace(BEST, measurement=replace(BEST.measurement, spread_s=spread))
+        assert measured(Ran(ended(), polls=3), tmp_path, Engine((9.0, 1.3, 1.3)), best=noisy).state is state
+
+
+def test_an_interrupt_ends_the_trial_and_passes(tmp_path: Path) -> None:
+    class Interrupted(Ran):
+        def wait(self, seconds: float) -> Exit | None:
+            raise KeyboardInterrupt
+
+    run = Interrupted(ended())
+    with pytest.raises(KeyboardInterrupt):
+        measured(run, tmp_path)
+    assert run.stopped
+
+
+class Reader:
+    def __init__(self, *samples: Mapping[str, float] | Exception) -> None:
+        self.samples = list(samples)
+
+    def sample(self) -> Mapping[str, float]:
+        answer = self.samples.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ran(ended(), polls=4, seconds=0.55)
+    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
+    done = measured(run, tmp_path, platform=small.platform(TASK, **small.read(devices(0), (reader,))))
+    assert done.measurement.telemetry["power_watts"] == 150.0
+    assert len(reader.samples) == 2
+
+
+def test_the_energy_of_a_token_is_that_of_the_devices_in_use_during_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Ran(ended())
+    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    readers = [
+        Reader(*({"power_watts": watts} for watts in (50.0, *loaded, 70.0))) for loaded in ((300, 500), (200, 200))
+    ]
+    readers.append(Reader(*({"power_watts": 40.0} for _ in range(4))))
+    figures = {"output_tokens_per_s": 1000.0, "output_tokens_per_s_per_device": 500.0}
+    served = replace(MEASURED, figures=figures, windows=((1.0, 3.0), (3.5, 5.0)))
+
+    def energy(served: Measurement, count: int) -> float | None:
+        platform = small.platform(TASK, **small.read(devices(*range(count)), readers[:count]))
+        run.__init__(ended(), polls=4, seconds=2.0)  # type: ignore[misc]  # read at 0, 2, 4, 6 s
+        done = measured(run, tmp_path, Engine(result=served), platform).measurement
+        assert done.windows == ()
+        return done.figures.get("joules_per_output_token")
+
+    assert energy(served, 3) == pytest.approx((400.0 + 200.0) / 1000.0)
+    assert energy(served, 0) is None
+
+
+def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, slow_clock: None) -> None:
+    good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
+    broken = Reader({"temperature_celsius": 40.0}, OSError("gone"))
+    done = measured(
+        Ran(ended(), polls=2),
+        tmp_path,
+        platform=small.platform(TASK, **small.read(devices(0, 1), (good, broken))),
+    )
+    assert done.measurement.telemetry == {
+        "power_watts": 200.0,
+        "peak_power_watts": 300.0,
+        "temperature_celsius": 40.0,
+        "peak_temperature_celsius": 40.0,
+    }
+
+
+SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+
+
+@pytest.mark.parametrize(
+    ("used", "support", "known"),
+    [
+        (([1e9, 60e9], [1e9, 70e9]), None, 70e9),
+        (([20e9, 60e9], [1e9, 70e9]), None, None),  # somebody else's
+        (([1e9, 60e9], [1e9, 70e9]), SHARED, None),  # the machine's own memory
+        (([], []), None, None),
+    ],
+)
+def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
+    used: tuple[list[float], list[float]],
+    support: EngineSupport | None,
+    known: float | None,
+    tmp_path: Path,
+    slow_clock: None,
+) -> None:
+    readers = tuple(Reader(*({"memory_used_bytes": each} for each in device)) for device in used if device)
+    platform = small.platform(TASK, **small.read(devices(*range(len(readers))), readers))
+    platform = replace(platform, support=support) if support else platform
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert done.measurement.device_used_bytes == known
+    own = Engine(result=replace(MEASURED, device_used_bytes=5))
+    reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry={}, devices=()))
+    assert reported.measurement.device_used_bytes == 5
+
+
+def test_a_killed_guard_is_not_out_of_memory() -> None:
+    state, reason = classify(ended(-9, "guard"), "", ())
+    assert state is TrialState.FAILED
+    assert "guard" in reason
+
+
+def devices(*numbers: int) -> tuple[Device, ...]:
+    return tuple(Device(index=number, chip="test-chip") for number in numbers)
+
+
+class Reads:
+    """Telemetry of one device that always says the same."""
+
+    def __init__(self, **figures: float) -> None:
+        self.figures = figures
+
+    def sample(self) -> Mapping[str, float]:
+        return self.figures
+
+
+def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
+    readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
+    platform = small.platform(TASK, **small.read(devices(0, 1, 3), readers))
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [
+        (0, 300),
+        (1, 310),
+        (3, 100),
+    ]
+    assert done.measurement.telemetry["peak_power_watts"] == 310
+    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the other devices (1 GHz)",)
+
+
+def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
+    readers = tuple(Reads(power_watts=watts) for watts in (100, 200, 300, 400))
+    task = small.task(devices=2)
+    platform = small.platform(task, **small.read(devices(3, 2, 1, 0), readers[::-1]))
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [(0, 400), (1, 300)]
+
+
+def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_path: Path) -> None:
+    spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
+    places = [(host, index) for host in "abc" for index in range(5)]
+    platform = small.platform(
+        replace(TASK, spec=spec),
+        **small.read(
+            [Device(index=index, chip="test-chip", host=host) for host, index in places],
+            [Reads(clock_hertz=1e9 if place == ("c", 1) else 2e9) for place in places],
+        ),
+    )
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform.on_hosts(("c", "b")), Engine(), TRIAL, str(tmp_path), None)
+    assert [each["device"] for each in done.measurement.devices] == list(range(8))
+    (line,) = done.measurement.slow
+    assert line.startswith("device 1 of c runs at 0.5x")
+
+
+def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
+    platform = small.platform(TASK, **small.read(devices(0), (Reads(power_limit_watts=400, power_watts=300),)))
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert done.measurement.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}
+
+
+class EndsAfterSteps(Engine):
+    """An engine whose trials count after four steps."""
+
+    def step_limit(self, task: Task) -> int:
+        return 4
+
+
+def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=100)
+    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 4))
+    assert run.stopped
+    assert (done.state, done.reason) == (TrialState.MEASURED, None)
+
+
+def test_a_long_warm_up_ends_once_steps_are_steady(tmp_path: Path) -> None:
+    platform = small.platform(small.task(control=Control(train_iters=14, warmup_iters=10)))
+
+    class Warm(Engine):
+        def step_limit(self, task: Task) -> int:
+            return task.spec.control.train_iters
+
+    run = Ran(ended(), polls=100)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 7), platform)
+    assert run.stopped
+    run = Ran(ended(), polls=3)
+    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 6), platform)
+    assert not run.stopped
+
+
+def test_a_trial_runs_until_it_has_all_its_steps(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))
+    assert not run.stopped
+    assert done.state is TrialState.MEASURED
+    assert done.reason == "it ended after 3 of 4 steps"
+
+
+@pytest.mark.parametrize("end", [ended(1), ended(-11), ended(-9, "disk"), ended(-15, "timeout")])
+def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exit, tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_text("OSError: [Errno 28] No space left on device\n")
+    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=[1.0] * 4))
+    assert done.state is TrialState.MEASURED
+    assert done.reason is not None
+    assert "failed after all its steps" in done.reason
+
+
+@pytest.mark.parametrize("end", [ended(1), ended(-9, "memory"), ended(-15, "request")])
+def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_path: Path) -> None:
+    steps = [1.0] * (3 if end.ended_by is None else 4)
+    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=steps))
+    assert done.state.failed
+    assert done.measurement is None
+
+
+SHORT = replace(TRIAL, shortened=Shortened(global_batch_size=2, whole=8, scale=3.5, low=3.2, high=3.8))
+
+
+def test_a_shortened_trial_is_measured_as_whole_steps_if_it_ran_the_smaller_batch(tmp_path: Path) -> None:
+    small_batch, whole = (
+        measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective=effective)), trial=SHORT)
+        for effective in ({"global_batch_size": 2}, {"global_batch_size": 8})
+    )
+    assert (small_batch.measurement.step_time_s, small_batch.measurement.scaled_from) == (3.5, 1.0)
+    assert (small_batch.state, whole.state) == (TrialState.MEASURED, TrialState.INVALID)
+    assert "global_batch_size = 8 instead of 2" in whole.reason
+
+
+@pytest.mark.parametrize(("step", "state"), [(0.38, TrialState.STOPPED), (0.37, TrialState.MEASURED)])
+def test_shortened_steps_are_compared_with_the_best_as_whole_ones(
+    step: float, state: TrialState, tmp_path: Path
+) -> None:
+    engine = Engine(steps=(9.0, step, step))  # x 3.2 is more, or less, than 1.2 times the best
+    done = measured(Ran(ended(), polls=3), tmp_path, engine, best=BEST, trial=SHORT)
+    assert done.state is state
+
+
+def test_the_reason_of_a_timeout_has_the_origin_of_the_limit(tmp_path: Path) -> None:
+    trial = replace(TRIAL, time_limit=TimeLimit(seconds=12.0, because="300 s to start"))
+    done = measured(Ran(ended(-15, "timeout")), tmp_path, trial=trial)
+    assert done.state is TrialState.TIMED_OUT
+    assert "300 s to start" in (done.reason or "")
+
+
+def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
+    peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
+    log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: ValueError: heads"
+    patterns = (peer, *WORKLOAD.failure_patterns())
+    assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
+    assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED
+
+
+def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
+    groups = tuple(
+        NodeGroup(chip=replace(small.CHIP, name=name), nodes=nodes, devices_per_node=count)
+        for name, nodes, count in (("fast", 1, 2), ("slow", 2, 3))
+    )
+    cluster = ClusterSpec(hosts=("a", "b", "c"), nodes=3)
+    task = replace(TASK, cluster=Cluster(groups=groups), spec=replace(TASK.spec, cluster=cluster, launcher="ssh"))
+    counts = {"a": 2, "b": 3, "c": 3}
+    found = tuple(Device(index=n, chip="x", host=host) for host, count in counts.items() for n in range(count))
+    clocks = [3e9, 3e9, *[1e9] * 5, 0.4e9]
+    platform = small.platform(task, **small.read(found, (Reads(clock_hertz=each) for each in clocks)))
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert [each["device"] for each in done.measurement.devices] == list(range(8))
+    (line,) = done.measurement.slow
+    assert line.startswith("device 2 of c runs at 0.4x")
+
+
+def test_power_in_measured_steps_is_told_apart_from_that_of_the_start(tmp_path: Path, slow_clock: None) -> None:
+    reader = Reader(*({"power_watts": watts} for watts in (100.0, 100.0, 500.0, 600.0, 550.0)))
+    platform = small.platform(TASK, **small.read(devices(0), (reader,)))
+
+    class Starting(Engine):
+        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+            done = iter([(), (9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
+            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
+
+    done = measured(Ran(ended(), polls=4), tmp_path, Starting(), platform=platform).measurement
+    telemetry = done.telemetry
+    assert telemetry["step_power_watts"] == 550.0
+    assert telemetry["power_watts"] < 550.0
+
+
+@pytest.mark.parametrize(("read", "watts"), [((0, 1, 2), 250.0), ((0, 1), None), ((2,), None)])
+def test_the_power_of_a_mixed_job_is_that_of_all_its_groups(
+    read: tuple[int, ...], watts: float | None, tmp_path: Path, slow_clock: None
+) -> None:
+    group = replace(TASK.cluster.groups[0], nodes=1, devices_per_node=2)
+    spec = replace(TASK.spec, cluster=ClusterSpec(hosts=("a", "b"), nodes=2), launcher="ssh")
+    task = replace(TASK, cluster=replace(TASK.cluster, groups=(group, group)), spec=spec)
+    found = [Device(index=number % 2, chip="test-chip", host="ab"[number // 2]) for number in read]
+    readers = [Reads(power_watts=each) for each in (100.0, 300.0, 300.0)]
+    platform = small.platform(task, **small.read(found, [readers[number] for number in read]))
+
+    class Stepping(Engine):
+        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+            done = iter([(9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
+            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
+
+    done = measured(Ran(ended(), polls=4), tmp_path, Stepping(), platform=platform).measurement
+    assert done.telemetry.get("step_power_watts") == watts
+
+
+LIMITED = replace(
+    TRIAL,
+    time_limit=TimeLimit(seconds=100.0, because="max_time_per_task", target_s=60.0),
+    predicted={"step_time_s": {"value": 2.0}},
+)
+ON_CPU = small.platform(TASK, support=EngineSupport(support=Support.YES, shared_devices=True))
+
+
+class Steps(Engine):
+    """An engine whose trial has finished some steps at each poll, and that reads them as a measurement."""
+
+    def __init__(self, *steps: float, limit: int | None = None) -> None:
+        super().__init__()
+        self.times, self.limit, self.partial = steps, limit, False
+
+    def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
+        return lambda: self.times
+
+    def step_limit(self, task: Task) -> int | None:
+        return self.limit
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        self.partial = partial
+        timed = self.times[1:]
+        return replace(MEASURED, step_times_s=timed, step_time_s=timed[0], losses=(), warmup_steps=1)
+
+
+def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
+    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    return measure(run, platform, engine, LIMITED, "", None)
+
+
+def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ran(ended(), polls=9, seconds=58.0)
+    done = ran(Steps(58.0), run, monkeypatch)
+    assert (done.state, done.measurement, done.finished_steps_s) == (TrialState.TIMED_OUT, None, (58.0,))
+    assert run.stopped
+    assert run.polls == 8
+    assert re.search("1 of 5 steps: 58 s, predicted 2 s", done.reason or "")
+
+
+def test_on_an_accelerator_a_long_first_step_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ran(ended(-15, "timeout"), polls=2, seconds=40.0)
+    done = ran(Steps(90.0), run, monkeypatch, small.platform(TASK))
+    assert not run.stopped
+    assert (done.state, done.finished_steps_s) == (TrialState.TIMED_OUT, ())
+
+
+def test_a_command_ends_after_the_steps_that_fit_in_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ran(ended(), polls=9, seconds=55.0)
+    done = ran(Steps(10.0, 12.0, limit=5), run, monkeypatch)
+    assert (done.state, run.stopped, run.polls) == (TrialState.MEASURED, True, 8)
+    measured = done.measurement
+    assert measured.few_steps
+    assert (measured.low_s, measured.high_s) == (pytest.approx(12.0 * 0.85), pytest.approx(12.0 * 1.15))
+    assert done.interval == pytest.approx(0.15)
+
+
+def test_steps_before_the_time_limit_are_a_measurement_with_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Steps(10.0, 20.0, 30.0)
+    done = ran(engine, Ran(ended(-15, "timeout"), polls=1), monkeypatch)
+    assert (done.state, engine.partial) == (TrialState.MEASURED, True)
+    assert done.measurement.partial
+    assert done.interval == pytest.approx((30.0 - 10.0) / 20.0 / 2.0)
+
+
+def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = (Reader({"cores": 2.0}),)
+    platform = replace(ON_CPU, **small.read(devices(0), readers))
+    done = ran(Steps(1.0, 2.0), Ran(ended(3), polls=1), monkeypatch, platform)
+    assert (done.state, done.finished_steps_s, done.telemetry["cores"]) == (TrialState.FAILED, (1.0, 2.0), 2.0)

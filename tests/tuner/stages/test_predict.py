@@ -1,0 +1,111 @@
+"""A space predicted in pieces, and what limits a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.chip import Chip, Fact
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.prediction import PART_NAMES, Prediction
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.tuner.stages import predict as predict_module
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.predict import limit, predict, record
+from tests import small
+
+
+def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: float) -> Prediction:
+    total = sum(time_s.values())
+    return Prediction(
+        step_time_s=total,
+        low_s=total,
+        high_s=total,
+        time_s=time_s,
+        static_bytes=used,
+        activation_bytes=0.0,
+        peak_allocated_bytes=used,
+        reserved_bytes=used,
+        device_used_bytes=used,
+        capacity_bytes=capacity,
+        fits=True,
+        worst_stage=0,
+        model_flops=1.0,
+    )
+
+
+LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
+
+
+@pytest.mark.parametrize("part", LIMITS)
+def test_the_largest_part_besides_compute_is_the_bottleneck_if_large_enough(part: str) -> None:
+    others = {name: 0.01 for name in LIMITS if name != part}
+    assert limit(prediction(compute_s=5.0, **others, **{part: 1.0})) == LIMITS[part]
+    assert limit(prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
+
+
+def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
+    assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
+    assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
+    assert limit(prediction(used=89.0, compute_s=5.0)) == "compute"
+    assert limit(prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_predictions_do_not_depend_on_the_block_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small.task(space={"micro_batch_size": (1, 2)})
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    at_once = WORKLOAD.predict(task, space.columns(), small.costs(task))
+    monkeypatch.setattr(predict_module, "CHUNK", chunk)
+    in_pieces = predict(task, WORKLOAD, space, small.costs(task))
+    for field in dataclasses.fields(at_once):
+        one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
+        assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name
+    assert all(np.array_equal(seconds, in_pieces.time_s[name]) for name, seconds in at_once.time_s.items())
+
+
+def test_arrays_of_different_lengths_are_an_error() -> None:
+    task = small.task()
+    columns = WORKLOAD.columns(task, {})
+    found = WORKLOAD.predict(task, columns, small.costs(task))
+    with pytest.raises(ValueError, match="reserved_bytes"):
+        dataclasses.replace(found, reserved_bytes=np.array(1.0))
+    with pytest.raises(ValueError, match="compute_s"):
+        dataclasses.replace(found, time_s={"compute_s": np.ones(2)})
+
+
+def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
+    slow = dataclasses.replace(small.CHIP, dense_flops_per_second={"bf16": Fact(value=300e12, source=small.SOURCE)})
+    bare = dataclasses.replace(small.CHIP, dense_flops_per_second={})
+
+    def mfu(*chips: Chip) -> object:
+        counts = (4, 12)[: len(chips)]
+        groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=n) for chip, n in zip(chips, counts, strict=True))
+        task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
+        figures = dataclasses.replace(prediction(compute_s=1.0), model_flops=16 * 45e12)
+        return record(task, figures).get("mfu")
+
+    assert mfu(small.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
+    assert mfu(small.CHIP) == pytest.approx(16 * 45 / 4 / 900)
+    assert mfu(small.CHIP, bare) is None
+
+
+def test_a_record_has_memory_in_gib_and_rates_with_the_inverse_bounds_of_the_time() -> None:
+    task = small.task()
+    tokens = task.spec.train.global_batch_size * task.spec.train.seq_length / task.cluster.devices
+    figures = dataclasses.replace(
+        prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
+    )
+    data: Any = record(task, figures)
+    memory = data["memory"]
+    assert (memory["device_used_gib"], memory["capacity_gib"], memory["fits"]) == (3.0, 4.0, True)
+    assert data["step_time_s"] == {"value": 2.0, "low": 1.0, "high": 4.0}
+    assert data["tokens_per_second_per_device"] == {"value": tokens / 2, "low": tokens / 4, "high": tokens}
+    assert data["model_tflops_per_device"] == pytest.approx(4 / task.cluster.devices)
+    unknown: Any = record(task, dataclasses.replace(figures, step_time_s=None, capacity_bytes=None, fits=None))
+    assert "capacity_gib" not in unknown["memory"]
+    assert unknown.keys() == {"memory"}

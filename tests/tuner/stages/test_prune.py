@@ -1,0 +1,205 @@
+"""What is ruled out: by prediction, by plugins' rules, and by what trials proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import PruningRule
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.plan import count
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned
+from flagcore.domain.space import BoolArray, Columns, Space
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.tuner.stages import prune as prune_module
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.prune import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, prune
+from flagcore.tuner.stages.rank import learn, untried
+from tests import small
+
+TASK = small.task(space={"recompute_granularity": ("full",)})
+SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+FULL = {
+    "use_recompute": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def predictions(capacity: float | None = 80e9) -> Predictions:
+    return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
+
+
+def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
+    measured = None
+    if state is TrialState.MEASURED:
+        measured = Measurement(
+            step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=1.0, losses=(1.0,)
+        )
+    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, measurement=measured)
+
+
+def pruned(
+    trials: Sequence[Trial] = (), rules: Sequence[PruningRule] = (), of: Predictions | None = None, space: Space = SPACE
+) -> Pruned:
+    return prune(space, of or predictions(), WORKLOAD, rules, trials)
+
+
+def rows_of(found: Pruned, name: str) -> list[int]:
+    return np.flatnonzero(found.rule == found.rules.index(name) + 1).tolist() if name in found.rules else []
+
+
+class Rule:
+    name = "no_small_batches"
+    message = "slow on this chip"
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer = answer
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return columns["micro_batch_size"] < 4 if self.answer is None else self.answer  # type: ignore[return-value]
+
+
+def test_only_candidates_that_do_not_fit_are_removed() -> None:
+    needed = predictions().device_used_bytes
+    middle = float(np.median(needed))
+    found = pruned(of=predictions(middle))
+    assert rows_of(found, "does_not_fit") == np.flatnonzero(needed > middle).tolist()
+    assert 0 < found.open_rows.size < len(SPACE)
+    assert pruned(of=predictions(None)).open_rows.size == len(SPACE)
+
+
+def test_a_plugins_rule_is_counted_under_its_name() -> None:
+    found = pruned(rules=[Rule()])
+    small_batches = SPACE.columns()["micro_batch_size"] < 4
+    assert rows_of(found, "no_small_batches") == np.flatnonzero(small_batches).tolist()
+    assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
+
+
+def test_a_rule_applied_in_blocks_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = pruned(rules=[Rule()])
+    monkeypatch.setattr(prune_module, "CHUNK", 5)
+    in_pieces = pruned(rules=[Rule()])
+    assert len(SPACE) > 5
+    assert in_pieces.rule.tolist() == at_once.rule.tolist()
+
+
+@pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
+def test_a_failing_rule_is_skipped_and_reported(answer: object) -> None:
+    found = pruned(rules=[Rule(answer), Rule()])
+    assert rows_of(found, "no_small_batches")
+    assert len(found.broken_rules) == 1
+    assert "no_small_batches" in found.broken_rules[0]
+
+
+def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:
+    ran_out = small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True)
+    found = pruned([trial(ran_out, TrialState.OUT_OF_MEMORY, 7)])
+    larger = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=2, use_distributed_optimizer=True))
+    plain = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1))
+    smaller = SPACE.find(
+        small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True, **FULL)
+    )
+    assert larger is not None
+    assert {larger, plain} <= set(rows_of(found, NEEDS_AS_MUCH_MEMORY))
+    assert smaller in found.open_rows.tolist()
+    assert found.reason(larger) == f"{NEEDS_AS_MUCH_MEMORY} (trial 7)"
+
+
+def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
+    for state in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
+        one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+        assert SPACE.find(one) in pruned([trial(one, state)]).open_rows.tolist()
+
+
+def test_more_work_than_a_measured_candidate_is_pruned() -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    found = pruned([trial(one, TrialState.MEASURED, 3)])
+    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
+    assert recomputed in rows_of(found, DOES_AS_MUCH_WORK)
+
+
+def test_more_work_does_not_prune_a_candidate_with_less_predicted_time() -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
+    predicted = predictions()
+    faster = predicted.step_time_s.copy()
+    faster[recomputed] = 0.5 * faster[SPACE.find(one)]
+    found = pruned([trial(one, TrialState.MEASURED)], of=replace(predicted, step_time_s=faster))
+    assert recomputed in found.open_rows.tolist()
+
+
+def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> None:
+    needed = predictions().device_used_bytes
+    capacity = 0.9 * float(needed.min())
+    predicted = predictions(capacity)
+    completed = [used(row, 0.7 * float(needed[row]), number) for number, row in enumerate((0, 1, 2))]
+    assert not pruned(of=predicted).open_rows.size
+    after = prune(SPACE, predicted, WORKLOAD, [Rule()], completed, pruned(of=predicted))
+    assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * needed > capacity).tolist())
+    assert rows_of(after, "no_small_batches")
+    assert after.open_rows.size
+
+
+def test_candidates_are_removed_when_trials_need_more_than_predicted() -> None:
+    needed = predictions().device_used_bytes
+    predicted = predictions(1.01 * float(needed.max()))
+    completed = [used(row, 1.4 * float(needed[row]), row) for row in (0, 1, 2)]
+    assert rows_of(pruned(completed, of=predicted), "does_not_fit")
+
+
+def used(row: int, memory: float, number: int) -> Trial:
+    done = trial(SPACE.candidate(row), TrialState.MEASURED, number)
+    assert done.measurement
+    return replace(done, measurement=replace(done.measurement, device_used_bytes=int(memory)))
+
+
+@pytest.mark.parametrize(
+    "state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED, TrialState.STOPPED]
+)
+def test_other_trial_states_prove_nothing(state: TrialState) -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    assert pruned([trial(one, state)]).open_rows.size == len(SPACE)
+
+
+def test_applying_trials_one_by_one_or_together_is_equivalent() -> None:
+    trials = [
+        trial(small.candidate(data_parallel_size=4, micro_batch_size=2), TrialState.OUT_OF_MEMORY, 0),
+        trial(small.candidate(tensor_model_parallel_size=4, micro_batch_size=1), TrialState.MEASURED, 1),
+    ]
+    at_once = pruned(trials)
+    before = pruned(trials[:1])
+    after = prune(SPACE, predictions(), WORKLOAD, (), trials, before)
+    assert after.rule.tolist() == at_once.rule.tolist()
+    assert prune(SPACE, predictions(), WORKLOAD, (), trials, after) == after
+    assert before.open_rows.size > after.open_rows.size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_add_up_after_any_trials_and_the_rest_is_untried(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    states = [state for state in TrialState if state not in (TrialState.RUNNING, TrialState.PREDICTED)]
+    rows = draw.choice(len(SPACE), size=12, replace=False)
+    trials = [
+        trial(SPACE.candidate(int(row)), states[int(draw.integers(len(states)))], n) for n, row in enumerate(rows)
+    ]
+    found = pruned(trials, of=predictions(float(np.quantile(predictions().device_used_bytes, 0.8))))
+    search_state = learn(trials)
+    counts = count(SPACE, found, search_state)
+    interrupted = sum(each.state is TrialState.INTERRUPTED for each in trials)
+    interrupted_and_open = sum(
+        each.state is TrialState.INTERRUPTED and SPACE.find(each.candidate) in found.open_rows for each in trials
+    )
+    assert counts.balanced
+    assert counts.untried == untried(SPACE, found, search_state).size - interrupted_and_open
+    assert counts.measured + counts.stopped + counts.failed == 12
+    assert counts.failed >= interrupted

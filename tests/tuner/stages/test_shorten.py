@@ -1,0 +1,304 @@
+"""Trials with fewer micro-batches or on fewer nodes, whose times are scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.spec import ClusterSpec, Control, Task
+from flagcore.domain.trial import Measurement, Role, Shortened, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.report.result import result
+from flagcore.tuner.stages.predict import predict_columns
+from flagcore.tuner.stages.shorten import (
+    FIXED_FACTOR,
+    PRIOR,
+    UNMODELLED_SHARE,
+    calibrated,
+    scale_of,
+    scale_steps,
+    shorten,
+)
+from tests import small
+from tests.tuner.test_loop import Ended
+from tests.tuner.test_loop_limits import Bench, OnTwoHosts, Player, batch_of, seconds
+
+LONG = small.task(global_batch_size=512, control=Control(max_step_time=60.0))
+
+
+def linear(task: Task) -> float:
+    """A step with 20 s that it takes once, and one second a sample."""
+    return 20.0 + task.spec.train.global_batch_size
+
+
+def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> None:
+    short = shorten(LONG, WORKLOAD, small.candidate(data_parallel_size=4, micro_batch_size=2), 532.0, linear)
+    assert (short.global_batch_size, short.whole) == (64, 512)  # 8 of 64 micro-batches: 60 s of 532 s are 7.2
+    assert short.scale == pytest.approx(532.0 / 84.0)
+
+
+def test_the_interval_covers_half_and_twice_the_fixed_part() -> None:
+    short = scale_steps(64, 512, 84.0, 532.0)
+    assert short.low == pytest.approx((20 * FIXED_FACTOR + 512) / (20 * FIXED_FACTOR + 64))
+    assert short.high == pytest.approx((20 / FIXED_FACTOR + 512) / (20 / FIXED_FACTOR + 64))
+    assert short.low < short.scale < short.high < 8.0
+    single = scale_steps(64, 512, 64.0, 512.0)
+    one = 64.0 * UNMODELLED_SHARE  # of a step without a fixed part
+    assert single.low == pytest.approx((one + 512) / (one + 64))
+    assert single.scale == single.high == 8.0
+
+
+@pytest.mark.parametrize(
+    ("most", "step"), [(None, 1e4), (60.0, 59.0), (60.0, None)], ids=["off", "short enough", "unknown"]
+)
+def test_other_steps_run_whole(most: float | None, step: float | None) -> None:
+    task = small.task(global_batch_size=512, control=Control(max_step_time=most))
+    assert shorten(task, WORKLOAD, small.candidate(), step, linear) is None
+
+
+def test_steps_run_whole_if_the_model_predicts_no_time_or_no_gain() -> None:
+    assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: math.nan) is None
+    assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: 600.0) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "pipeline", "micro", "share", "batch"),
+    [
+        (1, 1, 1, 0.001, 4),  # the fewest micro-batches
+        (8, 1, 2, 0.1, 64),
+        (4, 8, 1, 0.001, 64),  # two a stage
+        (4, 8, 1, 0.15, 96),  # 19.2 of 128 micro-batches, a multiple of 8
+        (16, 16, 1, 0.001, None),  # 32 micro-batches are what fills 16 stages
+        (16, 8, 1, 0.9, None),
+    ],
+)
+def test_the_pipeline_is_filled_and_the_batch_is_legal(
+    data: int, pipeline: int, micro: int, share: float, batch: int | None
+) -> None:
+    candidate = small.candidate(data_parallel_size=data, pipeline_model_parallel_size=pipeline, micro_batch_size=micro)
+    assert WORKLOAD.shorter_batch(LONG, candidate, share) == batch
+
+
+def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
+    task = small.task(global_batch_size=512, devices=4)
+    columns = WORKLOAD.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
+
+    def predicted(some: Task) -> float:
+        return float(predict_columns(some, WORKLOAD, columns, small.costs(some)).step_time_s[0])
+
+    short = scale_steps(16, 512, predicted(task.with_batch(16)), predicted(task))
+    assert 8.0 < short.low <= short.scale <= short.high < 32.0
+
+
+def test_a_measurement_of_shortened_steps_is_scaled_to_whole_steps() -> None:
+    measured = Measurement(
+        step_times_s=(2.0, 4.0), step_time_s=3.0, spread_s=1.0, tokens_per_second_per_device=100.0, device_used_bytes=7
+    )
+    full = scale_steps(64, 512, 84.0, 532.0).scaled(measured)
+    scale = 532.0 / 84.0
+    assert full.step_times_s == pytest.approx((2.0 * scale, 4.0 * scale))
+    assert (full.step_time_s, full.spread_s) == pytest.approx((3.0 * scale, scale))
+    assert full.tokens_per_second_per_device == pytest.approx(100.0 * 8.0 / scale)
+    assert (full.scaled_from, full.device_used_bytes) == (3.0, 7)
+    assert full.low_s is not None
+    assert full.high_s is not None
+    assert full.modelled_s is not None
+    assert full.low_s < full.step_time_s < full.high_s
+    assert full.modelled_s == pytest.approx(3.0 * scale - 3.0)
+
+
+BATCH, NODES = 64, 4
+CLUSTER = ClusterSpec(chip="test-chip", nodes=NODES, devices_per_node=2, nic_bytes_per_second=1e9)
+
+
+class Nodes(Player):
+    """Plays launches on as many nodes as their batch shows: a step takes 2.5% more for each doubling."""
+
+    def start(self, launch: Launch) -> Ended:
+        self.launches.append(launch)
+        nodes, knobs = batch_of(launch) * NODES // BATCH, launch.environment
+        sizes = (int(knobs[f"FLAGCORE_{name}"]) for name in ("TENSOR_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE"))
+        step = seconds(*sizes, BATCH) * (1.0 + 0.025 * math.log2(nodes))
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        Path(launch.folder, "stdout.log").write_text("".join(line.format(n, 1000 * step) for n in (1, 2, 3)))
+        return Ended(Exit(code=0, ended_by=None, duration_s=10.0 + 3 * step))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    created = Bench(tmp_path)
+    created.player, created.cluster = Nodes(), CLUSTER
+    return created
+
+
+def nodes_of(trial: Trial) -> int:
+    return trial.shortened.nodes if trial.shortened else NODES
+
+
+def best_of(plan: Plan) -> Trial:
+    assert plan.best.measurement is not None
+    return plan.best
+
+
+def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_each(bench: Bench) -> None:
+    plan = bench.tune(BATCH, trial_nodes=(1,), repeats=1, max_trials=4)
+    assert {batch_of(launch) for launch in bench.player.launches} == {BATCH // NODES}
+    assert {nodes_of(trial) for trial in (*plan.trials, *plan.repeats)} == {1}
+    for trial, launch in zip(plan.trials, bench.player.launches, strict=False):
+        values = trial.candidate.as_dict()
+        assert values["data_parallel_size"] == NODES * int(launch.environment["FLAGCORE_DATA_PARALLEL_SIZE"])
+    best = best_of(plan)
+    assert best.is_final
+    assert best.measurement.scaled_from is not None
+    assert best.measurement.low_s is not None
+    assert best.measurement.high_s is not None
+    assert best.measurement.low_s < best.measurement.step_time_s < best.measurement.high_s
+    record = result(plan, "run")["best"]
+    assert record["shortened"]["nodes"] == 1
+    assert record["measured"]["step_time_s"]["scaled_from"] == best.measurement.scaled_from
+
+
+def test_a_candidate_that_cannot_run_on_fewer_nodes_is_illegal(bench: Bench) -> None:
+    plan = bench.tune(BATCH, trial_nodes=(1,), max_trials=20)
+    assert plan.counts.illegal["trial_nodes"] > 0
+    assert all(int(trial.candidate.as_dict()["data_parallel_size"]) % NODES == 0 for trial in plan.trials)  # type: ignore[call-overload]
+
+
+def test_repeats_run_on_growing_numbers_of_nodes_and_calibrate_the_scaling(bench: Bench) -> None:
+    first = best_of(bench.tune(BATCH, trial_nodes=(1,), max_trials=4))
+    bench.folder = bench.folder / "grown"
+    bench.folder.mkdir()
+    plan = bench.tune(BATCH, trial_nodes=(1, 2), repeats=1, max_trials=4)
+    assert {nodes_of(trial) for trial in plan.trials} == {1}
+    assert {nodes_of(trial) for trial in plan.repeats} == {2}
+    grown = best_of(plan)
+    assert nodes_of(grown) == 2
+    assert grown.candidate == first.candidate
+    assert first.measurement.scaled_from is not None
+    assert grown.measurement.low_s is not None
+    assert grown.measurement.high_s is not None
+    truth = first.measurement.scaled_from * (1.0 + 0.025 * math.log2(NODES))
+    assert abs(grown.measurement.step_time_s - truth) < abs(first.measurement.step_time_s - truth)
+    assert grown.measurement.low_s < truth < grown.measurement.high_s
+
+
+def test_the_last_runs_may_have_all_nodes(bench: Bench) -> None:
+    plan = bench.tune(BATCH, trial_nodes=(2, NODES), repeats=1, max_trials=4)
+    best = best_of(plan)
+    assert nodes_of(best) == NODES
+    assert best.measurement.scaled_from is None
+    assert batch_of(bench.player.launches[-1]) == BATCH
+
+
+class Hosts(Nodes, OnTwoHosts):
+    """Plays launches on hosts, of which `gone` ends each trial that it has, until it is not usable any more."""
+
+    gone, losses = "d", 0
+
+    def start(self, launch: Launch) -> Ended:
+        played = super().start(launch)
+        if self.gone not in launch.hosts:
+            return played
+        self.losses += 1
+        return Ended(Exit(code=1, ended_by="host", duration_s=1.0, lost_host=self.gone))
+
+    def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(host for host in hosts if host != self.gone or self.losses < 2)
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        return self.usable_hosts(hosts)[:count]
+
+
+@pytest.mark.parametrize(("gone", "nodes"), [("d", 3), ("", NODES)])
+def test_without_spares_trials_continue_on_the_hosts_that_are_left(bench: Bench, gone: str, nodes: int) -> None:
+    bench.player = player = Hosts()
+    player.gone = gone
+    bench.cluster = replace(CLUSTER, hosts=("a", "b", "c", "d"), min_nodes=2)
+    plan = bench.tune(BATCH, repeats=1, max_trials=3, max_step_time=None)
+    ran = [launch for launch in player.launches if gone not in launch.hosts or not gone]
+    assert {(len(launch.hosts), batch_of(launch)) for launch in ran} == {(nodes, BATCH * nodes // NODES)}
+    assert {(trial.state, nodes_of(trial)) for trial in plan.trials} == {(TrialState.MEASURED, nodes)}
+    assert [nodes_of(event.trial) for event in bench.events if event.trial.inconclusive] == [NODES] * player.losses
+    scaled_from = best_of(plan).measurement.scaled_from  # type: ignore[union-attr]
+    assert (scaled_from is None) == (nodes == NODES)
+
+
+OF = 64
+
+
+def run(nodes: int, step: float, scale: float, knob: int = 1) -> Trial:
+    """A run on some of 64 nodes that took `step`, whose step on all is predicted to be `scale` times as long."""
+    predicted = scale_of(PRIOR, scale, nodes, OF)
+    short = Shortened(
+        global_batch_size=nodes,
+        whole=OF,
+        scale=scale,
+        low=predicted.low,
+        high=predicted.high,
+        nodes=nodes,
+        of_nodes=OF,
+        own=predicted.own,
+    )
+    measured = Measurement(
+        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=100.0 / step
+    )
+    return Trial(
+        number=nodes,
+        candidate=Candidate.of({"micro_batch_size": knob}),
+        role=Role.SEARCH,
+        state=TrialState.MEASURED,
+        shortened=short,
+        measurement=short.scaled(measured),
+    )
+
+
+def step_of(trial: Trial) -> tuple[float, float, float]:
+    found = (trial.measurement.low_s, trial.measurement.step_time_s, trial.measurement.high_s)
+    assert all(found)
+    return found  # type: ignore[return-value]
+
+
+def test_without_runs_on_several_numbers_of_nodes_steps_are_scaled_as_predicted() -> None:
+    trials = (run(8, 1.0, 1.3), run(8, 2.0, 1.1, knob=2))
+    assert calibrated(trials) == trials
+    low, step, high = step_of(trials[0])
+    assert step == pytest.approx(1.3)
+    assert low < step < high
+
+
+def test_growth_as_predicted_narrows_the_interval_and_keeps_the_value() -> None:
+    one_run, before = run(8, 1.0, 1.3), step_of(run(8, 1.0, 1.3))
+    after = step_of(calibrated((one_run, run(16, 1.1, 1.3 / 1.1)))[0])
+    assert after[1] == pytest.approx(before[1], rel=0.01)
+    assert after[2] - after[0] < 0.8 * (before[2] - before[0])
+
+
+def test_twice_the_predicted_growth_lengthens_the_steps_of_all_candidates() -> None:
+    trials = (run(8, 1.0, 1.3), run(16, 1.2, 1.3 / 1.1), run(8, 1.0, 1.3, knob=2))
+    first, second, other = (step_of(trial)[1] for trial in calibrated(trials))
+    assert first == other > 1.4
+    assert second == pytest.approx(first, rel=0.05)
+
+
+def test_rates_follow_the_steps_and_a_second_calibration_changes_nothing() -> None:
+    trials = (run(8, 1.0, 1.3), run(16, 1.2, 1.3 / 1.1))
+    calibrated_once = calibrated(trials)
+    measured = calibrated_once[0].measurement
+    assert measured.tokens_per_second_per_device == pytest.approx(100.0 / measured.step_time_s)
+    assert [step_of(trial) for trial in calibrated(calibrated_once)] == [
+        pytest.approx(step_of(trial)) for trial in calibrated_once
+    ]
+
+
+def test_a_run_on_all_nodes_counts_too() -> None:
+    whole_run = replace(run(OF, 1.5, 1.0), shortened=None)
+    low, step, high = step_of(calibrated((run(8, 1.0, 1.3), whole_run))[0])
+    assert 1.35 < step < 1.55
+    assert high - low < 0.3

@@ -1,0 +1,81 @@
+"""What a strategy sees, of a small task whose measurements are made up from a true ratio."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import SearchContext
+from flagcore.domain.experience import PastMeasurements
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned
+from flagcore.domain.space import FloatArray
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron import WORKLOAD
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.rank import learn
+from flagcore.tuner.stages.rank import search_context as look
+from tests import small
+
+TASK = small.task(
+    dataclasses.replace(small.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_layers=8),
+    devices=8,
+    seq_length=2048,
+    global_batch_size=64,
+    space={"use_recompute": (False,), "context_parallel_size": (1,), "layer_split": (None,)},
+)
+SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+
+
+def predictions(capacity: float | None = 80e9) -> Predictions:
+    return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
+
+
+def trial_of(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
+    """A trial of `row` that was measured, or ran out of memory without `seconds`."""
+    trial = Trial(
+        number=number,
+        candidate=SPACE.candidate(row),
+        role=Role.SEARCH,
+        state=TrialState.OUT_OF_MEMORY if seconds is None else TrialState.MEASURED,
+        duration_s=30.0,
+    )
+    if seconds is None:
+        return trial
+    measured = Measurement(
+        step_times_s=(seconds,) * 4,
+        step_time_s=seconds,
+        spread_s=0.0,
+        tokens_per_second_per_device=1.0 / seconds,
+        device_used_bytes=None if used is None else int(used),
+    )
+    return Trial(**{name: getattr(trial, name) for name in trial.__slots__} | {"measurement": measured})
+
+
+def search_context(
+    of: Predictions | None = None,
+    trials: Sequence[Trial] = (),
+    open_rows: Any = None,
+    past: PastMeasurements | None = None,
+) -> SearchContext:
+    """Look at `trials`; open are `open_rows` without what ran."""
+    known, size = of or predictions(), len(SPACE)
+    rule = np.zeros(size, dtype=np.int16)
+    if open_rows is not None:
+        rule[np.setdiff1d(np.arange(size), open_rows)] = 1
+    pruned = Pruned(
+        rule=rule, trial=np.full(size, -1), exceeds_memory=np.zeros(size, dtype=np.bool_), rules=("elsewhere",)
+    )
+    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or PastMeasurements.empty())
+
+
+def distorted(known: Predictions, seed: int = 0, spread: float = 0.05, times: float = 1.0) -> FloatArray:
+    """Return true seconds of all rows: each part of the step off by a factor of its own, and each row by a little."""
+    generator = np.random.default_rng(seed)
+    total = sum(part * np.exp(generator.normal(0.0, 0.15)) for part in known.time_s.values())
+    real: FloatArray = times * np.asarray(total) * np.exp(generator.normal(0.0, spread, len(known.step_time_s)))
+    return real

@@ -1,0 +1,88 @@
+"""Latency limits that no candidate is predicted to keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore import api
+from flagcore.errors import NothingFits
+
+SHAPE = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+}
+
+
+def spec(load: dict[str, Any], slo: dict[str, Any], **tuner: Any) -> dict[str, Any]:
+    space = {"instances": "auto", "tensor_model_parallel_size": "auto"}
+    return {
+        "model": SHAPE,
+        "cluster": {"chip": "A100-80GB", "devices_per_node": 8},
+        "serve": {
+            "engine": "vllm",
+            "profile": {"input_len": 1024, "output_len": 128, "num_prompts": 128, **load},
+            "slo": slo,
+        },
+        "auto_tuner": {"space": space, **tuner},
+    }
+
+
+def test_candidates_name_the_limits_that_they_exceed() -> None:
+    found = api.estimate(spec({"concurrency": 64}, {"tpot_s": {"p99": 0.012}}), top=100)
+    exceeded = [each["slo"] for each in found.candidates]
+    assert {tuple(each) for each in exceeded} == {(), ("tpot_s.p99",)}
+    assert all(each["tpot_s"]["p99"] <= 0.012 for each in found.candidates if not each["slo"])
+    assert (found.unmet, "slo" in api.estimate(spec({}, {})).candidates[0]) == ("", False)
+
+
+@pytest.mark.parametrize("load", [{"concurrency": 128}, {"request_rate": 150}])
+def test_if_no_candidate_keeps_them_a_lower_load_that_does_is_found(load: dict[str, float]) -> None:
+    slo, (key, arguments) = {"tpot_s": {"p99": 0.015}}, next(iter(load.items()))
+    found = api.estimate(spec(load, slo), top=100)
+    assert all(each["slo"] for each in found.candidates)
+    lower = float(found.unmet.rpartition("at ")[2].split()[0])
+    assert 0 < lower < arguments
+    again = api.estimate(spec({key: int(lower) if key == "concurrency" else lower * 0.99}, slo))
+    assert again.unmet == ""
+
+
+def test_limits_that_nothing_keeps_end_the_estimate() -> None:
+    with pytest.raises(NothingFits) as error:
+        api.estimate(spec({"concurrency": 64}, {"tpot_s": {"p99": 0.0001}}))
+    assert "tpot_s.p99" in str(error.value)
+
+
+def test_the_defaults_of_the_engine_are_shown_next_to_the_baseline() -> None:
+    data = spec({}, {})
+    del data["auto_tuner"]
+    found = api.estimate(data)
+    assert found.defaults["candidate"]["instances"] == 1
+    assert found.baseline["candidate"]["instances"] == 8
+    assert found.baseline["output_tokens_per_s"] > found.defaults["output_tokens_per_s"]
+
+
+def test_weights_are_the_model_if_the_spec_has_no_other(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | {"vocab_size": 1000}))
+    data = spec({}, {})
+    data["serve"]["weights"] = str(tmp_path)
+    del data["model"]
+    assert api.estimate(data).candidates
+
+
+def test_devices_that_no_candidate_uses_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    few = {"max_num_seqs": [64, 128]}
+    api.estimate(spec({}, {}, space=few))
+    assert "1 of 8 devices" in caplog.text
+    caplog.clear()
+    api.estimate(spec({}, {}, space=few, cards=1))
+    assert "devices" not in caplog.text

@@ -1,0 +1,397 @@
+"""The ladder from predictions over probes to runs: a launcher that writes at once what ranks and runs would leave."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Costs, Launcher, Strategy, Workload
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import ClusterSpec, Control, Task
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.engines.flagscale import grid
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
+from flagcore.errors import Interrupted, NoDevice
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.result import result
+from flagcore.tuner.loop import Dependencies, TuneResult, tune
+from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.strategies import learned, predicted
+from tests import small
+from tests.tuner.test_loop import SPACE, Ended
+
+pytestmark = pytest.mark.slow
+
+GIB = 1 << 30
+Answer = float | int | BaseException | None
+
+
+def compute(knobs: dict[str, Any], rank: int) -> float:
+    """Seconds of a rank: pipelines are far faster than predicted, and their last stage is the slowest."""
+    stages = knobs["pipeline_model_parallel_size"]
+    return {1: 0.12, 2: 0.05, 4: 0.02}[stages] / knobs["micro_batch_size"] * (1.5 if rank and stages > 1 else 1.0)
+
+
+class Ranks(Launcher):
+    """Plays probes and runs: `rank` gives the seconds of (knobs, rank), bytes of memory that ran out, or an exception.
+
+    `probed` and `ran` are what was started, `devices` where.
+    """
+
+    name = "ranks"
+
+    def __init__(self, rank: Callable[[dict[str, Any], int], Answer] = compute) -> None:
+        self.rank = rank
+        self.probed: list[tuple[str, int]] = []
+        self.devices: list[int] = []
+        self.ran: list[tuple[int, int, int]] = []
+
+    def start(self, launch: Launch) -> Ended:
+        file = Path(launch.argv[-1])
+        if file.name != "job.json":
+            return self._run(launch)
+        job = json.loads(file.read_text())
+        rank = int(job["probe"]["rank"])
+        answer = self.rank(job["candidate"], rank)
+        self.devices.append(int(job["probe"]["device"]))
+        self.probed.append((json.dumps(job["candidate"], sort_keys=True), rank))
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
+            ended = Exit(code=-9, ended_by="memory", duration_s=1.0)
+        else:
+            Path(launch.folder, "metrics.json").write_text(json.dumps(metrics(rank, answer)))
+            ended = Exit(code=0, ended_by=None, duration_s=1.0)
+        Path(launch.folder, "exit.json").write_text(json.dumps({"code": ended.code, "ended_by": ended.ended_by}))
+        return Ended(ended)
+
+    def _run(self, launch: Launch) -> Ended:
+        names = ("TENSOR_MODEL_PARALLEL_SIZE", "PIPELINE_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE")
+        tensor, pipeline, micro = (int(launch.environment[f"FLAGCORE_{name}"]) for name in names)
+        self.ran.append((tensor, pipeline, micro))
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        ms = 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1)
+        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, ms) for step in (1, 2, 3)))
+        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+
+
+def metrics(rank: int, seconds: float) -> dict[str, Any]:
+    return {
+        "stage": rank,
+        "steps": [{"compute_s": seconds, "optimizer_s": 0.001}] * 3,
+        "static_bytes": GIB,
+        "peak_forward_backward_bytes": 2 * GIB,
+        "peak_optimizer_bytes": GIB,
+        "peak_allocated_bytes": 2 * GIB,
+        "peak_reserved_bytes": 3 * GIB,
+        "device_used_bytes": 3 * GIB,
+        "num_microbatches": 8,
+        "microbatches_run": 8,
+        "versions": {"torch": "2"},
+    }
+
+
+@hookimpl
+def flagcore_chips() -> list[Any]:
+    return [small.CHIP]
+
+
+@hookimpl
+def flagcore_devices() -> list[Device]:
+    return [Device(index=0, chip="test-chip", memory_bytes=64 << 30)]
+
+
+@hookimpl
+def flagcore_engine_support() -> EngineSupport:
+    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
+
+
+HERE = {"flagcore_chips": flagcore_chips, "flagcore_engine_support": flagcore_engine_support}
+ONE_DEVICE = SimpleNamespace(**HERE, flagcore_devices=flagcore_devices)
+
+
+@hookimpl(specname="flagcore_devices")
+def four_devices() -> list[Device]:
+    return [Device(index=index, chip="test-chip", memory_bytes=64 << 30) for index in range(4)]
+
+
+FOUR_DEVICES = SimpleNamespace(**HERE, flagcore_devices=four_devices)
+
+
+class OnlyPipelines(Megatron):
+    """Predicts no time without a pipeline."""
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        found = super().predict(task, columns, costs)
+        return replace(
+            found, step_time_s=np.where(columns["pipeline_model_parallel_size"] > 1, found.step_time_s, np.nan)
+        )
+
+
+class Bench:
+    """A task of four devices, a folder and a launcher; `tune` runs the loop, again on what is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.launcher = folder, Ranks()
+        self.strategy: Strategy = predicted.STRATEGY
+        self.prober: Strategy | None = None
+        self.workload: Workload = WORKLOAD
+
+    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> TuneResult:
+        limits = Control(train_iters=3, fidelity=fidelity, **control)
+        task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
+        cluster = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
+        parts = Dependencies(
+            plugins=LoadedPlugins.of({"here": plugin}),
+            workload=self.workload,
+            launcher=self.launcher,
+            strategy=self.strategy,
+            probe_strategy=self.prober,
+            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
+            on_event=lambda event: None,
+        )
+        return tune(replace(task.spec, cluster=cluster), parts)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def layout(trial: Trial | None) -> tuple[Any, ...]:
+    values = trial.candidate.as_dict()
+    return values["pipeline_model_parallel_size"], values["micro_batch_size"]
+
+
+def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
+    plugin = SimpleNamespace(**HERE)
+    ending = bench.tune("estimate", plugin, max_trials=5)
+    plan = ending.plan
+    assert bench.launcher.probed == bench.launcher.ran == []
+    assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
+    assert plan.counts.balanced
+    assert plan.counts.measured == 0
+    steps = {trial.number: trial.predicted["step_time_s"]["value"] for trial in plan.trials}  # type: ignore[index]
+    assert steps[plan.best.number] == min(steps.values())
+    assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
+    data = result(plan, "run")
+    assert data["fidelity"] == "estimate"
+    assert data["best"]["measured"] is None
+    assert bench.tune("estimate", plugin, max_trials=5).plan == plan
+
+
+def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
+    @hookimpl
+    def flagcore_chips() -> list[Any]:
+        return [replace(small.CHIP, dense_flops_per_second={})]
+
+    untimed = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_chips": flagcore_chips})
+    for fidelity in ("estimate", "probe"):
+        with pytest.raises(NoDevice, match="peak rate of test-chip"):
+            bench.tune(fidelity, untimed)
+    assert bench.launcher.probed == []
+
+
+def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench: Bench) -> None:
+    with pytest.raises(NoDevice):
+        bench.tune("run")
+    plan = bench.tune("probe", max_trials=100).plan
+    assert layout(plan.best) == (4, 4)
+    assert bench.launcher.ran == []
+    assert plan.repeats == ()
+    assert plan.counts.balanced
+    for trial in plan.trials:
+        assert (trial.fidelity, trial.state) == ("probe", TrialState.MEASURED)
+        measured, predicted = trial.measurement, trial.predicted
+        assert measured.modelled_s is not None
+        stages, micro = layout(trial)
+        ranks = [0, 3] if stages > 1 else [0]
+        knobs = {"pipeline_model_parallel_size": stages, "micro_batch_size": micro}
+        probed = max(compute(knobs, rank) for rank in ranks) + 0.001
+        assert measured.step_time_s == pytest.approx(probed + measured.modelled_s)
+        assert measured.low_s is not None
+        assert measured.high_s is not None
+        assert measured.low_s < measured.step_time_s < measured.high_s
+        assert measured.device_used_bytes is not None
+        assert measured.device_used_bytes > 3 * GIB
+        assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
+        assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
+    assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
+
+
+def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
+    with pytest.raises(NoDevice):
+        bench.tune("probe", nodes=2)
+    bench.workload = OnlyPipelines()
+    plan = bench.tune("probe", max_trials=100).plan
+    assert plan.trials
+    assert all("step_time_s" in trial.predicted for trial in plan.trials)
+    assert plan.baseline is None
+    assert plan.gain is None
+    assert plan.counts.untried > 0
+
+
+def test_resuming_a_finished_run_of_probes_starts_nothing(bench: Bench) -> None:
+    first = bench.tune("probe", max_trials=6).plan
+    bench.launcher = Ranks(lambda knobs, rank: AssertionError("no probe should start"))
+    assert bench.tune("probe", max_trials=6).plan == first
+
+
+def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_need_as_much(bench: Bench) -> None:
+    bench.launcher = Ranks(
+        lambda knobs, rank: None if knobs["pipeline_model_parallel_size"] == 1 else compute(knobs, 0)
+    )
+    plan = bench.tune("probe", max_trials=100).plan
+    assert plan.best is not None
+    assert layout(plan.best)[0] > 1
+    failed = [trial for trial in plan.trials if layout(trial)[0] == 1]
+    assert failed
+    assert {trial.state for trial in failed} == {TrialState.OUT_OF_MEMORY}
+    assert all("rank 0" in (trial.reason or "") for trial in failed)
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] > 0
+    assert plan.counts.balanced
+    ranks = Counter(candidate for candidate, _ in bench.launcher.probed)
+    for trial in failed:
+        values = {knob: value for knob, value in trial.candidate.items if knob != "layer_split"}
+        probed = [job for job in ranks.elements() if values.items() <= json.loads(job).items()]
+        assert len(probed) == 1
+
+
+def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench: Bench) -> None:
+    @hookimpl
+    def flagcore_devices() -> list[Device]:
+        return [Device(index=0, chip="test-chip", memory_bytes=GIB + GIB // 2)]
+
+    little = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_devices": flagcore_devices})
+    plan = bench.tune("probe", little, max_trials=1).plan
+    (trial,) = plan.trials
+    assert trial.state is TrialState.OUT_OF_MEMORY
+    assert "1.50 GiB" in (trial.reason or "")
+    assert plan.best is None
+
+
+@pytest.mark.parametrize("stop_at", [0, 4, 8])
+def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
+    uninterrupted = Bench(bench.folder / "whole")
+    uninterrupted.folder.mkdir()
+    expected = uninterrupted.tune("probe", max_trials=8).plan
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
+    first = bench.tune("probe", max_trials=8)
+    assert isinstance(first.error, Interrupted)
+    done = bench.launcher.probed[:stop_at]
+    bench.launcher = Ranks()
+    second = bench.tune("probe", max_trials=8)
+    assert second.error is None
+    assert set(done).isdisjoint(bench.launcher.probed), "a finished probe was repeated"
+    assert len(done) + len(bench.launcher.probed) == len(uninterrupted.launcher.probed)
+    plan = second.plan
+    assert [trial.candidate for trial in plan.trials] == [trial.candidate for trial in expected.trials]
+    assert [trial.measurement for trial in plan.trials] == [trial.measurement for trial in expected.trials]
+    assert plan.best.candidate == expected.best.candidate
+
+
+def test_a_search_by_probes_starts_without_extra_probes(bench: Bench) -> None:
+    plan = bench.tune("probe", FOUR_DEVICES, probes=1, max_trials=2).plan
+    assert len(plan.trials) == 2
+    assert plan.trials[0].role is Role.BASELINE
+    assert not plan.probes
+
+
+@pytest.mark.timeout(60)  # a loop that probes the same candidate again never ends
+def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
+    plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
+    assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3
+    assert {trial.fidelity for trial in plan.probes} == {"probe"}
+    assert [trial.number for trial in plan.probes] == [0, 1, 2]
+    assert plan.trials[0].role is Role.BASELINE
+    assert {trial.fidelity for trial in plan.trials} == {"run"}
+    assert {trial.candidate for trial in plan.probes} <= {trial.candidate for trial in plan.trials}
+    assert plan.best.fidelity == "run"
+    assert len(result(plan, "run")["probes"]) == 3
+    assert plan.counts.balanced
+    assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
+
+
+def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_the_strategy(bench: Bench) -> None:
+    bench.strategy, bench.prober = grid.STRATEGY, learned.STRATEGY
+    plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
+    fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
+    assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
+    assert "grid" in (plan.trials[1].chosen_because or "")
+
+
+def test_ranks_of_a_candidate_are_probed_on_all_available_devices(bench: Bench) -> None:
+    one = bench.tune("probe", max_trials=3).plan
+    side = Bench(bench.folder / "side")
+    side.folder.mkdir()
+    four = side.tune("probe", FOUR_DEVICES, max_trials=3).plan
+    assert set(bench.launcher.devices) == {0}
+    assert set(side.launcher.devices) == {0, 1}
+    assert [trial.measurement for trial in four.trials] == [trial.measurement for trial in one.trials]
+    assert sum(trial.duration_s for trial in four.trials) < sum(trial.duration_s for trial in one.trials)
+
+
+def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench: Bench) -> None:
+    bench.launcher = Ranks(lambda knobs, rank: None)
+    plan = bench.tune("run", FOUR_DEVICES, probes=2, repeats=0, max_trials=100).plan
+    assert {trial.state for trial in plan.probes} == {TrialState.OUT_OF_MEMORY}
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] >= 2
+    searched = {trial.candidate for trial in plan.trials if trial.role is Role.SEARCH}
+    assert searched.isdisjoint(trial.candidate for trial in plan.probes)
+    assert plan.counts.balanced
+
+
+@pytest.mark.parametrize("stop_at", range(5))
+def test_probes_before_runs_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
+    first = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4)
+    assert isinstance(first.error, Interrupted)
+    done = bench.launcher.probed[:stop_at]
+    assert bench.launcher.ran == []
+    bench.launcher = Ranks()
+    plan = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4).plan
+    ended = [trial for trial in plan.probes if trial.state is TrialState.MEASURED]
+    assert len({trial.candidate for trial in ended}) == len(ended) == 4
+    assert set(done).isdisjoint(bench.launcher.probed)
+    assert len(plan.trials) == 4
+
+
+def test_runs_learn_from_earlier_probes(bench: Bench) -> None:
+    probed = bench.tune("probe", max_trials=6).plan
+    assert layout(probed.best) == (4, 4)
+    bench.strategy = learned.STRATEGY
+    plan = bench.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    assert plan.probes == probed.trials
+    other = Bench(bench.folder / "other")
+    other.folder.mkdir()
+    other.strategy = learned.STRATEGY
+    without = other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    assert plan.trials[1].believed != without.trials[1].believed
+
+
+def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == 5 else compute(*of))
+    limits = {"probes": 100, "repeats": 0, "max_trials": 2}
+    first = bench.tune("run", FOUR_DEVICES, **limits)
+    spent = sum(trial.duration_s for trial in first.plan.probes)
+    assert spent > 1.0
+    bench.launcher = Ranks()
+    plan = bench.tune("run", FOUR_DEVICES, max_time=2 * spent, **limits).plan
+    assert bench.launcher.probed == []
+    assert len(plan.trials) == 2

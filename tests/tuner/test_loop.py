@@ -1,0 +1,349 @@
+"""The loop with a launcher that starts nothing and writes at once what a run would print; all else is real."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Event, Launcher
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.spec import ClusterSpec, Control, Spec
+from flagcore.domain.trial import Role, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.result import result
+from flagcore.tuner.loop import Dependencies, TuneResult, tune
+from flagcore.tuner.stages.limit import seconds_used
+from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.strategies.predicted import STRATEGY
+from tests import small
+
+SPACE: dict[str, Any] = {
+    "micro_batch_size": (1, 2, 4),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "sequence_parallel": (False,),
+    "use_distributed_optimizer": (False,),
+    "num_layers_per_virtual_pipeline_stage": (None,),
+    "use_recompute": (False,),
+}
+
+
+class Ended:
+    """A run that has ended."""
+
+    def __init__(self, ended: Exit) -> None:
+        self.ended = ended
+
+    def poll(self) -> Exit:
+        return self.ended
+
+    def wait(self, seconds: float) -> Exit:
+        return self.ended
+
+    def stop(self) -> Exit:
+        return self.ended
+
+
+class Instant(Launcher):
+    """Plays each launch: `ms` gives a step's milliseconds for (tensor, micro batch), an exit code, or an exception."""
+
+    name = "instant"
+
+    def __init__(self, ms: Callable[[int, int], float | Exit | BaseException]) -> None:
+        self.ms, self.limits = ms, list[float]()
+
+    def start(self, launch: Launch) -> Ended:
+        self.limits.append(launch.timeout_seconds)
+        knobs = launch.environment
+        answer = self.ms(int(knobs["FLAGCORE_TENSOR_MODEL_PARALLEL_SIZE"]), int(knobs["FLAGCORE_MICRO_BATCH_SIZE"]))
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, Exit):
+            return Ended(answer)
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, answer) for step in (1, 2, 3)))
+        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+
+
+def plain(tensor: int, micro: int) -> float:
+    """Tensor parallelism of 2 with a micro batch of 2 is the best."""
+    return 100.0 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {1: 1.3, 2: 1.0}[tensor]
+
+
+@hookimpl
+def flagcore_chips() -> list[Any]:
+    """A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
+    return [replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)]
+
+
+@hookimpl
+def flagcore_devices() -> list[Device]:
+    return [Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(2)]
+
+
+@hookimpl
+def flagcore_engine_support() -> EngineSupport:
+    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
+
+
+PLUGIN = SimpleNamespace(
+    flagcore_chips=flagcore_chips,
+    flagcore_devices=flagcore_devices,
+    flagcore_engine_support=flagcore_engine_support,
+)
+
+
+class Bench:
+    """A spec, a folder and a launcher; `tune` runs the loop, again on what is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        self.launcher = Instant(plain)
+
+    def tune(self, *, cluster: ClusterSpec | None = None, baseline: Any = None, **control: Any) -> TuneResult:
+        task = small.task(space=SPACE, control=Control(train_iters=3, **control), command=("train",))
+        spec: Spec = replace(task.spec, cluster=cluster or ClusterSpec(), baseline=baseline)
+        parts = Dependencies(
+            plugins=LoadedPlugins.of({"here": PLUGIN}),
+            workload=WORKLOAD,
+            launcher=self.launcher,
+            strategy=STRATEGY,
+            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
+            on_event=self.events.append,
+        )
+        return tune(spec, parts)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def knobs(candidate: Candidate) -> tuple[Any, Any]:
+    values = candidate.as_dict()
+    return values["tensor_model_parallel_size"], values["micro_batch_size"]
+
+
+def sound(plan: Plan) -> bool:
+    completed = plan.counts.measured + plan.counts.stopped + plan.counts.failed
+    return plan.counts.balanced and completed == len(plan.trials)
+
+
+def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(bench: Bench) -> None:
+    plan = bench.tune(repeats=2).plan
+    assert knobs(plan.best.candidate) == (2, 2)
+    assert [trial.role for trial in plan.trials] == [Role.BASELINE] + [Role.SEARCH] * (len(plan.trials) - 1)
+    pair = [plan.baseline.candidate, plan.best.candidate]
+    assert [trial.candidate for trial in plan.repeats] == pair * 2
+    assert plan.gains == pytest.approx((0.95,) * 3)
+    assert plan.stopped_because == "all candidates have been tried or pruned"
+    assert sound(plan)
+
+
+def test_the_gain_is_relative_to_the_users_own_baseline(bench: Bench) -> None:
+    own = {"micro_batch_size": 8, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
+    bench.launcher = Instant(lambda tensor, micro: 400.0 if micro == 8 else plain(tensor, micro))
+    plan = bench.tune(baseline=own).plan
+    assert knobs(plan.baseline.candidate) == (2, 8)
+    assert plan.gain == pytest.approx(3.0)
+    assert sound(plan)
+
+
+def test_events_report_start_and_end_of_each_trial_and_the_best_so_far(bench: Bench) -> None:
+    plan = bench.tune(repeats=1).plan
+    kinds = [event.kind for event in bench.events]
+    assert kinds == ["trial_started", "trial_finished"] * (len(plan.trials) + len(plan.repeats))
+    bests = [event.best.measurement.step_time_s for event in bench.events if event.best and event.best.measurement]
+    assert bests == sorted(bests, reverse=True)
+    assert [event.trials_finished for event in bench.events] == sorted(event.trials_finished for event in bench.events)
+    assert all(event.trials_finished <= event.trials_planned for event in bench.events)
+    assert all(event.seconds_left is None or event.seconds_left >= 0 for event in bench.events)
+
+
+def test_resuming_a_finished_run_starts_nothing(bench: Bench) -> None:
+    first = bench.tune().plan
+    bench.launcher = Instant(lambda tensor, micro: AssertionError("no trial should start"))
+    assert bench.tune().plan == first
+
+
+def test_a_search_that_ended_does_not_resume_with_higher_limits(bench: Bench) -> None:
+    first = bench.tune(max_trials=3).plan
+    assert len(first.repeats) == 2
+    bench.launcher = Instant(lambda tensor, micro: AssertionError("no trial should start"))
+    assert bench.tune(max_trials=6, max_time=100.0).plan == first
+
+
+def test_time_between_trials_counts_after_a_restart(bench: Bench) -> None:
+    trials = [replace(each, duration_s=1.0) for each in bench.tune(repeats=0).plan.trials]
+    assert all(isinstance(each.began_s, float) for each in trials)
+    late = [replace(each, began_s=10.0 * place) for place, each in enumerate(trials)]
+    assert seconds_used(late) == 10.0 * (len(trials) - 1) + 1.0
+    assert seconds_used([replace(each, began_s=None) for each in trials]) == len(trials)  # of an earlier version
+    assert seconds_used([]) == 0.0
+
+
+@pytest.mark.parametrize("stop_at", range(8))
+def test_a_run_interrupted_at_any_trial_resumes_to_the_same_result(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else plain(*of))
+    first = bench.tune()
+    assert isinstance(first.error, Interrupted)
+    assert len(first.plan.trials) + len(first.plan.repeats) == stop_at + 1
+    last = max((*first.plan.trials, *first.plan.repeats), key=lambda trial: trial.number)
+    assert last.state is TrialState.INTERRUPTED
+    assert sound(first.plan)
+    bench.launcher = Instant(plain)
+    second = bench.tune()
+    assert second.error is None
+    assert knobs(second.plan.best.candidate) == (2, 2)
+    assert {trial.state for trial in second.plan.trials} <= {TrialState.MEASURED, TrialState.STOPPED}
+    assert len([trial for trial in second.plan.repeats if trial.state is TrialState.MEASURED]) == 2
+    assert len(second.plan.gains) == 2
+    assert sound(second.plan)
+
+
+def close(tensor: int, micro: int) -> float:
+    """A micro batch of 4 is as fast as one of 2."""
+    return plain(tensor, 2 if micro == 4 else micro)
+
+
+def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> None:
+    bench.launcher = Instant(close)
+    plan = bench.tune(repeats=1).plan
+    (rival,) = plan.rivals
+    rotation = [plan.baseline.candidate, plan.best.candidate, rival.candidate]
+    assert [trial.candidate for trial in plan.repeats] == rotation * 3
+    assert sound(plan)
+
+
+@pytest.mark.parametrize("stop_at", range(6, 15))
+def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else close(*of))
+    assert isinstance(bench.tune(repeats=1).error, Interrupted)
+    bench.launcher = Instant(close)
+    plan = bench.tune(repeats=1).plan
+    ended = [trial for trial in plan.repeats if trial.state is TrialState.MEASURED]
+    assert len(ended) == 9
+    assert len(plan.gains) == 4
+
+
+def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
+    run_counts = Counter[tuple[int, int]]()
+
+    def seconds_with_outlier(tensor: int, micro: int) -> float:
+        run_counts[tensor, micro] += 1
+        if (tensor, micro) == (2, 4):
+            return 99.0 if run_counts[tensor, micro] == 1 else 110.0
+        return plain(tensor, micro)
+
+    bench.launcher = Instant(seconds_with_outlier)
+    plan = bench.tune(repeats=1).plan
+    assert knobs(plan.best.candidate) == (2, 2)
+
+
+def test_machine_drift_is_reported(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: plain(*of) * (1.2 if next(starts) >= 6 else 1.0))
+    plan = bench.tune(repeats=1).plan
+    assert plan.drift == pytest.approx(1 / 1.2 - 1)
+    assert plan.drifted
+    assert result(plan, "runs")["noise"]["drifted"]
+
+
+def test_a_forked_trial_that_fails_starts_again_as_a_new_process(bench: Bench) -> None:
+    answers = [Exit(code=1, ended_by=None, duration_s=1.0, warm=True)]
+    bench.launcher = Instant(lambda tensor, micro: answers.pop() if answers and micro == 2 else plain(tensor, micro))
+    trials = bench.tune().plan.trials
+    again = [trial for trial in trials if trial.duration_s == 2.0]
+    assert [trial.state for trial in again] == [TrialState.MEASURED]
+    assert again[0].reason
+    assert {trial.state for trial in trials} == {TrialState.MEASURED}
+
+
+def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
+    ending = bench.tune()
+    assert isinstance(ending.error, LaunchError)
+    assert ending.plan.best is not None
+    assert sound(ending.plan)
+    bench.launcher = Instant(plain)
+    resumed = bench.tune()
+    assert resumed.error is None
+    assert TrialState.INTERRUPTED not in {trial.state for trial in resumed.plan.trials}
+
+
+def test_the_search_stops_after_five_failed_trials(bench: Bench) -> None:
+    bench.launcher = Instant(lambda *_: Exit(code=1, ended_by=None, duration_s=1.0))
+    plan = bench.tune().plan
+    assert len(plan.trials) == 5
+    assert plan.best is None
+    assert plan.gain is None
+    assert sound(plan)
+
+
+def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
+    out = Exit(code=-9, ended_by="memory", duration_s=1.0)
+    bench.launcher = Instant(lambda tensor, micro: plain(tensor, micro) if (tensor, micro) == (2, 1) else out)
+    plan = bench.tune().plan
+    assert knobs(plan.best.candidate) == (2, 1)
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] > 0
+    assert sound(plan)
+
+
+def test_with_a_failed_baseline_there_is_a_best_but_no_gain(bench: Bench) -> None:
+    starts = iter(range(100))
+    crash = Exit(code=1, ended_by=None, duration_s=1.0)
+    bench.launcher = Instant(lambda *of: crash if next(starts) == 0 else plain(*of))
+    plan = bench.tune().plan
+    assert plan.best is not None
+    assert (plan.gain, plan.repeats) == (None, ())
+    assert sound(plan)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_no_more_trials_than_allowed(bench: Bench, most: int) -> None:
+    plan = bench.tune(max_trials=most, repeats=0).plan
+    assert len(plan.trials) == most
+    assert "max_trials" in plan.stopped_because
+
+
+def test_the_time_limit_of_a_trial_is_at_most_the_remaining_time_of_the_run(bench: Bench) -> None:
+    bench.tune(max_time_per_task=50.0, max_trials=2)
+    assert set(bench.launcher.limits) == {50.0}
+    bench.launcher = Instant(plain)
+    bench.folder = bench.folder / "other"
+    bench.folder.mkdir()
+    bench.tune(max_time_per_task=50.0, max_time=20.0, max_trials=2)
+    assert 0 < max(bench.launcher.limits) <= 20.0
+
+
+def test_the_time_of_earlier_starts_counts(bench: Bench) -> None:
+    bench.tune(max_trials=3, repeats=0)
+    plan = bench.tune(max_trials=9, max_time=3.5, repeats=0).plan
+    assert "max_time" in plan.stopped_because
+    assert len(plan.trials) == 3
+
+
+def test_no_trial_starts_without_enough_devices_or_memory(bench: Bench) -> None:
+    with pytest.raises(NoDevice):
+        bench.tune(cluster=ClusterSpec(devices_per_node=4))
+    with pytest.raises(NothingFits):
+        bench.tune(cluster=ClusterSpec(memory_bytes_per_device=1 << 20))
+    assert bench.events == []
+    assert list(bench.folder.iterdir()) == []

@@ -1,0 +1,332 @@
+"""The loop with long steps, busy devices and derived time limits; a launcher plays each trial at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Event, Launcher
+from flagcore.domain.chip import Device, Fact, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.spec import ClusterSpec, Control, Spec
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.result import result
+from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY, Dependencies, tune
+from flagcore.tuner.stages import devices
+from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.strategies.predicted import STRATEGY
+from tests import small
+from tests.tuner.test_loop import SPACE, Ended
+
+GIB = 2**30
+SLOW = Fact(value=2e10, source=small.SOURCE)
+CHIP = replace(small.CHIP, dense_flops_per_second={"bf16": SLOW}, memory_bandwidth_bytes_per_second=SLOW)
+"""A chip on which a step of the small model takes minutes."""
+SAMPLE_S = 0.5
+
+
+def seconds(tensor: int, micro: int, batch: int) -> float:
+    return SAMPLE_S * batch * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {1: 1.3, 2: 1.0}[tensor]
+
+
+class Player(Launcher):
+    """Plays launches: writes the log of a run at once, or ends as `ends` says."""
+
+    name = "player"
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.ends: Callable[[int], Exit | None] = lambda number: None
+        self.step_s: Callable[[float], float] = lambda step: step
+        self.steps = 3
+        """Each run times out after this number of steps, if it is less than 3."""
+
+    def start(self, launch: Launch) -> Ended:
+        self.launches.append(launch)
+        if ended := self.ends(len(self.launches)):
+            return Ended(ended)
+        knobs, batch = launch.environment, batch_of(launch)
+        sizes = (int(knobs[f"FLAGCORE_{name}"]) for name in ("TENSOR_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE"))
+        step = self.step_s(seconds(*sizes, batch))
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        text = "".join(line.format(number, 1000 * step) for number in range(1, self.steps + 1))
+        Path(launch.folder, "stdout.log").write_text(text)
+        code, by = (0, None) if self.steps == 3 else (-15, "timeout")
+        return Ended(Exit(code=code, ended_by=by, duration_s=10.0 + self.steps * step))
+
+
+class OnTwoHosts(Player):
+    """Plays launches on one of two hosts: the second one once the first was lost."""
+
+    lost = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resumed: list[str] = []
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        self.resumed = [*lost]
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        return tuple(hosts[1:] if self.lost else hosts[:count])
+
+
+def batch_of(launch: Launch) -> int:
+    return int(launch.argv[launch.argv.index("--global-batch-size") + 1])
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.player, self.events = folder, Player(), list[Event]()
+        self.cluster, self.on_cores = ClusterSpec(), False
+        self.used_gib: Callable[[], float] = lambda: 0.0
+
+    def plugin(self) -> SimpleNamespace:
+        from flagcore.hooks import hookimpl
+
+        def sample() -> Mapping[str, float]:
+            return {"memory_used_bytes": self.used_gib() * GIB}
+
+        @hookimpl
+        def flagcore_chips() -> list[Any]:
+            return [CHIP]
+
+        @hookimpl
+        def flagcore_devices() -> list[Device]:
+            return [Device(index=n, chip="test-chip", memory_bytes=64 * GIB) for n in range(2)]
+
+        @hookimpl
+        def flagcore_engine_support() -> EngineSupport:
+            return EngineSupport(
+                support=Support.YES, device_type="xpu", distributed_backend="gloo", shared_devices=self.on_cores
+            )
+
+        @hookimpl
+        def flagcore_telemetry(device: Device) -> Any:
+            return SimpleNamespace(sample=sample)
+
+        hooks = (flagcore_chips, flagcore_devices, flagcore_engine_support, flagcore_telemetry)
+        return SimpleNamespace(**{hook.__name__: hook for hook in hooks})
+
+    def tune(self, batch: int = 512, **control: Any) -> Plan:
+        limits = Control(train_iters=3, **control)
+        task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch)
+        spec: Spec = replace(task.spec, cluster=self.cluster, launcher=self.player.name)
+        return tune(
+            spec,
+            Dependencies(
+                plugins=LoadedPlugins.of({"here": self.plugin()}),
+                workload=WORKLOAD,
+                launcher=self.player,
+                strategy=STRATEGY,
+                open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
+                on_event=self.events.append,
+            ),
+        ).plan
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(devices, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("flagcore.tuner.trial_runner.SETTLE_SECONDS", 0.02)
+    return Bench(tmp_path)
+
+
+def shortened_trials(plan: Plan) -> list[Trial]:
+    return [trial for trial in plan.trials if trial.shortened]
+
+
+def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
+    plan = bench.tune(repeats=1, max_trials=4)
+    assert len(shortened_trials(plan)) == 4
+    for trial in shortened_trials(plan):
+        assert trial.measurement.scaled_from is not None
+        assert trial.shortened.global_batch_size < trial.shortened.whole == 512
+    assert {batch_of(launch) for launch in bench.player.launches[:4]} < set(range(512))
+    assert {batch_of(launch) for launch in bench.player.launches[4:]} == {512}
+    assert plan.best.measurement is not None
+    assert plan.best.is_final
+    assert plan.baseline.is_final
+    assert plan.best.role is Role.REPEAT
+    assert len(plan.gains) == 1
+
+
+def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
+    plan = bench.tune(repeats=0, max_trials=3)
+    whole_runs = {trial.candidate: trial for trial in plan.repeats}
+    for trial in shortened_trials(plan):
+        if trial.candidate in whole_runs:
+            measured, truth = trial.measurement, whole_runs[trial.candidate].measurement
+            assert measured.low_s is not None
+            assert measured.high_s is not None
+            assert measured.low_s * 0.99 <= truth.step_time_s <= measured.high_s * 1.01
+    assert plan.best.is_final
+    assert [trial.candidate for trial in plan.repeats].count(plan.best.candidate) == 1
+
+
+@pytest.mark.parametrize(("batch", "control"), [(512, {"max_step_time": None}), (4, {})], ids=["off", "too small"])
+def test_steps_run_whole_on_request_or_if_they_cannot_be_shorter(
+    bench: Bench, batch: int, control: dict[str, Any]
+) -> None:
+    plan = bench.tune(batch, repeats=0, max_trials=2, **control)
+    assert shortened_trials(plan) == []
+    assert {batch_of(launch) for launch in bench.player.launches} == {batch}
+
+
+def test_without_whole_runs_there_is_no_gain(bench: Bench) -> None:
+    def ends(number: int) -> None:
+        if number > 3:
+            raise KeyboardInterrupt
+
+    bench.player.ends = ends
+    plan = bench.tune(repeats=1, max_trials=3)
+    assert plan.best.shortened
+    assert plan.gains == ()
+
+
+def test_the_limit_follows_the_prediction_and_is_recorded(bench: Bench) -> None:
+    plan = bench.tune(repeats=0, max_trials=1)
+    trial, launch = plan.trials[0], bench.player.launches[0]
+    assert launch.timeout_seconds == trial.time_limit.seconds > 300.0
+    assert launch.timeout_because == trial.time_limit.because
+    record = result(plan, "run")["trials"][0]
+    assert record["time_limit"] == asdict(trial.time_limit)
+    assert record["shortened"]["whole"] == 512
+    assert record["measured"]["step_time_s"]["scaled_from"] == trial.measurement.scaled_from
+
+
+def test_a_stored_run_is_read_back_as_it_was(bench: Bench) -> None:
+    first = bench.tune(repeats=1, max_trials=3)
+    started = len(bench.player.launches)
+    assert bench.tune(repeats=1, max_trials=3) == first
+    assert len(bench.player.launches) == started
+
+
+def test_the_first_event_reports_how_long_all_trials_may_take(bench: Bench) -> None:
+    bench.tune(repeats=0, max_trials=2)
+    plans = [event.search_time for event in bench.events]
+    assert plans[1:] == [None] * (len(plans) - 1)
+    assert plans[0].trials == 2
+    assert plans[0].at_most_s > (plans[0].steps_s or 0.0) > 0.0
+
+
+def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench: Bench) -> None:
+    bench.used_gib = lambda: 20.0
+    plan = bench.tune(device_wait=0.05)
+    assert bench.player.launches == []
+    assert [event.kind for event in bench.events] == [
+        "trial_started",
+        "trial_waits",
+        "trial_finished",
+    ] * MAX_CONSECUTIVE_BUSY
+    waiting = bench.events[1].trial.reason
+    assert waiting is not None
+    assert "device 0" in waiting
+    assert "20.0 of 64.0 GiB" in waiting
+    (trial,) = plan.trials
+    assert (trial.state, trial.inconclusive) == (TrialState.FAILED, True)
+    assert trial.reason.startswith("device busy: device 0")
+    assert plan.counts.balanced
+    assert plan.counts.pruned == {}
+    bench.used_gib = lambda: 0.0
+    again = bench.tune(repeats=0, max_trials=2)
+    assert again.trials[0].role is Role.BASELINE
+    assert [trial.state for trial in again.trials] == [TrialState.MEASURED] * 2
+
+
+def test_a_trial_waits_for_its_devices(bench: Bench) -> None:
+    answers = iter([20.0] * 2)
+    bench.used_gib = lambda: next(answers, 0.0)
+    plan = bench.tune(repeats=0, max_trials=1, max_step_time=None)
+    assert [event.kind for event in bench.events] == ["trial_started", "trial_waits", "trial_finished"]
+    assert plan.trials[0].state is TrialState.MEASURED
+
+
+def test_out_of_memory_next_to_other_processes_is_tried_again(bench: Bench) -> None:
+    out = Exit(code=-9, ended_by="memory", duration_s=1.0)
+
+    def ends(number: int) -> Exit | None:
+        bench.used_gib = lambda: 30.0 if number == 2 and len(bench.events) < 4 else 0.0
+        return out if number == 2 else None
+
+    bench.player.ends = ends
+    plan = bench.tune(repeats=0, max_trials=4)
+    failed = [event.trial for event in bench.events if event.kind == "trial_finished" and event.trial.inconclusive]
+    assert [trial.state for trial in failed] == [TrialState.FAILED]
+    assert failed[0].reason is not None
+    assert "out of memory" in failed[0].reason
+    assert plan.counts.pruned == {}
+    again = {trial.candidate: trial for trial in plan.trials}
+    assert again[failed[0].candidate].state is TrialState.MEASURED
+
+
+def test_out_of_memory_without_other_processes_removes_candidates(bench: Bench) -> None:
+    out = Exit(code=-9, ended_by="memory", duration_s=1.0)
+    bench.player.ends = lambda number: out if number == 2 else None
+    plan = bench.tune(repeats=0, max_trials=4)
+    assert TrialState.OUT_OF_MEMORY in {trial.state for trial in plan.trials}
+    assert not any(trial.inconclusive for trial in plan.trials)
+
+
+def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), spares=1)
+
+    def ends(number: int) -> Exit | None:
+        if number != 2:
+            return None
+        player.lost = True
+        return Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone")
+
+    player.ends = ends
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
+    assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
+    assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: Bench, spares: int) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
+    lost_host = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
+    player.ends = lambda number: lost_host if number <= MAX_CONSECUTIVE_BUSY + 1 else None
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
+    assert plan.counts.balanced
+    bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + bool(spares))
+
+
+def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: Bench) -> None:
+    bench.player.steps, bench.on_cores = 2, True
+    plan = bench.tune(4, repeats=1, max_trials=3)
+    assert plan.best.measurement.few_steps
+    assert plan.best.interval == pytest.approx(0.15)
+    assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
+    record = result(plan, "run")
+    assert (
+        record["trials"][0]["measured"]["step_time_s"]["high"]
+        > record["trials"][0]["measured"]["step_time_s"]["median"]
+    )
+    assert any("no time for all their steps" in note for note in record["notes"])
+
+
+def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: Bench) -> None:
+    bench.player.steps, bench.on_cores = 1, True
+    bench.player.step_s = lambda step: 100.0 * step
+    plan = bench.tune(4, repeats=1, max_trials=9, max_time_per_task=60.0)
+    assert plan.best is None
+    assert len(bench.player.launches) <= 2
+    assert "auto_tuner.control.max_time_per_task: " in plan.stopped_because
+    (record, *_others) = result(plan, "run")["trials"]
+    assert (record["state"], len(record["finished_steps_s"])) == ("timed_out", 1)
