@@ -1,4 +1,4 @@
-"""Dependencies: a checkout asks for the plugins' folders beside it, a release for their versions.
+"""Dependencies: a checkout asks for the folders of plugins and extras beside it, a release for their versions.
 
 `pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; an sdist, and a wheel that
 is made from it, must ask for it by name and version. `python -m build` makes a release so: the sdist first, the
@@ -42,7 +42,8 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
-LAUNCHERS = {"ray": ["ray>=2.40"]}
+LAUNCHERS = ("kubernetes", "ray")
+"""Distributions in the folder `extras`."""
 TOOLS = {
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
@@ -76,20 +77,26 @@ class CustomMetadataHook(MetadataHookInterface):
         """Add the dependencies to the project's metadata. Called once per build."""
         root = Path(self.root)
         version = _version(root)
-        plugins = root / "plugins"
-        folders = plugins.is_dir() and not _sdist_is_being_built()
+        folders = (root / "plugins").is_dir() and not _sdist_is_being_built()
 
-        def plugin(name: str) -> str:
+        def part(name: str, folder: str = "plugins") -> str:
             if folders:
-                return f"flagcore-{name} @ {(plugins / name).as_uri()}"
+                return f"flagcore-{name} @ {(root / folder / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
-        vendors = {name: [plugin(name)] for name in VENDORS}
-        parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
-        everything = [need for needs in {**vendors, **IMPORTERS, **LAUNCHERS, **TOOLS}.values() for need in needs]
-        metadata["dependencies"] = [*CORE, plugin("cpu")]
+        own = {name: [part(name)] for name in VENDORS} | {name: [part(name, "extras")] for name in LAUNCHERS}
+        everything = [need for needs in {**own, **IMPORTERS, **TOOLS}.values() for need in needs]
+        metadata["dependencies"] = [*CORE, part("cpu")]
         dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]
-        metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
+        metadata["optional-dependencies"] = {
+            **own,
+            **ENGINES,
+            **IMPORTERS,
+            **TOOLS,
+            "all": everything,
+            "dev": dev,
+            "docs": DOCS,
+        }
 
 
 def _sdist_is_being_built() -> bool:

@@ -16,6 +16,11 @@ from flagcore import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+EXTRAS = ("kubernetes", "ray")
+PARTS = (
+    {"cpu": "plugins/cpu"} | {name: f"plugins/{name}" for name in VENDORS} | {name: f"extras/{name}" for name in EXTRAS}
+)
+"""The folders of the distributions."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +42,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
 
 def test_a_checkout_installs_plugins_from_folders(checkout: dict[str, object]) -> None:
     needs = str(checkout["dependencies"]) + str(checkout["optional-dependencies"])
-    for vendor in ("cpu", *VENDORS):
-        assert f"flagcore-{vendor} @ {(ROOT / 'plugins' / vendor).as_uri()}" in needs
+    for name, folder in PARTS.items():
+        assert f"flagcore-{name} @ {(ROOT / folder).as_uri()}" in needs
 
 
 def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> None:
@@ -46,29 +51,29 @@ def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> No
     assert file is not None
     needs = message_from_bytes(file.read()).get_all("Requires-Dist", [])
     assert f"flagcore-cpu=={__version__}" in needs
-    for vendor in VENDORS:
-        assert f"flagcore-{vendor}=={__version__}; extra == '{vendor}'" in needs
+    for name in (*VENDORS, *EXTRAS):
+        assert f"flagcore-{name}=={__version__}; extra == '{name}'" in needs
     assert not [needed for needed in needs if "file:" in needed]
 
 
-def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None:
+def test_release_holds_the_package_and_no_other_part(sdist: tarfile.TarFile) -> None:
     names = sdist.getnames()
     assert f"flagcore-{__version__}/flagcore/tuner/loop.py" in names
     assert f"flagcore-{__version__}/flagcore/py.typed" in names
-    assert not [name for name in names if "/plugins/" in name and "/flagcore/plugins/" not in name]
+    assert not [name for name in names if name.split("/")[1] in ("plugins", "extras")]
 
 
 def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
+    assert {*VENDORS, *EXTRAS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
 
 
 def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
     """Engines require different releases of torch."""
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {each for vendor in VENDORS for each in extras[vendor]} <= set(extras["all"])
+    assert {each for name in (*VENDORS, *EXTRAS) for each in extras[name]} <= set(extras["all"])
     engines = ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")
     assert not {each for engine in engines for each in extras[engine]} & set(extras["all"])
 
@@ -93,7 +98,7 @@ def test_dockerfile_copies_what_an_installation_needs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel"], cwd=tmp_path, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("vendor", ["cpu", *VENDORS])
-def test_every_plugin_has_the_version_of_the_core(vendor: str) -> None:
-    lines = (ROOT / "plugins" / vendor / "pyproject.toml").read_text().splitlines()
+@pytest.mark.parametrize("folder", PARTS.values())
+def test_every_part_has_the_version_of_the_core(folder: str) -> None:
+    lines = (ROOT / folder / "pyproject.toml").read_text().splitlines()
     assert f'version = "{__version__}"' in lines

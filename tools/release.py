@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("cpu", "nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+EXTRAS = ("kubernetes", "ray")
 VENDOR = "metax"
 """The extra that is installed alone."""
 EXAMPLE = ROOT / "examples" / "train-cpu.yaml"
@@ -29,11 +30,12 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     sbom = folder / "sbom.cdx.json" if "--sbom" in sys.argv[2:] else None
     shutil.rmtree(folder, ignore_errors=True)
-    for source in (ROOT, *(ROOT / "plugins" / name for name in PLUGINS)):
+    sources = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS), *(ROOT / "extras" / name for name in EXTRAS)]
+    for source in sources:
         _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
     wheels = sorted(map(str, folder.glob("*.whl")))
-    if len(wheels) != 1 + len(PLUGINS):
-        sys.exit(f"expected {1 + len(PLUGINS)} wheels, found {len(wheels)}: {', '.join(wheels)}")
+    if len(wheels) != len(sources):
+        sys.exit(f"expected {len(sources)} wheels, found {len(wheels)}: {', '.join(wheels)}")
     with tempfile.TemporaryDirectory() as place:
         try_out(wheels, Path(place), sbom)
     sums = [f"{sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
