@@ -45,7 +45,6 @@ ENGINES = {
 }
 LAUNCHERS = {"ray": ["ray>=2.40"]}
 TOOLS = {
-    "dashboard": ["optuna-dashboard>=0.17", "waitress>=3"],
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
@@ -90,7 +89,7 @@ class CustomMetadataHook(MetadataHookInterface):
         parts = {**own, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
         everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
         metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
-        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["dashboard"], *TOOLS["tensorboard"]]
+        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 
