@@ -26,7 +26,6 @@ CORE = (
     "pluggy>=1.5",
     "psutil>=5.9",
     "pydantic>=2.7,<3",
-    "pytest>=8",  # runs the checks of `flag plugins check`
     "pyyaml>=6.0",
     "rich>=13",
     "scipy>=1.14",
@@ -35,6 +34,8 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+EXTRAS = ("kubernetes", "ray", "testing")
+"""The folders of `extras`. Each is a distribution of its own, as a plugin is."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
     "vllm": ["vllm>=0.11"],
@@ -42,8 +43,6 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
-LAUNCHERS = ("kubernetes", "ray")
-"""Distributions in the folder `extras`."""
 TOOLS = {
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
@@ -59,6 +58,7 @@ DEV = [
     "import-linter>=2.1",
     "mypy>=1.11",
     "pre-commit>=3.5",
+    "pytest>=8",
     "pytest-cov>=5",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
@@ -79,24 +79,17 @@ class CustomMetadataHook(MetadataHookInterface):
         version = _version(root)
         folders = (root / "plugins").is_dir() and not _sdist_is_being_built()
 
-        def part(name: str, folder: str = "plugins") -> str:
+        def part(folder: str, name: str) -> str:
             if folders:
                 return f"flagcore-{name} @ {(root / folder / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
-        own = {name: [part(name)] for name in VENDORS} | {name: [part(name, "extras")] for name in LAUNCHERS}
-        everything = [need for needs in {**own, **IMPORTERS, **TOOLS}.values() for need in needs]
-        metadata["dependencies"] = [*CORE, part("cpu")]
+        own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
+        parts = {**own, **ENGINES, **IMPORTERS, **TOOLS}
+        everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
+        metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
         dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]
-        metadata["optional-dependencies"] = {
-            **own,
-            **ENGINES,
-            **IMPORTERS,
-            **TOOLS,
-            "all": everything,
-            "dev": dev,
-            "docs": DOCS,
-        }
+        metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 
 def _sdist_is_being_built() -> bool:

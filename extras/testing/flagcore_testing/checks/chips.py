@@ -12,8 +12,8 @@ import numpy as np
 
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact, normalize_name, slowness
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
 
 KINDS = {*SOURCE_KEYS, "user"}
 DATE = re.compile(r"\d{4}(-\d{2}){0,2}")

@@ -14,11 +14,11 @@ from unittest import mock
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
-from flagcore.testing import fakes
-from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.vendorkit.engines import Variable
 from flagcore.vendorkit.fields import applicable
+from flagcore_testing import fakes
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problems, Skip, Subject, check
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""

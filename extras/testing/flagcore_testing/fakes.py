@@ -16,8 +16,8 @@ from unittest import mock
 from flagcore.domain.chip import Device
 from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.plugins.validation import several
-from flagcore.testing.kit import Subject
-from flagcore.testing.package import Transcript
+from flagcore_testing.kit import Subject
+from flagcore_testing.package import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the real environment that the fake machine keeps."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
 from flagcore.plugins.installed import capture_warnings
-from flagcore.testing import fakes
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
-from flagcore.testing.package import FOLDER, SOURCES, Transcript
+from flagcore_testing import fakes
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.package import FOLDER, SOURCES, Transcript
 
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0

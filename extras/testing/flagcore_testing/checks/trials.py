@@ -20,13 +20,13 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Space
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import workload
-from flagcore.testing import fakes
-from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
+from flagcore_testing import fakes
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 RANGES: Mapping[str, tuple[float, float]] = {
     "memory_used_bytes": (0, 2**42),

@@ -1,4 +1,4 @@
-"""Creates a plugin for a new vendor: a complete distribution from the template of `flagcore.vendorkit`."""
+"""Creates a plugin for a new vendor: a complete distribution from the folder `template`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
 
 def _rendered(words: Mapping[str, str], chips: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each file; one file per chip where the path names the chip."""
-    template = Path(str(files("flagcore.vendorkit"))) / "template"
+    template = Path(str(files("flagcore_testing"))) / "template"
     for file in sorted(template.rglob(f"*{SUFFIX}")):
         pattern, text = file.relative_to(template).as_posix(), file.read_text("utf-8")
         for chip in chips if "@file@" in pattern else chips[:1]:

@@ -13,10 +13,10 @@ import pytest
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, LoadedPlugins, PluginFailure
 from flagcore.plugins.installed import installed, load_only, one_line
-from flagcore.testing.checks import CHECKS
-from flagcore.testing.kit import Check, Subject, run
-from flagcore.testing.package import read_source
-from flagcore.testing.pytest_plugin import RESULT
+from flagcore_testing.checks import CHECKS
+from flagcore_testing.kit import Check, Subject, run
+from flagcore_testing.package import read_source
+from flagcore_testing.pytest_plugin import RESULT
 
 SUBJECTS: dict[int, Subject] = {}
 """Cache of subjects, so that tests share the answers of a plugin."""

@@ -14,9 +14,9 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.collectives.costs import topology_of
 from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import workload
-from flagcore.testing.examples import group_of, task_on
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore_testing.examples import group_of, task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 MIN_BYTES = 2**20
 """Minimum number of bytes; a smaller figure is in MiB or GiB."""

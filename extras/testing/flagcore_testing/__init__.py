@@ -1,7 +1,7 @@
 """The conformance kit for plugins: checks for `flag plugins check`, and tests for pytest.
 
 ```python
-from flagcore.testing import PluginConformance
+from flagcore_testing import PluginConformance
 from flagcore_acme import hooks
 
 class TestAcme(PluginConformance):
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flagcore.testing.conformance import PluginConformance
+    from flagcore_testing.conformance import PluginConformance
 
 __all__ = ["PluginConformance"]
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(name)
     import pytest
 
-    pytest.register_assert_rewrite("flagcore.testing.conformance")
-    from flagcore.testing.conformance import PluginConformance
+    pytest.register_assert_rewrite("flagcore_testing.conformance")
+    from flagcore_testing.conformance import PluginConformance
 
     return PluginConformance

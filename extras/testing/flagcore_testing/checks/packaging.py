@@ -15,11 +15,11 @@ from flagcore import __version__
 from flagcore.domain.chip import Claim
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import kind_of
-from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.vendorkit.engines import all_knobs, read_variables
 from flagcore.vendorkit.fields import Scope, applicable
 from flagcore.vendorkit.quirks import read_quirks
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),

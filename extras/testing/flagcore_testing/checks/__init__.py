@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from flagcore.testing.checks import (
+from flagcore_testing.checks import (
     answers,
     chips,
     costs,
@@ -15,7 +15,7 @@ from flagcore.testing.checks import (
     packaging,
     trials,
 )
-from flagcore.testing.kit import LOADS, SLOW, Check
+from flagcore_testing.kit import LOADS, SLOW, Check
 
 
 def _checks(module: ModuleType) -> tuple[Check, ...]:

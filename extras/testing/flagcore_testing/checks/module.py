@@ -21,9 +21,9 @@ from typing import Any
 
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import group_of, task_on
-from flagcore.testing.hook_runner import DRIVERS
-from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.examples import group_of, task_on
+from flagcore_testing.hook_runner import DRIVERS
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """Packages of flagcore that a plugin may import."""
@@ -214,7 +214,7 @@ def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
-    argv = [sys.executable, "-B", "-m", "flagcore.testing.hook_runner", plugin.entry, paths]
+    argv = [sys.executable, "-B", "-m", "flagcore_testing.hook_runner", plugin.entry, paths]
     with open(folder.parent / "records", "w+b") as records:
         start, size = time.monotonic(), 0
         quiet: Any = {"stdout": records, "stderr": subprocess.DEVNULL, "start_new_session": True}

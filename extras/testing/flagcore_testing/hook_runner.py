@@ -1,6 +1,6 @@
 """Imports a plugin and calls its hooks in a separate process; reports side effects.
 
-`python -m flagcore.testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
+`python -m flagcore_testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
 `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
 `printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
 the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state of a process that a plugin must not change.
@@ -37,8 +37,8 @@ from flagcore.physics import device_memory  # noqa: F401 (what plugins usually i
 from flagcore.physics.collectives.costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
 from flagcore.plugins.installed import BadPlugin, one_line
-from flagcore.testing.examples import example_calls
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
+from flagcore_testing.examples import example_calls
 
 
 def process_state() -> dict[str, object]:

@@ -20,20 +20,20 @@ from flagcore import plugins
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.plugins.installed import installed, origin
-from flagcore.testing.package import read_source
+from flagcore_testing.package import read_source
 
 SECONDS = 600.0
 """Time limit of all checks of one plugin."""
 CHECK_SECONDS = 90.0
 """Time limit of one check, far above the time of checks that wait for a tool."""
 PYTEST = (
-    *(sys.executable, "-m", "pytest", "-p", "flagcore.testing.pytest_plugin", "-c", os.devnull, "--noconftest", "-s"),
+    *(sys.executable, "-m", "pytest", "-p", "flagcore_testing.pytest_plugin", "-c", os.devnull, "--noconftest", "-s"),
     "--assert=plain",
     *(
         f"-pno:{name}"
         for name in ("cacheprovider", "doctest", "faulthandler", "junitxml", "logging", "terminal", "warnings")
     ),
-    *("--pyargs", "flagcore.testing.conformance::TestPlugin::test_conformance"),
+    *("--pyargs", "flagcore_testing.conformance::TestPlugin::test_conformance"),
 )
 OWN_PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 """The command and the environment of one plugin's tests, without the settings and the plugins of the user's pytest."""

@@ -11,9 +11,9 @@ from flagcore.domain.knob import Factor, Knob
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problems, Skip, Subject, check
 
 PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
