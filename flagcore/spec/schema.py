@@ -119,7 +119,7 @@ class SearchSection(Section):
     """Settings of every search."""
 
     strategy: Word = "learned"
-    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
+    """Name of the search strategy: learned, predicted, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
     """Name of the launcher that starts trials; absent: local, or with several nodes the launcher of the allocation."""
 
