@@ -54,13 +54,10 @@ def launch(
     placed = [each.at_port(port) for each, port in zip(placed, ports, strict=True)]
     if router is None:
         Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
-    start = Path(folder, START)
-    texts = [(start, start_script(placed, folder, hosts, router), 0o700)]
-    has_secret = any(secrets_in_arguments(each.argv) for each in placed)
-    for file, text, mode in texts:
-        file.touch(mode=0o600)
-        file.write_text(text, encoding="utf-8")
-        file.chmod(mode if has_secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
+    start, has_secret = Path(folder, START), any(secrets_in_arguments(each.argv) for each in placed)
+    start.touch(mode=0o600)
+    start.write_text(start_script(placed, folder, hosts, router), encoding="utf-8")
+    start.chmod(0o700 if has_secret else 0o755)
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
