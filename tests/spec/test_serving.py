@@ -25,6 +25,12 @@ def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = 
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
+def error_of(*args: Any, **kwargs: Any) -> SpecError:
+    with pytest.raises(SpecError) as refused:
+        serve(*args, **kwargs)
+    return refused.value
+
+
 def test_images_have_sizes_with_shares() -> None:
     found = serve({"images": {"bucket_config": {"1280x720": 3, "256x128": 1}, "format": "jpeg"}}).loads[0].images
     assert found == Images(buckets=((1280, 720, 0.75), (256, 128, 0.25)), format="jpeg")
@@ -77,9 +83,7 @@ def test_a_load_without_a_number_is_steady_unless_it_needs_one() -> None:
     ],
 )
 def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        serve(profile)
-    assert refused.value.key == key
+    assert error_of(profile).key == key
 
 
 @pytest.mark.parametrize("value", [None, 5, "vllm", []])
@@ -91,15 +95,12 @@ def test_a_serving_job_that_is_no_mapping_is_the_only_problem(value: object, mod
 
 
 def test_images_without_sizes_are_refused_with_an_example() -> None:
-    with pytest.raises(SpecError) as refused:
-        serve({"images": {"bucket_config": {}}})
-    assert "1280x720: 0.5" in refused.value.problem
+    assert "1280x720: 0.5" in error_of({"images": {"bucket_config": {}}}).problem
 
 
 def test_a_client_as_one_string_is_refused_with_the_list() -> None:
-    with pytest.raises(SpecError) as refused:
-        serve(client={"command": "vllm bench"})
-    assert (refused.value.key, refused.value.fix) == ("serve.client.command", "write a list: [vllm, bench]")
+    error = error_of(client={"command": "vllm bench"})
+    assert (error.key, error.fix) == ("serve.client.command", "write a list: [vllm, bench]")
 
 
 def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
@@ -111,25 +112,20 @@ def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None
         ({"concurrency": 8}, {**client, "report": ".."}, "serve.client.report"),
         ({"concurrency": 8}, {**client, "report": "client.log"}, "serve.client.report"),
     ):
-        with pytest.raises(SpecError) as refused:
-            serve(profile, client=changed)
-        assert refused.value.key == key
+        assert error_of(profile, client=changed).key == key
 
 
 @pytest.mark.parametrize("more", [{"slo": {"itl_s": {"mean": 1.0}}}, {"tuner": {"objective": "tpot_s.p99"}}])
 def test_answers_of_one_token_have_no_time_of_further_tokens(more: dict[str, Any]) -> None:
-    with pytest.raises(SpecError) as refused:
-        serve({"output_len": 1}, **more)
-    assert refused.value.key == "serve.profile.output_len"
+    assert error_of({"output_len": 1}, **more).key == "serve.profile.output_len"
     assert serve({"output_len": 2}, **more).loads[0].output_len == 2
 
 
 def test_limits_have_the_names_of_figures() -> None:
     assert serve(slo={"ttft_s": {"p99": 1.0, "mean": 0.5}}).slo == {"ttft_s.mean": 0.5, "ttft_s.p99": 1.0}
-    with pytest.raises(SpecError) as caught:
-        serve(slo={"ttft_s": 1})
-    assert caught.value.key == "serve.slo.ttft_s"
-    assert "p99" in caught.value.problem
+    error = error_of(slo={"ttft_s": 1})
+    assert error.key == "serve.slo.ttft_s"
+    assert "p99" in error.problem
 
 
 def test_paths_start_at_the_folder_of_the_spec() -> None:
@@ -262,9 +258,7 @@ def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
     ],
 )
 def test_a_space_has_the_knobs_of_the_engine_that_the_spec_names(engine: str, knob: str, value: Any, key: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        serve(tuner={"space": {knob: value}}, engine=engine)
-    assert [each.key for each in refused.value.problems] == [key]
+    assert [each.key for each in error_of(tuner={"space": {knob: value}}, engine=engine).problems] == [key]
     if isinstance(value, list) and len(value) == 1 and knob != "nope":
         assert refused.value.value == value[0]
     schema = json_schema(ENGINES)["$defs"][f"ServeSpace_{engine}"]["properties"]
@@ -284,9 +278,10 @@ def test_other_spellings_of_knobs_and_values_are_valid() -> None:
 
 
 def test_one_knob_under_two_names_is_an_error() -> None:
-    with pytest.raises(SpecError) as refused:
-        serve(tuner={"space": {"max_batch_size": [4], "max_num_seqs": [8]}}, engine="lmdeploy")
-    assert refused.value.key == "auto_tuner.space.max_num_seqs"
+    assert (
+        error_of(tuner={"space": {"max_batch_size": [4], "max_num_seqs": [8]}}, engine="lmdeploy").key
+        == "auto_tuner.space.max_num_seqs"
+    )
 
 
 def test_each_engine_of_a_list_has_its_own_knobs() -> None:
@@ -303,9 +298,12 @@ def test_each_engine_of_a_list_has_its_own_knobs() -> None:
 
 
 def test_wrong_knobs_are_reported_with_all_other_errors() -> None:
-    with pytest.raises(SpecError) as refused:
-        serve({"num_prompts": 0}, {"space": {"nope": 1}, "baseline": {"max_num_seqs": "x"}}, weights=4)
-    assert {each.key for each in refused.value.problems} == {
+    assert {
+        each.key
+        for each in error_of(
+            {"num_prompts": 0}, {"space": {"nope": 1}, "baseline": {"max_num_seqs": "x"}}, weights=4
+        ).problems
+    } == {
         "serve.profile.num_prompts",
         "serve.weights",
         "auto_tuner.space.nope",
@@ -314,9 +312,10 @@ def test_wrong_knobs_are_reported_with_all_other_errors() -> None:
 
 
 def test_an_unknown_serving_engine_does_not_hide_other_errors() -> None:
-    with pytest.raises(SpecError) as refused:
-        serve({"num_prompts": 0}, {"space": {"nope": 1}, "cards": "x"}, engine="vlm")
-    assert {(each.key, each.value) for each in refused.value.problems} == {
+    assert {
+        (each.key, each.value)
+        for each in error_of({"num_prompts": 0}, {"space": {"nope": 1}, "cards": "x"}, engine="vlm").problems
+    } == {
         ("serve.engine", "vlm"),
         ("serve.profile.num_prompts", 0),
         ("auto_tuner.cards", "x"),
