@@ -27,7 +27,6 @@ from flagcore.i18n import N_, _
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.run import RunData, json_file
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import RunResult
 from flagcore.report.text import candidate_text, heading
 from flagcore.tuner.stages.rank import learn
 from flagcore.tuner.store.directory import RunDirectory
@@ -191,14 +190,13 @@ def _read_result(file: Path, changed: int, inode: int) -> _Result:
     """Return the figures of result.json; `changed` and `inode` identify its content."""
     data = json_file(file)
     parts = [each for each in (data.get("engines") or {}).values() if "error" not in each] or [data]
-    result = RunResult.from_json(data) if data else None
-    state = state_of_ended(result)
-    if result is None:
+    if not data:
         return _Result()
-    run = RunData(result=result, folder=file.parent, called=str(file.parent))
+    run = RunData.from_json(data, file.parent, called=str(file.parent))
+    state = state_of_ended(run)
     return _Result(
         state=state,
-        note=no_best(run) if state == UNMEASURED else result.stop_reason,
-        objective=result.objective.name,
+        note=no_best(run) if state == UNMEASURED else run.stop_reason,
+        objective=run.objective,
         ended=sum(map(count_trials, parts)),
     )
