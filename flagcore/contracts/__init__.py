@@ -23,6 +23,7 @@ from flagcore.contracts.exchange import (
     ImportedSpec,
     Importer,
     ImportNote,
+    ManifestWriter,
     ServerGroup,
     ServerGroups,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "Importer",
     "KernelCosts",
     "Launcher",
+    "ManifestWriter",
     "MemoryModel",
     "OnEvent",
     "Platform",

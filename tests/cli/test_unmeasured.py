@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.api.managing.overview import overview
 from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
 from flagcore.tuner.store.directory import RunDirectory
-from flagcore.tuner.store.studies import Studies
 from tests.cli.conftest import Project, Ran
 from tests.report.page.reading import run_result
 
@@ -73,10 +71,6 @@ def test_lists_name_the_state_and_the_cause(flag: Flag, runs: Path) -> None:
     assert records["estimate"]["no_best"] is None
     listed = flag("runs", "list", str(runs))
     assert (listed.code, listed.err.count(REASON), listed.err.count("\n")) == (0, 1, 1)
-    lines = {line.name: line for line in overview(Studies(runs))}
-    assert {name: line.state for name, line in lines.items()} == STATES
-    assert REASON in lines["failed"].note
-    assert (lines["interrupted"].note, lines["failed"].limit) == ("", None)
 
 
 def test_a_run_that_goes_on_is_running(runs: Path, tmp_path: Path) -> None:

@@ -15,18 +15,17 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import PastMeasurements, features
+from flagcore.domain.experience import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import strategy, workload_of
+from flagcore.plugins import workload_of
 from flagcore.spec import parse_spec
 from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
 from flagcore.tuner.stages.prune import prune, prune_by_trials
-from flagcore.tuner.stages.rank import learn, search_context
 from tests import small
 from tests.plugins.conftest import Install
 from tests.small import ENGINES
@@ -308,26 +307,6 @@ def test_a_setting_of_the_spec_can_meet_a_requirement(settings: dict[str, bool],
     legal = legality(small.platform(replace(task, knobs=(knob,))))
     columns = build(legal.axes, legal.rules, legal.merges).columns()
     assert set(columns["acme_fused"].astype(bool)) == allowed
-
-
-def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
-    task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
-    legal = legality(small.platform(task))
-    space = build(legal.axes, legal.rules, legal.merges)
-    predictions = predict(small.platform(task), space)
-    off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
-    failed = [
-        Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-        for place, row in enumerate(off)
-    ]
-    seen = search_context(
-        small.problem(small.platform(task), space, predictions), learn(failed), PastMeasurements.empty()
-    )
-    choice = strategy("grid").next(seen)
-    assert choice.row is not None
-    assert space.candidate(choice.row).as_dict()["acme_fused"]
-    assert "grid" in choice.because
 
 
 SERVES = """

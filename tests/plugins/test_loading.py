@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flagcore_testing.examples import FOREIGN_CHIP
 
 from flagcore import hooks
 from flagcore.api.managing.inspection import plugin_table
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
 from flagcore.plugins.loader import HOOKS
-from flagcore.testing.examples import FOREIGN_CHIP
 
 Install = Callable[..., None]
 

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore import api
 from flagcore.domain.cluster import NodeGroup
-from flagcore.testing import fakes
 from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX, PAIRS
 
 PROCESSES = """\

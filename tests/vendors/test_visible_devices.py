@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore import plugins
 from flagcore.contracts import Platform
@@ -19,7 +20,6 @@ from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch.start import instances_of
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
-from flagcore.testing import fakes
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks
 from flagcore.vendorkit.detection import DeviceDetector
