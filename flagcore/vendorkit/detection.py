@@ -164,6 +164,10 @@ class DeviceDetector:
         """Return the output of the management tool about links of devices and adapters; empty without a tool."""
         return (tool_output(*self.topology) or "") if self.topology else ""
 
+    def uses_now(self) -> Mapping[int, DeviceUse]:
+        """Return the users of each device by index, as far as the tool reports them."""
+        return self.uses(READING_SECONDS) if self.uses else {}
+
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
         """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
         return report.devices if report is not None and self.trusts(report) else ()
@@ -240,7 +244,7 @@ class Readings:
 
     def __init__(self, detector: DeviceDetector) -> None:
         self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
-        self.uses = Shared(lambda: detector.uses(READING_SECONDS) if detector.uses else {})
+        self.uses = Shared(detector.uses_now)
         self.descriptions = Shared(detector.descriptions, fresh_seconds=DESCRIPTIONS_SECONDS)
 
 
