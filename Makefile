@@ -115,7 +115,7 @@ test-hosts: setup
 # The ray launcher on a Ray cluster that the tests start on this machine.
 test-ray: setup
 	$(PIP) "ray>=2.40"
-	$(BIN)/python -m pytest tests/launchers/test_ray.py
+	$(BIN)/python -m pytest extras/ray/tests
 
 # The watchers with the tools that they write to.
 test-watchers: setup

@@ -34,7 +34,7 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
-EXTRAS = ("testing",)
+EXTRAS = ("kubernetes", "ray", "testing")
 """The folders of `extras`. Each is a distribution of its own, as a plugin is."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
@@ -43,7 +43,6 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
-LAUNCHERS = {"ray": ["ray>=2.40"]}
 TOOLS = {
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
@@ -86,7 +85,7 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
-        parts = {**own, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
+        parts = {**own, **ENGINES, **IMPORTERS, **TOOLS}
         everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
         metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
         dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]

@@ -54,24 +54,26 @@ def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> No
     assert not [needed for needed in needs if "file:" in needed]
 
 
-def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None:
+def test_release_holds_the_package_and_no_other_part(sdist: tarfile.TarFile) -> None:
     names = sdist.getnames()
     assert f"flagcore-{__version__}/flagcore/tuner/loop.py" in names
     assert f"flagcore-{__version__}/flagcore/py.typed" in names
-    assert not [name for name in names if "/plugins/" in name and "/flagcore/plugins/" not in name]
+    assert not [name for name in names if name.split("/")[1] in ("plugins", "extras")]
 
 
 def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
+    assert {*VENDORS, "kubernetes", "ray", "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(
+        extras
+    )
 
 
 def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
     """Engines require different releases of torch."""
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {each for vendor in VENDORS for each in extras[vendor]} <= set(extras["all"])
+    assert {each for name in (*VENDORS, "kubernetes", "ray") for each in extras[name]} <= set(extras["all"])
     engines = ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")
     assert not {each for engine in engines for each in extras[engine]} & set(extras["all"])
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "mark.long"
 FURTHER = {
     "flagcore/tuner/loop.py": ("tests/cli",),
-    "flagcore/launchers": ("tests/cli", "tests/engines"),
+    "flagcore/launchers": ("tests/cli", "tests/engines", "extras"),
     "flagcore/contracts": ("tests/cli", "tests/engines"),
     "flagcore/tuner/stages": ("tests/cli",),
     "flagcore/tuner/strategies": ("tests/cli", "tests/benchmarks"),

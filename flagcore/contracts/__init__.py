@@ -20,6 +20,7 @@ from flagcore.contracts.exchange import (
     ImportedSpec,
     Importer,
     ImportNote,
+    ManifestWriter,
     ServerGroup,
     ServerGroups,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Importer",
     "KernelCosts",
     "Launcher",
+    "ManifestWriter",
     "MemoryModel",
     "OnEvent",
     "Platform",

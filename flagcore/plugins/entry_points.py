@@ -32,6 +32,8 @@ KINDS = {
     WATCHERS: "watcher",
 }
 """The words for the objects of each group in messages."""
+EXTRAS = {LAUNCHERS: ("kubernetes", "ray")}
+"""Objects of extras of flagcore, which need not be installed."""
 HOOK = "flagcore_on_event"
 """The hook of watchers."""
 
@@ -39,6 +41,12 @@ HOOK = "flagcore_on_event"
 def names(group: str) -> tuple[str, ...]:
     """Return the sorted names of the entry points in `group`, also of those that cannot be loaded."""
     return tuple(sorted(installed(group)))
+
+
+def missing_extra(group: str, name: str) -> str:
+    """Return how to install an object of an extra that is not installed; empty for others."""
+    missing = name in EXTRAS.get(group, ()) and name not in installed(group)
+    return f'pip install "flagcore[{name}]"' if missing else ""
 
 
 def workload(name: str, key: str = "engine") -> Workload:
@@ -138,6 +146,7 @@ def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T
         similar = get_close_matches(name, points, n=3)
         installed_names = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {installed_names}"
+        fix = missing_extra(group, name) or fix
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         return check(load_only(points[name]))

@@ -31,8 +31,7 @@ from flagcore.domain.spec import KIND, TrainSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
-from flagcore.launchers.kubernetes_job import job_name
-from flagcore.launchers.script import batch_script, multi_line, shell_quoted
+from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
 from flagcore.report.result import RunResult

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
@@ -17,18 +16,13 @@ from flagcore.api.explaining.candidate_report import named_columns
 from flagcore.api.explaining.neighbors import columns_of
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
-from flagcore.contracts import Exporter, ExportJob, Platform
-from flagcore.contracts.exchange import claim_and_mount, device_limits
+from flagcore.contracts import Exporter, ExportJob, ManifestWriter
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.launchers.join import TOKEN
-from flagcore.launchers.kubernetes import HOSTS
-from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
-from flagcore.launchers.kubernetes_job import KINDS, Pods, checked_name, job_name
-from flagcore.launchers.script import start_script
+from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
 from flagcore.tuner.stages.build import canonical
@@ -128,7 +122,8 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
         problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
-        raise UsageError("; ".join(filter(None, [problem, did_you_mean(target, exporters)])))
+        fix = plugins.missing_extra(plugins.LAUNCHERS, target) or did_you_mean(target, exporters)
+        raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]
 
 
@@ -219,36 +214,14 @@ def manifest(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes for the user.
 
-    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and its mount point. All files must have
-    the same paths in the image or on the volume. Raises the errors of `flagcore.errors`.
+    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano, `volume` CLAIM:PATH, a persistent volume
+    claim and its mount point. All files must have the same paths in the image or on the volume. Raises the errors of
+    `flagcore.errors`.
     """
     place = Path(where)
     if place.is_dir():
         raise UsageError(_("{run} is a run; `flag export {run} --to kubernetes` writes a job with its best", run=place))
     name = job_name(place.stem) if name is None else checked_name(name)
-    claim, mount = claim_and_mount(volume or "")
+    writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
     platform = load_snapshot(place, None, without).problem.platform
-    group = platform.task.cluster.groups[0]
-    limits, count = device_limits(platform, group.devices_per_node), group.nodes
-    hosts = KINDS[kind].hosts(name, count)
-    common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
-    common = replace(common, claim=claim, mount=mount)
-    pods = _tuning_pods(common, place, hosts, platform)
-    secrets = {secret for secret, _key in pods.secrets.values()}
-    return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
-
-
-def _tuning_pods(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
-    """Return the pods of a tuning job: the first pod tunes, and the others join it."""
-    launcher = platform.task.spec.launcher
-    if len(hosts) > 1 and launcher != KUBERNETES.name:
-        problem = _("does not start trials in pods")
-        raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))
-    return replace(
-        common,
-        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
-        others=f"exec python3 -m flagcore.launchers.join {hosts[0]}",
-        environment={HOSTS: " ".join(hosts)},
-        secrets={TOKEN: (f"{common.name}-token", "token")} if len(hosts) > 1 else {},
-        first_ends=True,
-    )
+    return writer.manifest(platform, place, name=name, kind=kind, image=image, volume=volume or "")

@@ -1,4 +1,4 @@
-"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore.launchers.join`).
+"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore_kubernetes.join`).
 
 It also writes manifests.
 """
@@ -8,22 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from flagcore.contracts import ExportJob, Launcher
+from flagcore.contracts import ExportJob, Launcher, Platform
 from flagcore.errors import UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
-from flagcore.launchers.join import PORT, TOKEN
-from flagcore.launchers.kubernetes_job import export
+from flagcore_kubernetes.job import HOSTS, export, manifest
+from flagcore_kubernetes.join import PORT, TOKEN
 
-HOSTS = "FLAGCORE_HOSTS"
-"""Environment variable with the names of the job's pods, the tuning pod first."""
 PORT_VARIABLE = "FLAGCORE_PORT"
 """Environment variable with the port on which the tuning pod listens."""
 JOIN_SECONDS = 600.0
 """Maximum time until all pods have joined; images are large."""
-HUB = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
+HUB = Hub("kubernetes", "flagcore_kubernetes.hub")
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
@@ -65,6 +65,12 @@ class KubernetesLauncher(HostsLauncher):
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""
         return export(job)
+
+    def manifest(
+        self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the manifest of a job that tunes a spec, and notes for the user. Raises UsageError, SpecError."""
+        return manifest(platform, spec, name=name, kind=kind, image=image, volume=volume)
 
 
 LAUNCHER: Launcher = KubernetesLauncher(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.launchers.hub import run_both, serve
-from flagcore.launchers.join import CONNECT_SECONDS, keep_alive, proof, token
+from flagcore_kubernetes.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0
 """Maximum time until a pod joins again for the next trial."""

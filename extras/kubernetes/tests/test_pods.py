@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flagcore_kubernetes.join import TOKEN, proof
+from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 
 from flagcore.api.managing.host_report import host_telemetry
 from flagcore.api.managing.hosts import require_hosts
@@ -24,8 +26,6 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.hub import Hub
-from flagcore.launchers.join import TOKEN, proof
-from flagcore.launchers.kubernetes import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 from flagcore.launchers.local import free_port
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ PODS = ("localhost", "pod-1.tune", "pod-2.tune")
 TUNER = """
 import sys
 from flagcore.domain.launch import Launch
-from flagcore.launchers.kubernetes import LAUNCHER, find_hosts, hold
+from flagcore_kubernetes.launcher import LAUNCHER, find_hosts, hold
 argv = ("sh", "-c", "(setsid sleep 100 &); trap '' TERM; sleep 100")
 running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=hold(find_hosts(1))))
 print("started", flush=True)
@@ -55,7 +55,7 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
         monkeypatch.setenv(name, value)
 
     def start(name: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "flagcore.launchers.join", f"localhost:{os.environ[PORT_VARIABLE]}", name]
+        argv = [sys.executable, "-m", "flagcore_kubernetes.join", f"localhost:{os.environ[PORT_VARIABLE]}", name]
         pods.append(subprocess.Popen(argv, stderr=subprocess.DEVNULL))
         return pods[-1]
 
@@ -150,7 +150,7 @@ def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Pat
 
 @pytest.mark.parametrize("key", [b"another secret, as long", None])
 def test_a_pod_without_the_secret_is_refused(join: Join, key: bytes | None) -> None:
-    hub = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
+    hub = Hub("kubernetes", "flagcore_kubernetes.hub")
     port = int(os.environ[PORT_VARIABLE])
     hub.ask(10, names=[], port=port, seconds=5.0)
     with socket.create_connection(("localhost", port)) as stranger, stranger.makefile("rwb") as stream:
@@ -167,12 +167,12 @@ def test_a_job_without_a_secret_is_refused(join: Join, monkeypatch: pytest.Monke
     with pytest.raises(NoDevice, match=TOKEN):
         hold(PODS)
     assert join("pod-1").wait(20) == 1
-    join_at = [sys.executable, "-m", "flagcore.launchers.join"]
+    join_at = [sys.executable, "-m", "flagcore_kubernetes.join"]
     assert subprocess.run([*join_at, "localhost:port"], env={**os.environ, TOKEN: "x" * 20}).returncode == 1
     assert subprocess.run(join_at).returncode == 1
 
 
 def test_pods_that_do_not_join_are_named(join: Join) -> None:
-    hub = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
+    hub = Hub("kubernetes", "flagcore_kubernetes.hub")
     with pytest.raises(NoDevice, match="pod-2"):
         hub.ask(10, names=["pod-2"], port=int(os.environ[PORT_VARIABLE]), seconds=0.2)

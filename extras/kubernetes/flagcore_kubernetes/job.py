@@ -1,4 +1,4 @@
-"""Exports a candidate to Kubernetes: a training job, or a Deployment with a Service.
+"""Manifests: a job that tunes a spec, a job that trains with a candidate, or a Deployment with a Service.
 
 A job has a first pod and others of the same kind: JobSet, PyTorchJob or Volcano's Job. Fields: JobSet
 jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job batch.volcano.sh/v1alpha1. Each gives
@@ -8,26 +8,25 @@ every pod a stable name, by which the others reach it.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.contracts import ExportJob, ServerGroups
+from flagcore.contracts import ExportJob, Platform, ServerGroups
 from flagcore.contracts.exchange import DEVICES_OF_HOST, claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
 from flagcore.domain.secrets import is_secret
-from flagcore.errors import UsageError
+from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.script import MASTER_PORT, shell_quoted
 from flagcore.spec.data_file import dump_yaml
+from flagcore_kubernetes.join import TOKEN
 
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
-characters.
-"""
+HOSTS = "FLAGCORE_HOSTS"
+"""Environment variable with the names of the job's pods, the tuning pod first."""
 FIRST, OTHERS = "first", "others"
 RESTARTS = 3
 """How often a job is started again, for example after a preemption."""
@@ -54,18 +53,6 @@ class Pods:
     claim: str = ""
     mount: str = ""
     first_ends: bool = False
-
-
-def job_name(text: str) -> str:
-    """Return a valid name of a job from a text."""
-    return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
-
-
-def checked_name(name: str) -> str:
-    """Return `name`. Raises UsageError if it is not a valid name of a job."""
-    if not NAME.fullmatch(name):
-        raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
-    return name
 
 
 def _jobset_hosts(name: str, count: int) -> list[str]:
@@ -301,3 +288,31 @@ def _fill(text: str, placeholders: Mapping[str, str]) -> str:
     for placeholder, value in placeholders.items():
         text = text.replace(placeholder, value)
     return text
+
+
+def manifest(
+    platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the manifest of a job that tunes a spec, and notes: the first pod tunes, and the others join it."""
+    claim, mount = claim_and_mount(volume)
+    group, launcher = platform.task.cluster.groups[0], platform.task.spec.launcher
+    limits, hosts = device_limits(platform, group.devices_per_node), KINDS[kind].hosts(name, group.nodes)
+    if len(hosts) > 1 and launcher != "kubernetes":
+        problem = _("does not start trials in pods")
+        raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))
+    pods = Pods(
+        name=name,
+        image=image,
+        count=group.nodes,
+        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
+        others=f"exec python3 -m flagcore_kubernetes.join {hosts[0]}",
+        directory=str(Path.cwd()),
+        environment={HOSTS: " ".join(hosts)},
+        limits=limits,
+        secrets={TOKEN: (f"{name}-token", "token")} if len(hosts) > 1 else {},
+        claim=claim,
+        mount=mount,
+        first_ends=True,
+    )
+    secrets = {secret for secret, _key in pods.secrets.values()}
+    return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]

@@ -1,4 +1,4 @@
-"""Connects a pod of Kubernetes to `flag tune`: `python -m flagcore.launchers.join CONTROLLER[:PORT] [NAME]`.
+"""Connects a pod of Kubernetes to `flag tune`: `python -m flagcore_kubernetes.join CONTROLLER[:PORT] [NAME]`.
 
 It connects to the controller repeatedly. Both sides prove that they have FLAGCORE_TOKEN, without sending it. Then the
 connection is the channel of an agent. This host listens on no port.
@@ -110,7 +110,7 @@ def _read_line(connection: socket.socket) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
-        sys.exit("usage: python -m flagcore.launchers.join CONTROLLER[:PORT] [NAME]")
+        sys.exit("usage: python -m flagcore_kubernetes.join CONTROLLER[:PORT] [NAME]")
     try:
         main(*sys.argv[1:])
     except ValueError as error:

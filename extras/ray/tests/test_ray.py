@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_ray.launcher import LAUNCHER, find_hosts, hold
 
 from flagcore import api
 from flagcore.contracts import Event
@@ -22,7 +23,6 @@ from flagcore.errors import NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
-from flagcore.launchers.ray import LAUNCHER, find_hosts, hold
 from tests.hosts.conftest import SPEC, TRAIN
 
 pytest.importorskip("ray")
@@ -33,7 +33,7 @@ ESCAPES = "(setsid sleep 100 &); trap '' TERM; sleep 100"
 TUNER = """
 import sys
 from flagcore.domain.launch import Launch
-from flagcore.launchers.ray import LAUNCHER, find_hosts, hold
+from flagcore_ray.launcher import LAUNCHER, find_hosts, hold
 argv = ("sh", "-c", sys.argv[2])
 mark = {"TEST_MARK": sys.argv[3]}
 running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], hosts=hold(find_hosts(2)), environment=mark))
@@ -90,7 +90,7 @@ def other(hub: Hub) -> HostsLauncher:
 
 
 def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
-    second_hub = Hub("ray", "flagcore.launchers.ray_hub")
+    second_hub = Hub("ray", "flagcore_ray.hub")
     host_launcher = hold(find_hosts(2))
     other_hosts = tuple(second_hub.ask(60, nodes=2, names=[])["hosts"])
     assert sorted((*host_launcher, *other_hosts)) == list(NODES)
@@ -176,6 +176,6 @@ def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp
 
 def test_without_a_cluster_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    hub = Hub("ray", "flagcore.launchers.ray_hub")
+    hub = Hub("ray", "flagcore_ray.hub")
     with pytest.raises(NoDevice, match=r"127\.0\.0\.1:1"):
         hub.ask(60, nodes=1, names=[])

@@ -13,7 +13,7 @@ from flagcore.launchers.hub import Hub
 ANY = "any-"
 """Prefix of the name of a host that Ray has not chosen yet."""
 HOLD_SECONDS = 120.0
-HUB = Hub("ray", "flagcore.launchers.ray_hub")
+HUB = Hub("ray", "flagcore_ray.hub")
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
