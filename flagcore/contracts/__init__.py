@@ -32,7 +32,7 @@ from flagcore.contracts.platform import (
     Plugins,
     RunningLaunch,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import Workload
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "OnEvent",
     "Platform",
     "Plugins",
+    "Problem",
     "PruningRule",
     "RunningLaunch",
     "SearchContext",

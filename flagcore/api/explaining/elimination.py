@@ -245,7 +245,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         )
     nothing_fits = None
     try:
-        require_candidate(problem, snapshot.workload)
+        require_candidate(problem)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(

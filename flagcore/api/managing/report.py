@@ -15,13 +15,14 @@ import yaml
 from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.api.snapshot import Snapshot, load_snapshot, run_home
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.files import read_regular
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
+from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
@@ -35,9 +36,7 @@ from flagcore.report.page.markdown import as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.result import RunResult
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.stages.prune import LEARNED_MESSAGES
 from flagcore.tuner.store.directory import write
 
 REPORT = "report.html"

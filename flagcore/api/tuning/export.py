@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.tuning.run_best import RENDEZVOUS
-from flagcore.contracts import ExportJob, Workload
+from flagcore.contracts import ExportJob, Problem, Workload
 from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.files import read_regular
@@ -37,7 +37,7 @@ from flagcore.report.page.markdown import result_text
 from flagcore.report.result import RunResult
 from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.problem import Problem, no_launch_reason
+from flagcore.tuner.problem import no_launch_reason
 from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.store.directory import writable, write
 
@@ -131,7 +131,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
         require_startable(problem, workload, best)
-        planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
+        planned = planned_launch(problem.platform, best, str(folder), for_real=True)
     except UsageError as error:
         cannot = str(error)
         (folder / "launch.json").unlink(missing_ok=True)

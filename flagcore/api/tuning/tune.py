@@ -35,6 +35,7 @@ from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import (
     Event,
     OnEvent,
+    Problem,
     Telemetry,
     TrialStore,
     Workload,
@@ -56,7 +57,6 @@ from flagcore.spec.serving import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
