@@ -19,10 +19,10 @@ import flagcore
 from docs.site import cli_page, docstrings, engine_tables, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
+from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.engines.megatron.launch.reading import METRICS, STEPS
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.tuner.stages.prune import LEARNED_MESSAGES
 from tests.pages import PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()

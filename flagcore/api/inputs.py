@@ -13,6 +13,7 @@ import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import (
+    Problem,
     Workload,
 )
 from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
@@ -43,7 +44,7 @@ from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import Problem, rows_by_time, sizes_fixed_at_one
+from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
 from flagcore.tuner.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -173,7 +174,7 @@ LOG = logging.getLogger("flagcore")
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
     loaded = load_plugins(without)
-    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
         yield calibrated
     finally:

@@ -3,9 +3,6 @@
 from flagcore.contracts.chip import (
     AttentionShape,
     CollectiveCosts,
-    CommunicatorMemory,
-    DescribesDevice,
-    DeviceUseReporter,
     KernelCosts,
     MemoryModel,
     PruningRule,
@@ -35,17 +32,14 @@ from flagcore.contracts.platform import (
     Plugins,
     RunningLaunch,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import Workload
 
 __all__ = [
     "AttentionShape",
     "Choice",
     "CollectiveCosts",
-    "CommunicatorMemory",
     "Costs",
-    "DescribesDevice",
-    "DeviceUseReporter",
     "Event",
     "ExportJob",
     "Exporter",
@@ -63,6 +57,7 @@ __all__ = [
     "OnEvent",
     "Platform",
     "Plugins",
+    "Problem",
     "PruningRule",
     "RunningLaunch",
     "SearchContext",

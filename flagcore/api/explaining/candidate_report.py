@@ -122,7 +122,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
     """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
     candidate = _by_name(snapshot, name.strip().casefold())
     if candidate is None:
-        return parse_candidate(name, snapshot.problem, snapshot.workload)
+        return parse_candidate(name, snapshot.problem)
     return columns_of(snapshot, candidate), frozenset()
 
 

@@ -179,7 +179,7 @@ def _job(
 
 def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
     platform = snapshot.problem.platform
-    launch = platform.prepared(planned_launch(platform, snapshot.workload, candidate, str(folder), for_real=True))
+    launch = platform.prepared(planned_launch(platform, candidate, str(folder), for_real=True))
     if secrets_in_arguments(launch.argv):
         raise UsageError(_("the command contains a secret; pass it in a variable"))
     return replace(launch, directory=None) if launch.directory == str(folder) else launch

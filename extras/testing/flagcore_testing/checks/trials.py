@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from flagcore.contracts import PruningRule
+from flagcore.contracts import Platform, PruningRule
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED
 from flagcore.domain.launch import FailurePattern
@@ -136,7 +136,8 @@ def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
     for task in (task_on(chip) for chip in plugin.own_chips()):
         if rules := plugin.loaded.pruning_rules(task)[1]:
             space = build(engine.axes(task), engine.rules(task), engine.merges(task))
-            predictions = predict(task, engine, space, costs_of(task.cluster, plugin.loaded, "megatron"))
+            costs = costs_of(task.cluster, plugin.loaded, "megatron")
+            predictions = predict(Platform(task=task, workload=engine, costs=costs), space)
             found += [(rule, space, predictions) for rule in rules]
     if not found:
         raise Skip("the plugin has no pruning rules for a small task on 8 of its chips")
@@ -151,7 +152,7 @@ def pruning_rules_have_messages(rule: PruningRule, space: Space, predictions: Pr
 
 @check(each=_rules)
 def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
-    pruned_rows = prune(space, predictions, workload("megatron"), (rule,), ())
+    pruned_rows = prune(space, predictions, (rule,))
     if pruned_rows.broken_rules:
         yield Problem(
             f"flagcore_pruning_rules: {'; '.join(map(str, pruned_rows.broken_rules))}",
