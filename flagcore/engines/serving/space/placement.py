@@ -252,7 +252,7 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
     """Return the instances of a legal candidate, each on consecutive devices; those that prefill come first."""
     pair = values.get(PREFILL_DECODE)
     if isinstance(pair, str):
-        own = {kind: of_kind(values, kind) for kind in KINDS}
+        own: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
         parts = [(each.devices, kind) for kind, each in zip(KINDS, roles(pair), strict=True) for _ in range(each.count)]
     else:
         own = {"": values}
