@@ -174,7 +174,7 @@ LOG = logging.getLogger("flagcore")
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
     loaded = load_plugins(without)
-    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
         yield calibrated
     finally:

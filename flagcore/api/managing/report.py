@@ -34,7 +34,7 @@ from flagcore.report.page.assembly import page
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
-from flagcore.report.result import RunResult
+from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.predict import in_gib, record
 from flagcore.tuner.store.directory import write
@@ -67,12 +67,11 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         insight_data = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
-            "folder": run_dir,
             "called": _called(run_dir),
             "knobs": ending.plan.knobs,
             "labels": workload.labels,
         }
-        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), **rest)))
+        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), run_dir, **rest)))
 
     return _is_written(run_dir, made)
 
@@ -117,7 +116,7 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
         elif not found or new_trials > 0:
             task, space = loaded.task, loaded.problem.space
             plan = summarize(task, space, loaded.pruned, loaded.search_state, "", loaded.problem.knobs)
-            found, insight_data = RunResult.of(plan, str(folder)).to_json(), {}
+            found, insight_data = result(plan, str(folder)), {}
             notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
         if loaded is not None and not insight_data:
             insight_data = _predicted_again(loaded, found)
@@ -126,8 +125,8 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    rest: dict[str, Any] = {"folder": home, "called": _called(folder), "notes": shown_notes}
-    return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+    rest: dict[str, Any] = {"called": _called(folder), "warnings": shown_notes}
+    return RunData.redacted(found, insight_data, secrets, home, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
 
 
 def _called(folder: Path) -> str:

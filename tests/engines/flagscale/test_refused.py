@@ -11,7 +11,6 @@ from flagcore_flagscale import FlagScale
 from flagcore.cli.main import flag
 from flagcore.errors import SpecError
 from flagcore.plugins import entry_points
-from flagcore.plugins.installed import EntryPoints
 
 read_tree = FlagScale().read_tree
 
@@ -104,7 +103,7 @@ def test_a_spec_together_with_a_tree_is_refused() -> None:
     ],
 )
 def test_without_the_extra_its_commands_name_it(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_points, "installed", lambda group: EntryPoints(points={}, skipped_files=()))
+    monkeypatch.setattr(entry_points, "installed", lambda group: {})
     done = CliRunner().invoke(flag, list(arguments))
     assert done.exit_code == 2
     assert 'pip install "flagcore[flagscale]"' in done.output
