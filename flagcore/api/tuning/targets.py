@@ -63,7 +63,7 @@ def export(
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-    require_startable(snapshot.problem, snapshot.workload, chosen, elsewhere=exporter is not None)
+    require_startable(snapshot.problem, chosen, elsewhere=exporter is not None)
     with writable(folder), _removed_on_failure(folder):
         job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
         _require_equal_nodes(job, target)
