@@ -213,7 +213,7 @@ class _EngineRun:
 
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
-        warn_about_problem(problem, self.workload)
+        warn_about_problem(problem)
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
