@@ -181,7 +181,10 @@ def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], mes
     tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
 
     def broken(c: Columns) -> BoolArray:
-        return np.any([(c[transfer] == code) & table[c[PREFILL_DECODE]] for code, table in tables.items()], axis=0)
+        result = np.zeros(c[PREFILL_DECODE].shape, dtype=np.bool_)
+        for code, table in tables.items():
+            result |= (c[transfer] == code) & table[c[PREFILL_DECODE]]
+        return result
 
     return Rule(name="transfer_of_kinds", knobs=(PREFILL_DECODE, transfer), message=message, broken=broken)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch import reports
-from flagcore.engines.serving.launch.server import PORT
-from flagcore.errors import SpecError
+from flagcore.engines.serving.launch.server import PORT, Fetch
+from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import GIB, MLA, broken, engine_of, failure, merged, planned, server, settings
 from tests.small import EXPERTS
 
@@ -243,6 +244,46 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
             engine_of(engine).axes(planned(engine, engine_args={flag: 1}))
         key = {"-m": "model", "no_slots": "slots"}.get(flag, flag.replace("_", "-"))
         assert (error.value.key, error.value.fix) == (f"serve.engine_args.{key}", "remove it")
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "fixed"),
+    [
+        ("vllm", {"async-scheduling": True}, {"async_scheduling": "on"}),
+        ("vllm", {"no-async-scheduling": True}, {"async_scheduling": "off"}),
+        # values that a build of the engine registers are passed on
+        ("vllm", {"attention-backend": "VENDOR_ATTN", "quantization": "vendor_int8"}, {}),
+        ("sglang", {"tp": 4, "dp": 2}, {TP: 4, "instances": 2}),
+        ("sglang", {"tp": 4, "dp_size": 2, "enable_dp_attention": True}, {TP: 2, DP: 2}),
+        ("sglang", {"tp": 4, "dp": 1, "enable-dp-attention": True}, {TP: 4}),
+        ("sglang", {"tp_size": 4, "enable_ep_moe": True}, {TP: 4, EP: 4}),
+        (
+            *("sglang", {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": 8}),
+            {"speculation": "NGRAM", "speculative_tokens": 8},
+        ),
+        (
+            *("sglang", {"speculative-num-steps": 2, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 3}),
+            {"speculative_tokens": 2},
+        ),
+        ("sglang", {"mem-fraction": 0.75}, {"mem_fraction_static": "0.75"}),
+    ],
+)
+def test_flags_of_engine_args_set_knobs(engine: str, arguments: Any, fixed: Any) -> None:
+    parsed = engine_of(engine).program.split(planned(engine, engine_args=arguments).spec)
+    assert (parsed.fixed, parsed.others) == (fixed, {} if fixed else arguments)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_what_a_server_lacks_is_reported_before_a_launch(engine: str, tmp_path: Path) -> None:
+    program, kind = engine_of(engine).program, "file" if engine == "llamacpp" else "config"
+    for weights in (None, str(tmp_path)):
+        with pytest.raises(SpecError, match=rf"is missing|is not a (file|directory with a {kind}\.json)") as refused:
+            program.ready(planned(engine, weights=weights).spec)
+        assert (refused.value.key, refused.value.value) == ("serve.weights", weights)
+    (tmp_path / "config.json").write_text("{}")
+    place = tmp_path / "config.json" if engine == "llamacpp" else tmp_path
+    with pytest.raises(NoDevice, match="no-such-server"):
+        program.ready(planned(engine, weights=str(place), command=("no-such-server",)).spec)
 
 
 @pytest.mark.parametrize(
@@ -547,9 +588,12 @@ def test_counters_are_summed_and_shares_averaged_and_a_server_may_have_none() ->
     def fetch(path: str) -> str:
         raise OSError("HTTP 404")
 
-    assert reports.counters(fetch, {"a:total": "all"}) == {}
-    assert reports.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
-    assert reports.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
+    def read(fetch: Fetch, **names: str) -> dict[str, float]:
+        return reports.ServerReports(counters={"a:total": names["total"], "b": "none"}).read_counters(fetch)
+
+    assert read(fetch, total="all") == {}
+    assert read(lambda path: TEXT, total="all") == {"all": 7.0}
+    assert read(lambda path: TEXT, total="cache_usage") == {"cache_usage": 3.5}
 
 
 def codes(columns: Columns) -> dict[str, int]:

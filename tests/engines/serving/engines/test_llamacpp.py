@@ -10,8 +10,8 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.space.hardware import Hardware
-from flagcore.errors import NoDevice, SpecError
-from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, server, serving, space_of
+from flagcore.errors import SpecError
+from tests.engines.serving.engines.tasks import LOAD, broken, merged, row, server, serving, settings, space_of
 from tests.served import costs
 from tests.small import DENSE
 
@@ -20,26 +20,19 @@ def cores(**arguments: Any) -> Any:
     return serving("llamacpp", on_cores=True, devices=2, weights="model.gguf", **arguments)
 
 
-def argv(task: Any, **values: Any) -> tuple[str, ...]:
-    return server(task, **values).argv
-
-
 def after(words: tuple[str, ...], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
 def test_the_context_grows_with_the_slots_to_hold_the_longest_requests() -> None:
-    assert after(argv(cores(), parallel=8), "--ctx-size") == str(8 * 256)
+    assert after(server(cores(), parallel=8).argv, "--ctx-size") == str(8 * 256)
     longer = cores(loads=(Load(input_len=300, output_len=100, prefix_len=50),))
-    assert after(argv(longer, parallel=8), "--ctx-size") == str(8 * 512)
+    assert after(server(longer, parallel=8).argv, "--ctx-size") == str(8 * 512)
 
 
-def test_a_context_set_by_the_user_is_kept_and_too_many_slots_for_it_are_illegal() -> None:
+def test_a_context_set_by_the_user_is_kept() -> None:
     task = cores(engine_args={"ctx_size": 1024})
-    assert after(argv(task, parallel=4), "--ctx-size") == "1024"
-    assert "slot_context" not in broken(ENGINE, task, parallel=4)
-    assert "slot_context" in broken(ENGINE, task, parallel=8)
-    assert "slot_context" not in broken(ENGINE, task, parallel=8, kv_unified="on")
+    assert after(server(task, parallel=4).argv, "--ctx-size") == "1024"
 
 
 def test_a_space_may_use_yaml_words() -> None:
@@ -63,14 +56,14 @@ def test_instances_have_disjoint_cores() -> None:
 def test_a_misspelt_flag_is_found_before_launch_with_a_server_wheel() -> None:
     with pytest.raises(SpecError, match="did you mean cache-reuse"):
         ENGINE.axes(cores(engine_args={"cache_resue": 1}))
-    assert argv(cores(engine_args={"new_flag": 1}, command=("/bin/echo",)))[-2:] == ("--new-flag", "1")
+    assert server(cores(engine_args={"new_flag": 1}, command=("/bin/echo",))).argv[-2:] == ("--new-flag", "1")
 
 
 def test_a_flag_that_is_a_knob_fixes_it_for_all_candidates() -> None:
     task = cores(engine_args={"np": 2, "flash-attn": True, "max_model_len": 512, "no_cache_prompt": True})
     defaults = ENGINE.defaults(task)
     assert (defaults["parallel"], defaults["flash_attention"], defaults["context_len"]) == (2, "on", 512)
-    words = argv(task)
+    words = server(task).argv
     assert after(words, "--ctx-size") == "1024"
     assert "--no-cache-prompt" in words
     assert {axis.values for axis in ENGINE.axes(task) if axis.knob in ("parallel", "context_len")} == {(2,), (512,)}
@@ -78,7 +71,7 @@ def test_a_flag_that_is_a_knob_fixes_it_for_all_candidates() -> None:
 
 def test_other_flags_reach_the_server_in_its_spelling() -> None:
     arguments = {"mg": 1, "cont_batching": False, "fit": False, "warmup": True, "kv_offload": True, "cache-ram": 64}
-    words = argv(cores(engine_args=arguments))
+    words = server(cores(engine_args=arguments)).argv
     spelt = ("-mg", "1", "--no-cont-batching", "-fit", "off", "--warmup", "--kv-offload", "--cache-ram", "64")
     assert words[-len(spelt) :] == spelt
     assert ("--cache-ram", "0") not in pairwise(words)
@@ -90,7 +83,7 @@ def test_the_host_keeps_prompts_that_are_shared() -> None:
         task = cores(loads=loads, engine_args=arguments)
         figures = ENGINE.predict(task, row(ENGINE, task, parallel=2), costs()).figures
         hit_rate = float(figures.get("cache_hit_rate", np.zeros(1))[0])
-        return ("--cache-ram", "0") not in pairwise(argv(task, parallel=2)), hit_rate
+        return ("--cache-ram", "0") not in pairwise(server(task, parallel=2).argv), hit_rate
 
     assert kept(1) == (False, 0.0)
     is_kept, rate = kept(4)
@@ -106,9 +99,9 @@ def test_only_candidates_with_speculation_have_its_flags() -> None:
     )
     assert not broken(ENGINE, task, speculation="draft-simple")
     assert merged(ENGINE, cores(), speculation="none")["speculation"] == 0
-    words = argv(task, speculation="draft-simple")
+    words = server(task, speculation="draft-simple").argv
     assert (after(words, "--spec-type"), after(words, "--spec-draft-model")) == ("draft-simple", "draft.gguf")
-    assert not [word for word in argv(task) if word.startswith("--spec")]
+    assert not [word for word in server(task).argv if word.startswith("--spec")]
 
 
 def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
@@ -121,16 +114,10 @@ def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
     assert error.value.key == "auto_tuner.space.block_size"
 
 
-def test_the_settings_match_the_effective_settings_of_llama_cpp() -> None:
+def test_the_cache_has_the_elements_of_all_slots() -> None:
     task = cores()
-    found = ENGINE.settings(task, row(ENGINE, task, parallel=8, batch_size=256, kv_cache_type="q8_0"))
-    assert found.max_running.item() == 8
-    assert (found.max_batched_tokens.item(), found.pass_tokens.item()) == (256, 256)
-    assert found.context_len.item() == 256
-    assert found.devices.item() == 2
     elements = 8 * 256 * DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels
-    assert found.cache_bytes.item() == pytest.approx(elements * 34 / 32 / 2)
-    assert ENGINE.settings(task, row(ENGINE, task, threads=1)).devices.item() == 1
+    assert settings(task, parallel=8, kv_cache_type="q8_0").cache_bytes.item() == pytest.approx(elements * 34 / 32 / 2)
 
 
 def test_the_default_uses_the_cards_that_the_weights_need() -> None:
@@ -138,14 +125,3 @@ def test_the_default_uses_the_cards_that_the_weights_need() -> None:
     assert ENGINE.defaults(small)["pipeline_model_parallel_size"] == 1
     large = replace(DENSE, num_layers=64, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64)
     assert ENGINE.defaults(serving("llamacpp", model=large, devices=8))["pipeline_model_parallel_size"] == 2
-
-
-def test_servers_cannot_be_started_without_weights(tmp_path: Any) -> None:
-    for arguments in (None, str(tmp_path)):
-        with pytest.raises(SpecError) as error:
-            ENGINE.program.ready(serving("llamacpp", weights=arguments).spec)
-        assert (error.value.key, error.value.value) == ("serve.weights", arguments)
-    weights = tmp_path / "m.gguf"
-    weights.touch()
-    with pytest.raises(NoDevice, match="no-such-server"):
-        ENGINE.program.ready(serving("llamacpp", weights=str(weights), command=("no-such-server",)).spec)

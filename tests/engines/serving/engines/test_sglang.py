@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
-from flagcore.errors import NoDevice, SpecError
-from tests.engines.serving.engines.tasks import broken, merged, planned, server, serving, settings
+from tests.engines.serving.engines.tasks import broken, merged, planned, server, settings
 from tests.small import DENSE, EXPERTS
 
 
@@ -59,18 +57,6 @@ def test_a_tp_size_with_attention_dp_has_sglangs_meaning() -> None:
     assert server(task).argv[8:10] == ("--tp-size", "4")
 
 
-def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    try:
-        import sglang  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-    except ImportError:
-        with pytest.raises(NoDevice, match="SGLang is not installed"):
-            ENGINE.program.ready(serving("sglang", weights=str(tmp_path)).spec)
-    with pytest.raises(SpecError) as refused:
-        ENGINE.program.ready(cards(weights=None).spec)
-    assert "serve.weights" in refused.value.key
-
-
 def test_an_open_loop_counts_all_requests() -> None:
     task = cores(loads=(Load(input_len=100, output_len=28, num_prompts=50, request_rate=float("inf")),))
     assert server(task).argv[-1] == str(2 * 50 * 128)
@@ -90,32 +76,6 @@ def test_eagle_drafts_with_the_models_own_layers_if_it_has_them() -> None:
     own_layers = cards(model=replace(DENSE, mtp_num_layers=1))
     assert "speculation_needs_a_draft" not in broken(ENGINE, own_layers, speculation="EAGLE", speculative_tokens=1)
     assert "speculation_needs_a_draft" in broken(ENGINE, cards(), speculation="EAGLE", speculative_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fixed"),
-    [
-        ({"tp": 4, "dp": 2}, {"tensor_model_parallel_size": 4, "instances": 2}),
-        (
-            {"tp": 4, "dp_size": 2, "enable_dp_attention": True},
-            {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
-        ),
-        ({"tp": 4, "dp": 1, "enable-dp-attention": True}, {"tensor_model_parallel_size": 4}),
-        ({"tp_size": 4, "enable_ep_moe": True}, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
-        (
-            {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": 8},
-            {"speculation": "NGRAM", "speculative_tokens": 8},
-        ),
-        (
-            {"speculative-num-steps": 2, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 3},
-            {"speculative_tokens": 2},
-        ),
-        ({"mem-fraction": 0.75}, {"mem_fraction_static": "0.75"}),
-    ],
-)
-def test_flags_that_together_have_the_meaning_of_a_knob_set_it(arguments: Any, fixed: Any) -> None:
-    found = ENGINE.program.parse(cards(engine_args=arguments).spec)
-    assert (found.fixed, found.others) == (fixed, {})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.trial.loads import shares
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
-from tests.engines.serving.engines.tasks import GIB, LOAD, broken, merged, planned, row, server, settings, space_of
+from tests.engines.serving.engines.tasks import GIB, LOAD, broken, merged, planned, row, server, settings
 from tests.served import costs
 from tests.small import DENSE
 
@@ -41,14 +41,6 @@ def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
     assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
 
 
-def test_shares_of_memory_are_numbers_or_words() -> None:
-    assert ENGINE.parse({"gpu_memory_utilization": 0.9}) == {"gpu_memory_utilization": "0.9"}
-    task = cards(space={"gpu_memory_utilization": (0.9, "0.95")})
-    assert space_of(ENGINE, task).choices["gpu_memory_utilization"] == (None, "0.9", "0.95")
-    with pytest.raises(SpecError, match="above 0"):
-        ENGINE.parse({"gpu_memory_utilization": 1.5})
-
-
 def test_a_job_record_needs_no_knobs_beyond_its_settings() -> None:
     columns = {name: row(ENGINE, cards())[name] for name in ("tensor_model_parallel_size", "instances")}
     assert ENGINE.settings(cards(weights=None, command=None), columns).chunked.item() == 1
@@ -73,12 +65,6 @@ def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> Non
     assert server(cores(), tensor_model_parallel_size=2).environment[bound] == f"{first}|{second}"
     assert server(cores(), instances=2, index=1).environment[bound] == second
     assert server(cores(), threads=2).environment[bound] == f"{first},{second}"
-
-
-def test_values_that_a_build_registers_are_passed_on() -> None:
-    arguments = {"attention-backend": "VENDOR_ATTN", "quantization": "vendor_int8"}
-    parsed = ENGINE.program.split(cards(engine_args=arguments).spec)
-    assert (parsed.fixed, parsed.others) == ({}, arguments)
 
 
 def test_all_invalid_values_of_engine_args_are_reported() -> None:
@@ -127,6 +113,10 @@ def test_the_version_comes_from_the_interpreter_that_would_start_it(install: Pat
     assert ENGINE.program.version(task.spec) == "0.17.1"
     assert settings(task).memory_fraction.item() == 0.9
     assert ENGINE.program.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
+    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    source.write_text('parser.add_argument("--swap-space")')  # which only older releases have
+    older = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
+    assert server(older).argv[-2:] == ("--swap-space", "4")
 
 
 def test_another_release_than_the_installed_one_can_be_planned_but_not_run(install: Path, tmp_path: Path) -> None:
@@ -141,14 +131,6 @@ def test_another_release_than_the_installed_one_can_be_planned_but_not_run(insta
         ready("0.32.0")
 
 
-def test_a_flag_that_only_an_older_release_has_is_taken_there(install: Path) -> None:
-    distribution(install, "vllm", "0.17.1")
-    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
-    source.write_text('parser.add_argument("--swap-space")')
-    arguments = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
-    assert server(arguments).argv[-2:] == ("--swap-space", "4")
-
-
 def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install: Path) -> None:
     command = (str(install), "serve")
     with pytest.raises(SpecError, match=r"did you mean max-logprobs\?") as error:
@@ -156,14 +138,6 @@ def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install
     assert error.value.key == "serve.engine_args.max-logprob"
     task = cards(command=command, engine_args={"chat_template": "x", "no_dtype": True, "max_logprobs": 3})
     assert server(task).argv[-5:] == ("--chat-template", "x", "--no-dtype", "--max-logprobs", "3")
-
-
-def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as refused:
-        ENGINE.program.ready(cards(weights=None).spec)
-    assert "serve.weights" in refused.value.key
-    with pytest.raises(SpecError, match=r"config\.json"):
-        ENGINE.program.ready(cards(weights=str(tmp_path)).spec)
 
 
 def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
@@ -202,13 +176,6 @@ def test_flags_follow_the_release() -> None:
     assert "--attention-backend" not in older.argv
     assert older.environment["VLLM_ATTENTION_BACKEND"] == "FLASHINFER"
     assert "VLLM_ATTENTION_BACKEND" not in newer.environment
-
-
-def test_both_flags_of_asynchronous_scheduling_set_the_knob() -> None:
-    for name, value in (("async-scheduling", "on"), ("no-async-scheduling", "off")):
-        task = cards(engine_args={name: True})
-        assert ENGINE.program.parse(task.spec).fixed == {"async_scheduling": value}
-        assert f"--{name}" in server(task, async_scheduling=value).argv
 
 
 def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_time() -> None:
