@@ -224,7 +224,7 @@ class Subject:
         with suppress(Skip, KeyError):
             folders.append(self.package_folder)
             folders.append(self.source)
-        found = (line_of_error(error, folders) or place_of(message, self.hooks, folders) for message in messages)
+        found = (line_of_error(error, folders) or place_of(message, folders) for message in messages)
         return ", ".join(dict.fromkeys(filter(None, found)))
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
