@@ -2,8 +2,9 @@
 
 `python -m flagcore_testing.hook_runner ENTRY PATHS SECONDS` runs in an empty folder, with a time limit of each step.
 It prints a line of JSON before each step, `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`,
-and after each step: `hook`, `seconds`, `printed`, `changed` (of the process), `raised`, `arguments` (names of those that
-the hook modified), and of the import the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state of a process that a plugin must not change.
+and after each step: `hook`, `seconds`, `printed`, `changed` (of the process), `raised`, `arguments` (names of those
+that the hook modified), and of the import the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state
+of a process that a plugin must not change.
 """
 
 from __future__ import annotations
