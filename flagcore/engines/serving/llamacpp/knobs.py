@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.llamacpp import flags
+from flagcore.engines.serving.llamacpp.server import FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, Auto, or_default
@@ -44,9 +44,9 @@ class LlamaProgram(Program):
     def parse(self, spec: Spec) -> EngineArgs:
         engine_args = self.split(spec)
         for name in engine_args.others:
-            flag = flags.BY_NAME.get(name)
+            flag = FLAGS_BY_NAME.get(name)
             self.check([flag.names[-1].lstrip("-") if flag else name], ())
-            self.check([name], flags.BY_NAME if spec.serve.command is None else ())
+            self.check([name], FLAGS_BY_NAME if spec.serve.command is None else ())
         return engine_args
 
     def version(self, spec: Spec) -> str:

@@ -16,7 +16,6 @@ from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
@@ -36,6 +35,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UNIFIED,
 )
 from flagcore.engines.serving.llamacpp.reports import REPORTS
+from flagcore.engines.serving.llamacpp.server import FLAGS_BY_NAME
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, or_default
@@ -82,7 +82,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     """Return a flag of `engine_args` as words. True is a bare flag, false its opposite, unless its values are on and
     off.
     """
-    flag = flags.BY_NAME.get(name)
+    flag = FLAGS_BY_NAME.get(name)
     spelling = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
     if value is None:
         return ()

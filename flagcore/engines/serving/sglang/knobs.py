@@ -37,10 +37,10 @@ _MEMORY_STEPS = (
     (60, 4096, 32, 160),
     (90, 8192, 256, 512),
     (160, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
 )
 """By the GiB of a device: chunked_prefill_size, and the largest decode graph for TP < 4 and TP >= 4
 (`memory_hook.py`)."""
-_LARGEST_MEMORY_STEP = (16384, 512, 512)
 
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
@@ -104,9 +104,8 @@ KNOBS = PROGRAM.knobs
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     """Return SGLang's default chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
     gib = Hardware.of(task).memory_bytes / 2**30
-    if math.isnan(gib):
-        return np.full_like(tensor, 4096), np.full_like(tensor, 160)
-    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST_MEMORY_STEP)
+    unknown = (4096, 160, 160)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
     return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
 
 
