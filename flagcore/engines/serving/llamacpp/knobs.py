@@ -31,7 +31,7 @@ NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspar
 
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
 """The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
-BATCH, UBATCH, HOST_CACHE_MIB = 2048, 512, 8192
+UBATCH, HOST_CACHE_MIB = 512, 8192
 """llama.cpp's defaults."""
 PLAIN_KV = ("f32", "f16", "bf16")
 
@@ -126,7 +126,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     """Return llama.cpp's effective settings for candidates; a slot is a sequence, a logical batch an iteration."""
     values = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
-    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), or_default(values[N_BATCH], BATCH)
+    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
     context = or_default(values[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
     if trained := _trained_context(task.spec):  # shared by all slots if their number is not set
