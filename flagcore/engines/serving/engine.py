@@ -155,6 +155,11 @@ class Engine(EngineProfile, Workload):
                 raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
         return columns
 
+    def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
+        """Return the columns of a candidate, which may also have knobs of plugins."""
+        own = {axis.knob for axis in self.axes(task)}
+        return self.columns(task, {knob: value for knob, value in candidate.items if knob in own})
+
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
@@ -182,10 +187,9 @@ class Engine(EngineProfile, Workload):
         return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
-        """Return the known predicted figures of a candidate, which may also have knobs of plugins."""
-        task, own = platform.task, {axis.knob for axis in self.axes(platform.task)}
-        values = {knob: value for knob, value in candidate.items if knob in own}
-        figures = self.predict(task, self.columns(task, values), platform.costs).row(0).figures
+        """Return the known predicted figures of a candidate."""
+        columns = self._columns_of(platform.task, candidate)
+        figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
@@ -213,9 +217,7 @@ class Engine(EngineProfile, Workload):
         return tuple
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        own_knobs = {axis.knob for axis in self.axes(task)}  # a candidate may also have knobs of plugins
-        values = {knob: value for knob, value in candidate.items if knob in own_knobs}
-        kinds = placement.instance_kinds(task, self.columns(task, values))
+        kinds = placement.instance_kinds(task, self._columns_of(task, candidate))
         instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, instance_devices.tolist())
 

@@ -266,11 +266,19 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
             {"speculative_tokens": 2},
         ),
         ("sglang", {"mem-fraction": 0.75}, {"mem_fraction_static": "0.75"}),
+        (
+            *("llamacpp", {"np": 2, "flash-attn": True, "max_model_len": 512, "no_cache_prompt": True}),
+            {"parallel": 2, "flash_attention": "on", "context_len": 512, "enable_prefix_caching": False},
+        ),
     ],
 )
-def test_flags_of_engine_args_set_knobs(engine: str, arguments: Any, fixed: Any) -> None:
-    parsed = engine_of(engine).program.split(planned(engine, engine_args=arguments).spec)
+def test_flags_of_engine_args_set_knobs_of_all_candidates(engine: str, arguments: Any, fixed: Any) -> None:
+    task = planned(engine, engine_args=arguments, default_space=True)
+    parsed = engine_of(engine).program.split(task.spec)
     assert (parsed.fixed, parsed.others) == (fixed, {} if fixed else arguments)
+    values = {axis.knob: axis.values for axis in engine_of(engine).axes(task)}
+    assert {knob: values[knob] for knob in fixed} == {knob: (value,) for knob, value in fixed.items()}
+    assert {knob: value for knob, value in engine_of(engine).defaults(task).items() if knob in fixed} == fixed
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
