@@ -52,7 +52,7 @@ from flagcore.engines.serving.space.hardware import (
 )
 from flagcore.engines.serving.space.installed import release
 from flagcore.engines.serving.space.settings import PublishedRuns
-from flagcore.engines.serving.space.weights import min_devices, weight_bytes
+from flagcore.engines.serving.space.weights import WIDE_PRECISIONS, min_devices, weight_bytes
 from flagcore.engines.serving.trial import reading
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.reading import with_measured_acceptance
@@ -229,8 +229,6 @@ class Engine(EngineProfile, Workload):
         return PATTERNS
 
 
-CACHE_TYPE = "kv_cache_type"
-WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's share of memory to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE`
 of a device."""
@@ -241,7 +239,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve, chip = task.spec.serve, task.cluster.groups[0].chip
     values = dict(values)
     if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
-        values.setdefault(CACHE_TYPE, runs.cache_type)
+        values.setdefault(common_knobs.KV, runs.cache_type)
     if runs.release and release(serve.engine_version or "") is None:
         serve = replace(serve, engine_version=runs.release)
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
