@@ -14,18 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import (
     Costs,
-    ExportJob,
-    ImportNote,
     Platform,
     PruningRule,
-    ServerGroups,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -66,6 +61,9 @@ class Engine(EngineProfile, Workload):
     kind: str = "serve"
     targets: Collection[str] = ("compose", TARGET)
     per_server: bool = False
+    read_command = importing.spec_of_command
+    export = start.exported
+    groups = start.server_groups
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -165,11 +163,6 @@ class Engine(EngineProfile, Workload):
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         return *published(task, self.parse(values), self.published_runs), frozenset()
 
-    def read_command(
-        self, command: Sequence[str], directory: Path, model: str | None
-    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        return importing.spec_of_command(self, command, directory, model)
-
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return rules.usual_space(task, self.program, self.defaults(task))
 
@@ -191,12 +184,6 @@ class Engine(EngineProfile, Workload):
         columns = self._columns_of(platform.task, candidate)
         figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-
-    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        return start.exported(self, job, target)
-
-    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        return start.server_groups(platform, self, candidate, name)
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
