@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.llamacpp.server import FLAGS_BY_NAME
+from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, Auto, or_default
@@ -29,12 +29,11 @@ N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
 SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
-AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
-"""The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
+MAX_SLOTS, SLOT_GRAIN = 256, 256
+"""The maximum number of slots, and the multiple to which the context of a slot is rounded up."""
 UBATCH, HOST_CACHE_MIB = 512, 8192
 """llama.cpp's defaults."""
 PLAIN_KV = ("f32", "f16", "bf16")
-
 PACKAGE = "xllamacpp"
 
 

@@ -18,7 +18,6 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
-    AUTO_SLOTS,
     BATCH_THREADS,
     FLASH,
     LAYERS,
@@ -34,7 +33,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UNIFIED,
 )
 from flagcore.engines.serving.llamacpp.reports import REPORTS
-from flagcore.engines.serving.llamacpp.server import FLAGS_BY_NAME
+from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, or_default
