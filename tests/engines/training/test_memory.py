@@ -13,6 +13,8 @@ from flagcore.domain.model import Model
 from flagcore.engines.training import stages as pipeline
 from flagcore.engines.training.layout import DEFAULTS, Layout, Options, StageLayers
 from flagcore.engines.training.memory import training as memory
+from flagcore.engines.training.memory.activations import norm, stored_scores
+from flagcore.engines.training.memory.modules import Sizes
 from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import Kinds
 from flagcore.engines.training.parameters import stage_parameters
@@ -104,12 +106,15 @@ def test_the_measured_peak_of_one_rank_is_predicted() -> None:
     assert found.peak[0] / 2**30 == pytest.approx(138.127, rel=1e-4)
 
 
-def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
-    split = layout(selective=[0, 1])
-    flash, plain = (training_memory(train(flash=flash), split).activation for flash in (True, False))
-    scores = 32 * 4096**2
-    assert plain[0] - flash[0] == pytest.approx(32 * 2 * scores, rel=0.05)
-    assert plain[1] - flash[1] < 10 * scores
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_fused_attention_stores_a_number_per_row_and_unfused_attention_the_probabilities(tensor: int) -> None:
+    rows, split = 4096 * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
+    assert stored_scores(train(), split)[0] == 4 * rows
+    assert stored_scores(train(flash=False), split)[0] == 2 * rows * 4096
+
+
+def test_a_norm_keeps_its_input_and_one_fp32_number_per_token() -> None:
+    assert norm("attn_norm", Sizes.from_layout(train(), layout())).stored[0] == 4096 * (2 * LLAMA.hidden_size + 4)
 
 
 def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:
