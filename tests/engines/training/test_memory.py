@@ -42,11 +42,6 @@ def test_parameters_of_a_7b_model_are_exact() -> None:
     assert parameters(LLAMA, layout(), 0) == 6_738_415_616
 
 
-@pytest.mark.parametrize(("stage", "count"), [(0, 1_750_138_880), (1, 1_619_066_880), (3, 1_750_142_976)])
-def test_parameters_of_a_pipeline_stage_are_exact(stage: int, count: int) -> None:
-    assert parameters(LLAMA, layout(pipeline=4), stage) == count
-
-
 def test_parameters_of_a_latent_attention_mixture_are_exact() -> None:
     norms = 27 * 2 * 2048 + 2048
     assert parameters(DEEPSEEK_16B, layout(), 0) == 15_911_223_296 + norms
@@ -57,12 +52,6 @@ def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
     table = 32000 * 4096
     assert parameters(LLAMA, layout(), 0) - parameters(tied, layout(), 0) == table
     assert parameters(tied, layout(pipeline=4), 3) == parameters(LLAMA, layout(pipeline=4), 3)
-
-
-def test_stages_hold_every_weight_once() -> None:
-    split = layout(pipeline=9, expert=4, expert_tensor=1)
-    all_parameters = parameters(DEEPSEEK_16B, layout(expert=4, expert_tensor=1), 0)
-    assert sum(parameters(DEEPSEEK_16B, split, stage) for stage in range(9)) == all_parameters
 
 
 def test_static_bytes_follow_precision_and_sharding() -> None:
