@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from enum import Enum
 from statistics import median
 from typing import Any
@@ -209,10 +209,7 @@ class Trial:
     def search_fields(self) -> dict[str, object]:
         """The values of SEARCH_FIELDS that are not None, as plain data."""
         values = {name: value for name in SEARCH_FIELDS if (value := getattr(self, name)) is not None}
-        return {
-            name: asdict(value) if isinstance(value, (TimeLimit, Shortened)) else value
-            for name, value in values.items()
-        }
+        return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -277,17 +274,11 @@ def _step_value(record: Mapping[str, object] | None) -> float | None:
     return float(step["value"]) if known else None
 
 
-SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    "began_s": float,
-    "chosen_because": str,
-    "believed": dict,
-    "search_ended": str,
-    "time_limit": lambda data: TimeLimit(**data),
-    "shortened": lambda data: Shortened(**data),
-    "group": int,
-}
-"""The fields that the search sets when a trial begins, and functions that read them from plain data. `result.json` has
-them next to the prediction."""
+SEARCH_FIELDS = (
+    *("began_s", "chosen_because", "believed", "search_ended"),
+    *("time_limit", "shortened", "group"),
+)
+"""The fields that the search sets when a trial begins. `result.json` has them next to the prediction."""
 
 
 STEADY_STEPS, AGREEMENT = 3, 0.02

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, RunningLaunch
@@ -35,11 +35,18 @@ ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
 
 
-def measure(running: RunningLaunch, platform: Platform, trial: Trial, folder: str, best: Trial | None) -> Trial:
+def measure(
+    running: RunningLaunch,
+    platform: Platform,
+    trial: Trial,
+    folder: str,
+    best: Trial | None,
+    on_poll: Callable[[], object] = lambda: None,
+) -> Trial:
     """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
-    `best` is the best trial so far; None: the trial is not stopped early. On an exception such as KeyboardInterrupt,
-    the processes of the trial are ended.
+    `best` is the best trial so far; None: the trial is not stopped early. `on_poll` is called while the trial runs. On
+    an exception such as KeyboardInterrupt, the processes of the trial are ended.
     """
     readings, workload = Readings(platform), platform.workload
     progress = workload.progress(platform.task, folder)
@@ -50,6 +57,7 @@ def measure(running: RunningLaunch, platform: Platform, trial: Trial, folder: st
     stopped = too_long = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
+            on_poll()
             steps, elapsed = progress(), time.monotonic() - start
             if limit is not None:
                 warmup = warmup_steps(steps, control.warmup_iters)
