@@ -337,7 +337,7 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 def full_duration_s(control: Control, trial: Trial) -> float:
     """Return the seconds that a measured trial takes with whole steps."""
     measured = trial.measurement
-    if measured is None or measured.scaled_from is None or (trial.shortened and trial.shortened.nodes):
+    if measured is None or measured.scaled_from is None or trial.fewer_nodes:
         return trial.duration_s
     return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
 

@@ -79,9 +79,9 @@ def can_run_on(problem: Problem, nodes: int) -> BoolArray:
 
 def candidate_to_run(problem: Problem, trial: Trial) -> Candidate:
     """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
-    if not (trial.shortened and trial.shortened.nodes):
+    if not trial.fewer_nodes:
         return trial.candidate
-    smaller = SmallerTask(problem.platform, trial.shortened.nodes)
+    smaller = SmallerTask(problem.platform, trial.fewer_nodes)
     return smaller.candidate(problem.columns_of(trial.candidate), problem.legality.axes)
 
 
@@ -143,7 +143,9 @@ class TrialRunner:
         """
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
-            platform = with_hosts(_on_nodes(platform, trial), self.launcher)
+            if trial.fewer_nodes:
+                platform = replace(platform, task=platform.task.on_nodes(trial.fewer_nodes))
+            platform = with_hosts(platform, self.launcher)
         need_bytes, max_wait = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
         outcome = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
@@ -200,12 +202,6 @@ class TrialRunner:
         predicted = self.problem.predictions.row(self.problem.row_of(trial.candidate))
         combined = combine(predicted, result, platform)
         return trial_of_probe(platform.task, trial, result, combined)
-
-
-def _on_nodes(platform: Platform, trial: Trial) -> Platform:
-    """Return the platform of the nodes that a trial uses."""
-    nodes = trial.shortened.nodes if trial.shortened else 0
-    return replace(platform, task=platform.task.on_nodes(nodes)) if nodes else platform
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
         if each.has_only_finished_steps
     ]
     high: float = max([step["high"], *(ratio * step["value"] for ratio in ratios)])
-    return high / trial.shortened.scale if trial.shortened else high
+    return high / trial.scale
 
 
 def search_time(platform: Platform, predictions: Predictions, rows: IntArray) -> SearchTime:

@@ -116,7 +116,7 @@ def _comparable(steps: Sequence[float], platform: Platform) -> tuple[float, ...]
 
 def _with_fewer_steps(trial: Trial, steps: Sequence[float], count: int, control: Control) -> Trial:
     """Return a trial that ended after `count` steps with its interval, or with the times of its `steps`."""
-    measured, planned, scale = trial.measurement, control.train_iters, trial.shortened.scale if trial.shortened else 1.0
+    measured, planned, scale = trial.measurement, control.train_iters, trial.scale
     if measured is None:
         return replace(trial, finished_steps_s=tuple(scale * each for each in steps))
     timed = len(measured.step_times_s)
@@ -194,8 +194,7 @@ def _few_steps(count: int, step_s: float, trial: Trial, control: Control) -> str
 
 def _predicted_step(trial: Trial) -> float | None:
     """Return the predicted seconds of a step of a trial, which may be shortened; None if unknown."""
-    whole = trial.predicted_step_s
-    return whole / (trial.shortened.scale if trial.shortened else 1.0) if whole else None
+    return trial.predicted_step_s / trial.scale if trial.predicted_step_s else None
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:
