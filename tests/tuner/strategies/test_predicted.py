@@ -17,17 +17,12 @@ def test_the_fastest_predicted_comes_first() -> None:
     assert seen.predictions.step_time_s[chosen] == seen.predictions.step_time_s[seen.open_rows].min()
 
 
-def test_ties_in_time_are_ordered_by_memory() -> None:
-    known = search_context().predictions
-    seen = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
-    chosen = predicted.STRATEGY.next(seen).row
-    assert known.device_used_bytes[chosen] == known.device_used_bytes.min()
-
-
-def test_unknown_times_are_tried_last() -> None:
-    unknown = np.full(len(SPACE), np.nan)
+def test_ties_in_time_are_ordered_by_memory_and_unknown_times_are_tried_last() -> None:
+    known, unknown = search_context().predictions, np.full(len(SPACE), np.nan)
+    tied = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
+    assert known.device_used_bytes[predicted.STRATEGY.next(tied).row] == known.device_used_bytes.min()
     unknown[3] = 1.0
-    assert predicted.STRATEGY.next(search_context(replace(search_context().predictions, step_time_s=unknown))).row == 3
+    assert predicted.STRATEGY.next(search_context(replace(known, step_time_s=unknown))).row == 3
 
 
 def test_random_search_draws_open_rows_reproducibly() -> None:
