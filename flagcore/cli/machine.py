@@ -136,11 +136,8 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     """
     from flagcore import api
 
-    records = api.plugin_table(without)
-    has_warnings = any(record["warnings"] for record in records)
-    columns = options.columns("plugins", *(["plugin_warnings"] if has_warnings else []))
-    rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
-    options.show_records(rows, form, columns)
+    rows = options.joined(api.plugin_table(without), form, "chips", " ")
+    options.show_records(rows, form, options.columns("plugins"))
 
 
 @plugins_command.command("chips")

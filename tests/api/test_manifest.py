@@ -18,7 +18,6 @@ from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.errors import SpecError, UsageError
 from flagcore.launchers.script import shell_quoted
 from flagcore.plugins import launcher
-from flagcore.plugins.installed import EntryPoints
 from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
@@ -135,8 +134,7 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes", "ray"])
 def test_an_extra_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = EntryPoints(points={}, skipped_files=())
-    monkeypatch.setattr("flagcore.plugins.entry_points.installed", lambda group: without)
+    monkeypatch.setattr("flagcore.plugins.entry_points.installed", lambda group: {})
     with pytest.raises(SpecError, match=rf'pip install "flagcore\[{name}\]"'):
         launcher(name)
 

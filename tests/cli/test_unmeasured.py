@@ -16,7 +16,7 @@ from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
 from flagcore.tuner.store.directory import RunDirectory
 from tests.cli.conftest import Project, Ran
-from tests.report.page.reading import run_result
+from tests.report.page.reading import run_data
 
 Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
@@ -126,10 +126,9 @@ BEST = {"number": 0, "candidate": {}}
         ({"stopped_because": "interrupted", "best": None}, "interrupted"),
         ({"stopped_because": "max_time = 3 s reached", "best": None}, "no measurement"),
         ({"stopped_because": "max_time = 3 s reached", "best": None, "fastest": None}, "no measurement"),
-        ({"stopped_because": "all is tried", "best": None, "fastest": 0}, "finished"),
+        ({"stopped_because": "all is tried", "best": None, "trials": [BEST], "fastest": 0}, "finished"),
         ({"stopped_because": "all is tried", "best": BEST}, "finished"),
     ],
 )
 def test_the_state_follows_from_the_result(result: dict[str, Any], state: str) -> None:
-    assert state_of_ended(run_result(**result)) == state
-    assert state_of_ended(None) == "interrupted"
+    assert state_of_ended(run_data(**result)) == state

@@ -75,14 +75,14 @@ class TestPlugin(PluginConformance):
             raise
         except BaseException as error:
             subject = Subject(name=name, hooks=None)
-            failure = PluginFailure(name=name, distribution="", stage="load", reason=one_line(error))
-            subject.loaded = LoadedPlugins((), [failure])
+            failure = PluginFailure(name=name, stage="load", reason=one_line(error))
+            subject.loaded = LoadedPlugins([failure])
             return subject
 
 
 def _imported(name: str, folder: Path | None) -> Subject:
     if folder is None:
-        points = installed(GROUP).points[name]
+        points = installed(GROUP)[name]
         return Subject(name=name, hooks=load_only(points), distribution=points[0].dist)
     package = read_source(folder)
     sys.path[:0] = [str(folder), str(folder / "src")]

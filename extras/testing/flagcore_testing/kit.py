@@ -78,7 +78,7 @@ class Subject:
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
         """Return `hooks` with the name of its entry point, if the plugin is installed or in its source folder."""
         subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
-        for name, points in installed(GROUP).points.items():
+        for name, points in installed(GROUP).items():
             if points[0].value == subject.entry:
                 return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
         with suppress(Skip):

@@ -72,9 +72,7 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
 
     A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
-    targets_found = [
-        each for target in targets or sorted(installed(plugins.GROUP).points) for each in _find_targets(target)
-    ]
+    targets_found = [each for target in targets or sorted(installed(plugins.GROUP)) for each in _find_targets(target)]
     max_processes = max(1, min(4, os.cpu_count() or 1))
     return [
         each
@@ -84,7 +82,7 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
 
 
 def _find_targets(target: str) -> list[_Target]:
-    points = installed(plugins.GROUP).points
+    points = installed(plugins.GROUP)
     if target in points:
         return [_Target(target, origin(points[target][0]).version)]
     folder = Path(target).resolve()

@@ -99,7 +99,7 @@ def _check_name(name: str) -> None:
             f"NAME {name[:60]!r} must be at most 40 lower-case letters, digits and '_', begin with a letter, "
             "not end with '_', and be no keyword"
         )
-    points = installed(plugins.GROUP).points
+    points = installed(plugins.GROUP)
     if name in points:
         distribution = origin(points[name][0]).metadata["Name"]
         raise UsageError(f"NAME {name!r} is an installed plugin (from {distribution}); use another name")

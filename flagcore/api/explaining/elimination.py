@@ -22,7 +22,7 @@ from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown as figure_text
-from flagcore.report.result import RunResult
+from flagcore.report.result import stop_reason
 from flagcore.report.text import candidate_text, role_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
@@ -221,7 +221,7 @@ def _open_reasons(snapshot: Snapshot, row: int) -> list[str]:
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=RunResult.from_json(run.data).stop_reason), *lines]
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
     return [_("untried: the run has not ended"), *lines]
 
 
@@ -241,7 +241,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost_repeats = failed_repeats(snapshot.run.repeats)
         counts, because = (
             _saved_counts(snapshot.run) or count(problem.space, snapshot.pruned, snapshot.search_state),
-            snapshot.run.stopped_because and RunResult.from_json(snapshot.run.data).stop_reason,
+            snapshot.run.stopped_because and stop_reason(snapshot.run.data),
         )
     nothing_fits = None
     try:
