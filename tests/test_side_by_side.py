@@ -25,7 +25,7 @@ from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.stages.limit import seconds_used
-from flagcore.tuner.strategies import predicted
+from flagcore.tuner.strategies.simple import PREDICTED
 from flagcore.vendorkit.smi import visible
 from tests.tuner.benches import Bench, knobs, plain, plugin, sizes_of, sound, write_steps
 
@@ -112,7 +112,7 @@ class Watching:
         self.pending: list[int] = []
 
     def next(self, context: SearchContext) -> Choice:
-        choice = predicted.STRATEGY.next(context)
+        choice = PREDICTED.next(context)
         assert context.space.candidate(choice.row or 0) not in {trial.candidate for trial in context.pending}
         self.pending.append(len(context.pending))
         return choice
@@ -245,7 +245,7 @@ def test_an_error_of_the_strategy_ends_all_trials(bench: NodeBench) -> None:
     def fail(context: SearchContext) -> Choice:
         if context.pending:
             raise ZeroDivisionError
-        return predicted.STRATEGY.next(context)
+        return PREDICTED.next(context)
 
     bench.strategy.next = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):

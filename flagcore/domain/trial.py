@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -285,11 +285,17 @@ def _step_value(record: Mapping[str, object] | None) -> float | None:
     return float(step["value"]) if known else None
 
 
-SEARCH_FIELDS = (
-    *("began_s", "chosen_because", "believed", "search_ended"),
-    *("time_limit", "shortened", "group"),
-)
-"""The fields that the search sets when a trial begins. `result.json` has them next to the prediction."""
+SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "began_s": float,
+    "chosen_because": str,
+    "believed": dict,
+    "search_ended": str,
+    "time_limit": lambda data: TimeLimit(**data),
+    "shortened": lambda data: Shortened(**data),
+    "group": int,
+}
+"""The fields that the search sets when a trial begins, and functions that read them from plain data. `result.json` has
+them next to the prediction."""
 
 
 STEADY_STEPS, AGREEMENT = 3, 0.02

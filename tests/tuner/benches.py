@@ -20,7 +20,7 @@ from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies import predicted
+from flagcore.tuner.strategies.simple import PREDICTED
 from tests import small
 
 SPACE: dict[str, Any] = {
@@ -120,7 +120,7 @@ class Bench:
     def __init__(self, folder: Path, launcher: Any = None) -> None:
         self.folder, self.launcher = folder, launcher or Instant(plain)
         self.events: list[Event] = []
-        self.strategy: Any = predicted.STRATEGY
+        self.strategy: Any = PREDICTED
         self.prober: Strategy | None = None
         self.workload: Workload = WORKLOAD
         self.plugin = plugin()

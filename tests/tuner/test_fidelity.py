@@ -23,7 +23,8 @@ from flagcore.engines.megatron.adapter import Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.strategies import learned, random_search
+from flagcore.tuner.strategies import learned
+from flagcore.tuner.strategies.simple import RANDOM
 from tests import small
 from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
 
@@ -271,7 +272,7 @@ def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
 
 
 def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_the_strategy(bench: Bench) -> None:
-    bench.strategy, bench.prober = random_search.STRATEGY, learned.STRATEGY
+    bench.strategy, bench.prober = RANDOM, learned.STRATEGY
     plan = run(bench, probes=1, repeats=0, max_trials=3).plan
     fastest = bench.tune(16, fidelity="estimate", max_trials=1).plan.best
     assert [probe.candidate for probe in plan.probes] == [fastest.candidate]

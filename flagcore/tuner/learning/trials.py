@@ -13,7 +13,7 @@ import scipy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Features, Observations
-from flagcore.domain.search_state import FAILED_STATES
+from flagcore.domain.search_state import FAILED_STATES, overheads
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
@@ -119,10 +119,7 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
 
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of measured trials without their steps; 0 before the first trial."""
-    control = context.task.spec.control
-    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in context.trials)
-    overheads = [seconds for seconds in found if seconds is not None]
-    return max(median(overheads), 0.0) if overheads else 0.0
+    return max(median(overheads(context.task.spec.control, context.trials) or [0.0]), 0.0)
 
 
 def observed_memory(context: SearchContext) -> Observations:

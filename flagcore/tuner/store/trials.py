@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from optuna.trial import TrialState as OptunaState
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.objective import is_rate, objective_value
-from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _
 from flagcore.tuner.store.directory import writable
@@ -32,7 +32,6 @@ FIGURES = {
     if str(each.type).split(" | ")[0] in ("int", "float")
 }
 """The fields of a measurement with a single figure, and whether it may be unknown."""
-RECORDS: Mapping[str, Callable[..., object]] = {"time_limit": TimeLimit, "shortened": Shortened}
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
 """The fields of a trial that its end may set, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
@@ -221,11 +220,9 @@ def from_frozen(frozen: FrozenTrial) -> Trial:
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     predicted = dict(attributes["predicted"])
-    begun = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
-    fields: dict[str, Any] = {
-        **{name: RECORDS[name](**value) if value and name in RECORDS else value for name, value in begun.items()},
-        **{name: result[name] for name in ENDED if name in result},
-    }
+    saved = {name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted} | attributes  # older journals
+    fields = {name: read(saved[name]) for name, read in SEARCH_FIELDS.items() if saved.get(name) is not None}
+    fields |= {name: result[name] for name in ENDED if name in result}
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
