@@ -116,7 +116,8 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
         problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
-        fix = plugins.missing_extra(plugins.LAUNCHERS, target) or did_you_mean(target, exporters)
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]
 
