@@ -161,10 +161,8 @@ class _RowConverter:
             raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
             raise UsageError(_("the layers of the first and the last stage are not knobs; see train.settings"))
-        known_values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
-        values = {
-            knob: value for knob, value in known_values.items() if value is not None or knobs[knob].neutral is None
-        }
+        known = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        values = {knob: value for knob, value in known.items() if value is not None or knobs[knob].neutral is None}
         for knob, value in values.items():
             allowed_values = (*knobs[knob].values, knobs[knob].neutral, None)
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in allowed_values:
@@ -239,17 +237,18 @@ def _serving_measurement(task: Task, row: HistoryRow) -> Measurement | None:
     if name not in figures:
         return None
     step = seconds(objective, figures[name])
-    broken_limits = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
+    broken = tuple(
+        f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
+        for each, limit in task.spec.limits.items()
+        if figures.get(each, np.inf) > limit
+    )
     return Measurement(
         step_times_s=(step,),
         step_time_s=step,
         spread_s=0.0,
         tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
-        broken=tuple(
-            f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
-            for each in broken_limits
-        ),
+        broken=broken,
     )
 
 
