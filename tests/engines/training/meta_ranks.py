@@ -36,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.trial import layers
 from flagcore.engines.megatron.trial import model as trial_model
 from flagcore.engines.megatron.trial.config import transformer_config
 from flagcore.engines.megatron.trial.job import Candidate, Device, Job, Train
@@ -133,7 +132,7 @@ class FusedRms(torch.autograd.Function):
         return tuple(torch.empty(each.shape, dtype=each.dtype, device=META) for each in (tensor, weight))
 
 
-class Norm(layers.Norm):
+class Norm(trial_model.Norm):
     """The trial program's norm."""
 
     def forward(self, tensor: Any) -> Any:
@@ -235,7 +234,7 @@ def stand_in() -> None:
     MoEAlltoAllTokenDispatcher.preprocess = _even(MoEAlltoAllTokenDispatcher.preprocess)
     MoEAllGatherTokenDispatcher.dispatch_postprocess = _even_gathered(MoEAllGatherTokenDispatcher.dispatch_postprocess)
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda dispatcher, point, tokens=None: tokens
-    layers.Norm, layers.CoreAttention = Norm, CoreAttention
+    trial_model.Norm, trial_model.CoreAttention = Norm, CoreAttention
     trial_model.set_initial_weights = lambda *_: None
 
 

@@ -163,13 +163,6 @@ class ChangedCommand:
     changes: tuple[Change, ...] = ()
 
 
-def set_arguments(
-    command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str]
-) -> ChangedCommand:
-    """Return `command` with the arguments `words` of a candidate in place of the user's arguments for `dests`."""
-    return _replace_arguments(command, table, dests, words, KNOB_REASON)
-
-
 def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
     """Return the arguments of `command` for `dests`, and their equivalents."""
     replaced_dests = {each for dest in dests for each in (dest, *EQUIVALENT_ARGUMENTS.get(dest, ()))}
@@ -184,7 +177,7 @@ def limit_to_trial(command: UserCommand, table: ArgumentTable, steps: int, run_f
         if rule.applies(effective):
             dests = {argument.dest for argument in table.parse(command.arguments)[0] if rule.matches(argument.dest)}
             words = _added_words(rule, table, steps, run_folder)
-            changed = _replace_arguments(command, table, dests, words, rule.why.format(steps=steps))
+            changed = set_arguments(command, table, dests, words, rule.why.format(steps=steps))
             command = changed.command
             changes += changed.changes
     return ChangedCommand(command=command, changes=tuple(changes))
@@ -205,8 +198,8 @@ def _added_words(rule: TrialRule, table: ArgumentTable, steps: int, run_folder: 
     return tuple(word.format(steps=steps, run=run_folder) for word in rule.adds)
 
 
-def _replace_arguments(
-    command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str
+def set_arguments(
+    command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str = KNOB_REASON
 ) -> ChangedCommand:
     """Return `command` without its arguments for `dests`, and with `words` at the end."""
     arguments = list(command.arguments)

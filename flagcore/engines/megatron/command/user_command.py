@@ -29,6 +29,7 @@ _VERSION_FIELD = re.compile(rb"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
 _VERSION_QUERY = f"from importlib.metadata import version; print(version({DISTRIBUTION!r}))"
 
 
+@lru_cache(maxsize=64)
 def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
     """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
 
@@ -194,7 +195,7 @@ def detected_release(command: UserCommand, envs: Mapping[str, str]) -> str | Non
     """Return the release of Megatron-LM that the program of a command imports with the variables `envs`."""
     variables = {**envs, **command.environment}
     interpreter = _interpreter(command, variables.get("PATH"))
-    return _cached_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
+    return find_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
 
 
 def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
@@ -311,11 +312,6 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
         count = 1 if has_no_value else 2
         yield Option(name=name, words=tuple(words[index : index + count]))
         index += count
-
-
-@lru_cache(maxsize=64)
-def _cached_release(directory: str, program: str | None, python: str | None, path: str | None) -> str | None:
-    return find_release(directory, program, python, path)
 
 
 def _interpreter(command: UserCommand, path: str | None) -> str | None:

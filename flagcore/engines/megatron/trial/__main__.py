@@ -8,6 +8,7 @@ memory, 1 other errors, 128 + signal if a signal ended it.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from types import TracebackType
 
 from flagcore.engines import forked_ranks as ranks
 from flagcore.engines.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory
-from flagcore.engines.megatron.trial.job import Job, JobError, load_job
+from flagcore.engines.megatron.trial.job import Job, JobError, parse_job
 
 FAILED = 1
 INVALID = 2
@@ -111,7 +112,12 @@ def read_job(arguments: list[str]) -> Job:
     """Return the job named on the command line. Raises JobError."""
     if len(arguments) != 1:
         raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
-    return load_job(Path(arguments[0]))
+    path = Path(arguments[0])
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise JobError(f"{path}: {error}") from None
+    return parse_job(data)
 
 
 def clear_output(folder: Path) -> None:

@@ -1,8 +1,12 @@
-"""Builds Megatron-core's configurations of model, gradient buffers and optimizer from the job, for any release."""
+"""Builds Megatron-core's configurations of model, gradient buffers and optimizer from the job, for any release.
+
+Also prepares transformer-engine before a model is built with its layers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -42,7 +46,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 _EIGHT_BITS = {"fp8": "delayed", "mxfp8": "mxfp8"}
 """Precisions with 8-bit matrix products, and the default recipe of their scales. Weights and activations between layers
-are bf16."""
+are bf16. Only transformer-engine supports them."""
 _BLOCK_RECIPES = ("mxfp8", "blockwise")
 """Recipes with a scale for each small block: gradients do not need a format with a wider range."""
 _MODEL_FIELDS = (
@@ -209,3 +213,38 @@ def _latent_attention_values(job: Job) -> dict[str, Any]:
 
 def _keep_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
+
+
+def check_layers(job: Job) -> None:
+    """Raise JobError if the job needs transformer-engine and it does not work on the job's device."""
+    precision = job.train.precision
+    if not job.transformer_engine and precision in _EIGHT_BITS:
+        raise JobError(f"train.precision = {precision} needs transformer-engine, which does not import here; use bf16")
+    if not job.transformer_engine:
+        return
+    if job.device.type == "cpu":
+        raise JobError("train.implementation = transformer_engine needs an accelerator, this is a CPU; remove it")
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise JobError(f"transformer-engine does not import ({reason}); set train.implementation: local") from error
+
+
+def start_buffers(job: Job) -> None:
+    """Allocate the buffers for collectives that overlap matrix products (Megatron-LM `training/initialize.py`)."""
+    base = importlib.import_module("transformer_engine.pytorch.module").base
+    candidate, is_8_bit = job.candidate, job.train.precision in _EIGHT_BITS
+    rows = job.train.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
+    if hasattr(base, "UserBufferQuantizationMode"):  # 2.7 and later
+        modes = base.UserBufferQuantizationMode
+        products: dict[str, Any] = {"quantization_modes": [modes.FP8 if is_8_bit else modes.NONE]}
+    else:
+        products = {"use_fp8": is_8_bit}
+    base.initialize_ub(
+        shape=[rows, job.model.hidden_size],
+        tp_size=candidate.tensor_model_parallel_size,
+        ub_cfgs={},
+        bootstrap_backend="nccl",
+        **products,
+    )

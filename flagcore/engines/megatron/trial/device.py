@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,15 +24,6 @@ _EXACT_THRESHOLD, _FAST_THRESHOLD = 64 << 10, 32 << 20
 """Sizes from which the C library maps each block separately (mallopt(3)). Such blocks are returned to the system
 when they are freed, so resident memory is exact; smaller blocks are reused, which is faster. `_FAST_THRESHOLD` is
 the library's maximum."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The peak memory of one rank."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    device_used_bytes: int
 
 
 class Cpu:
@@ -84,9 +74,10 @@ class Cpu:
         self._peak_allocated = peak
         _set_mmap_threshold(_FAST_THRESHOLD)
 
-    def memory(self) -> Memory:
-        """Return the peaks so far."""
-        return Memory(self._peak_allocated, None, max(self._peak, _status_bytes("VmHWM")))
+    def memory(self) -> dict[str, int | None]:
+        """Return the peaks so far, by their names in the metrics."""
+        used = max(self._peak, _status_bytes("VmHWM"))
+        return _memory(self._peak_allocated, None, used)
 
 
 class Accelerator:
@@ -130,10 +121,11 @@ class Accelerator:
     def end_memory_measurement(self, peak: int) -> None:
         self._peak_allocated = max(self._peak_allocated, peak)
 
-    def memory(self) -> Memory:
+    def memory(self) -> dict[str, int | None]:
         """Return the allocator's peaks, and the memory that all processes use now according to the driver."""
         free, total = self._module.mem_get_info()
-        return Memory(max(self._peak_allocated, self.peak_bytes()), self._module.max_memory_reserved(), total - free)
+        peak = max(self._peak_allocated, self.peak_bytes())
+        return _memory(peak, self._module.max_memory_reserved(), total - free)
 
 
 RankDevice: TypeAlias = Cpu | Accelerator
@@ -142,6 +134,10 @@ RankDevice: TypeAlias = Cpu | Accelerator
 def open_device(kind: str, rank: int) -> RankDevice:
     """Return this rank's device; `kind` is its type in torch."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
+
+
+def _memory(allocated: int, reserved: int | None, used: int) -> dict[str, int | None]:
+    return {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "device_used_bytes": used}
 
 
 def _set_mmap_threshold(size: int) -> None:

@@ -6,7 +6,6 @@ Sizes are counts; null, or 0 in an optional size, means "off" or "the default".
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,15 +227,6 @@ class Job:
         stages = self.candidate.pipeline_model_parallel_size * layers_per_chunk
         chunks = self.model.num_layers // stages
         return chunks if chunks > 1 else None
-
-
-def load_job(path: Path) -> Job:
-    """Read a job file. Raises JobError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise JobError(f"{path}: {error}") from None
-    return parse_job(data)
 
 
 def parse_job(data: Any) -> Job:

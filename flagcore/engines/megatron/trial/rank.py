@@ -1,5 +1,7 @@
 """Runs one rank: it joins the others, builds its part of the model, trains, and reports through rank 0.
 
+The files of a trial are `steps.jsonl`, written while it runs, and `metrics.json`, written at its end.
+
 A probe runs one rank of a larger job in one process, without the other ranks. Collectives take no time and messages
 arrive immediately, so the times are the rank's own. Only as many micro-batches run as fill the pipeline: memory has
 reached its peak, and further micro-batches take the same time.
@@ -9,19 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
+import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
-from flagcore.engines.megatron.trial import metrics, te, torch_patches
+from flagcore.engines.megatron.trial import torch_patches
+from flagcore.engines.megatron.trial.config import check_layers
 from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import BuiltModel, build
@@ -36,6 +44,8 @@ from flagcore.engines.megatron.trial.training import (
 )
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
+_SCHEMA_VERSION = 1
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
@@ -46,18 +56,16 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     job = job.on_replica(groups.get_data_parallel_rank())
-    log = metrics.StepLog(job.output) if number == 0 else None
     cpu_start = time.process_time()
     steps: list[Step] = []
     for step in train(job, built, rank_device):
         steps.append(step)
-        if log is not None:
-            log.write(dataclasses.asdict(step))
+        if number == 0:
+            _append_step(job.output, dataclasses.asdict(step))
     cpu_time_s = time.process_time() - cpu_start
     report = _report(job, built, steps, rank_device, cpu_time_s)
-    if log is not None:
-        log.close()
-        metrics.write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
+    if number == 0:
+        _write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
     dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait until it has written the metrics
     dist.destroy_process_group()
 
@@ -67,7 +75,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
 
     The returned dictionary has the seconds of joining (`groups`) and of building (`build`).
     """
-    te.check(job)
+    check_layers(job)
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number % job.processes)
     if job.device.type == "cpu":
@@ -134,28 +142,28 @@ def _report(
     """Gather the measurements of all ranks; every rank returns the same report."""
     own_report = {
         "rank": dist.get_rank(),
-        "parameters": metrics.local_parameters(built),
-        **dataclasses.asdict(rank_device.memory()),
+        "parameters": _local_parameters(built),
+        **rank_device.memory(),
         "cpu_time_s": cpu_time_s,
         "own_steps": [
             {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
         ],
         SPEED_TEST: speed_test(job, rank_device),
     }
-    own_parameters = metrics.distinct_parameters(built)
+    own_parameters = _distinct_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
     all_reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_reports, (own_report, own_parameters, stage, metrics.local_layers(built)))
+    dist.all_gather_object(all_reports, (own_report, own_parameters, stage, _local_layers(built)))
     layers = {stage: count for _, _, stage, count in all_reports}
     layers_per_stage = [layers[stage] for stage in sorted(layers)]
     return {
-        "schema_version": metrics.SCHEMA_VERSION,
+        "schema_version": _SCHEMA_VERSION,
         "steps": [dataclasses.asdict(step) for step in steps],
         "parameters": sum(own_parameters for _, own_parameters, _, _ in all_reports),
         "num_microbatches": job.num_microbatches,
         "ranks": [rank for rank, _, _, _ in all_reports],
-        "effective": metrics.effective(job, built, job.num_microbatches, layers_per_stage),
-        "versions": metrics.versions(job),
+        "effective": _effective(job, built, job.num_microbatches, layers_per_stage),
+        "versions": _versions(job),
     }
 
 
@@ -170,33 +178,31 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     count = job.enough_microbatches(stage)
     finish = _TimedFunction(built.config.finalize_model_grads_func, rank_device)
     built.config.finalize_model_grads_func = finish
-    log = metrics.StepLog(job.output)
     steps = []
     for number in range(job.train.train_iters):
         batches = microbatches(job, number, rank_device.device, count)
         steps.append(_timed_step(job, built, rank_device, batches, finish))
-        log.write({"step": number, **steps[-1]})
+        _append_step(job.output, {"step": number, **steps[-1]})
         if number == 0:
             peaks = memory_step(job, built, rank_device, microbatches(job, 1, rank_device.device, count))
             static_bytes = rank_device.allocated_bytes()
-    log.close()
     report = {
-        "schema_version": metrics.SCHEMA_VERSION,
+        "schema_version": _SCHEMA_VERSION,
         "rank": probe.rank,
         "stage": stage,
         "steps": [{"step": number, **step} for number, step in enumerate(steps)],
         "static_bytes": static_bytes,
         "peak_forward_backward_bytes": peaks[0],
         "peak_optimizer_bytes": peaks[1],
-        **dataclasses.asdict(rank_device.memory()),
+        **rank_device.memory(),
         "num_microbatches": job.num_microbatches,
         "microbatches_run": count,
-        "parameters": metrics.local_parameters(built),
-        "effective": metrics.effective(job, built, job.num_microbatches, [metrics.local_layers(built)]),
-        "versions": metrics.versions(job),
+        "parameters": _local_parameters(built),
+        "effective": _effective(job, built, job.num_microbatches, [_local_layers(built)]),
+        "versions": _versions(job),
         "startup_s": {"import": import_s, "build": sum(startup.values())},
     }
-    metrics.write_metrics(job.output, report)
+    _write_metrics(job.output, report)
 
 
 def _timed_step(
@@ -237,3 +243,109 @@ class _TimedFunction:
         result = self._function(*args, **kwargs)
         self.seconds += self._device.clock() - start
         return result
+
+
+def _append_step(folder: Path, step: Mapping[str, object]) -> None:
+    """Append a step to `steps.jsonl` as one line of JSON."""
+    with (folder / "steps.jsonl").open("a", encoding="utf-8") as file:
+        print(json.dumps(step), file=file)
+
+
+def _write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    """Write `metrics.json` atomically."""
+    temporary = folder / ".metrics.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(metrics, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / "metrics.json")
+
+
+def _local_parameters(built: BuiltModel) -> int:
+    """Return the number of parameters on this rank, including replicas."""
+    return sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
+
+
+def _distinct_parameters(built: BuiltModel) -> int:
+    """Return this rank's share of the model's parameters, in which each parameter counts once.
+
+    The sum over all ranks is the size of the model with the padded vocabulary. The first rank with a replica counts a
+    parameter, the first pipeline stage a tied embedding.
+    """
+    first_dense = groups.get_data_parallel_rank(with_context_parallel=True) == 0
+    first_expert = groups.get_expert_data_parallel_rank() == 0
+    count = 0
+    for weight in (weight for chunk in built.chunks for weight in chunk.parameters()):
+        is_expert = not getattr(weight, "allreduce", True)
+        tensor_rank = groups.get_expert_tensor_parallel_rank() if is_expert else groups.get_tensor_model_parallel_rank()
+        counts_part = tensor_rank == 0 or getattr(weight, "tensor_model_parallel", False)
+        if (first_expert if is_expert else first_dense) and counts_part and not getattr(weight, "shared", False):
+            count += weight.numel()
+    return count
+
+
+def _local_layers(built: BuiltModel) -> int:
+    """Return the number of transformer layers on this rank, over all its model chunks."""
+    count = 0
+    for chunk in built.chunks:
+        while not hasattr(chunk, "decoder"):  # unwrap
+            chunk = chunk.module
+        count += len(chunk.decoder.layers)
+    return count
+
+
+def _effective(job: Job, built: BuiltModel, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
+    """Return the knobs that Megatron's objects use, by the candidate's names."""
+    config, ddp_config = built.config, built.chunks[0].ddp_config
+    replicas = groups.get_data_parallel_world_size()
+    chunks = groups.get_virtual_pipeline_model_parallel_world_size()
+    recomputes = config.recompute_granularity is not None
+    chunk_layers = layers_per_stage[0] // chunks if chunks else None
+    split_values = {"num_layers_per_virtual_pipeline_stage": chunk_layers}
+    if layout := getattr(config, "pipeline_model_parallel_layout", None):
+        split_values = {"layout": str(layout)}
+    return {
+        "data_parallel_size": replicas,
+        "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": groups.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": groups.get_context_parallel_world_size(),
+        "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
+        **split_values,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        "layers_per_stage": layers_per_stage,
+        "micro_batch_size": (
+            job.candidate.micro_batch_size
+            if job.replica
+            else job.train.global_batch_size // (num_microbatches * replicas)
+        ),
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "sequence_parallel": config.sequence_parallel,
+        "use_recompute": recomputes,
+        "recompute_granularity": config.recompute_granularity,
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+        "recompute_modules": config.recompute_modules if config.recompute_granularity == "selective" else None,
+        "precision": job.train.precision if config.fp8 else _PRECISIONS[next(built.chunks[0].parameters()).dtype],
+        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+        "implementation": job.train.implementation,
+        "overlap_grad_reduce": ddp_config.overlap_grad_reduce,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+        "overlap_p2p_comm": config.overlap_p2p_comm,
+        "tp_comm_overlap": config.tp_comm_overlap,
+        "cross_entropy_loss_fusion": config.cross_entropy_loss_fusion,
+        "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+    }
+
+
+def _versions(job: Job) -> dict[str, str]:
+    """Return the versions of the software that the trial runs."""
+    extra = {"transformer-engine": version("transformer-engine")} if job.transformer_engine else {}
+    return {
+        "torch": str(torch.__version__),
+        "megatron-core": str(megatron.core.__version__),
+        "python": platform.python_version(),
+        **extra,
+    }

@@ -127,26 +127,26 @@ class TestRank:
         assert (found["fp8"], found["fp8_recipe"], found["bf16"]) == (fp8, recipe, True)
 
     def test_the_specification_is_transformer_engines(self, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from flagcore.engines.megatron.trial import layers
+        from flagcore.engines.megatron.trial import model
 
         calls = []
         spec = type("Spec", (), {"layer_specs": [object()], "layer_norm": "TENorm"})()
         monkeypatch.setattr(
-            layers, "get_gpt_decoder_block_spec", lambda config, te, normalization: calls.append(te) or spec
+            model, "get_gpt_decoder_block_spec", lambda config, te, normalization: calls.append(te) or spec
         )
-        assert layers.block_spec(None, None, transformer_engine=True) is spec
+        assert model.block_spec(None, None, transformer_engine=True) is spec
         assert (calls, spec.layer_norm) == ([True], "TENorm")
 
     def test_a_job_that_needs_it_is_rejected_in_one_line_if_it_is_missing(self) -> None:
         pytest.importorskip("megatron.core")
-        from flagcore.engines.megatron.trial import te
+        from flagcore.engines.megatron.trial import config
 
         for job in (
             self.job(),
             parse_job(trial_jobs.make_job(Path("out"), trial_jobs.DENSE, train={"precision": "fp8"})),
         ):
             with pytest.raises(JobError, match="transformer-engine"):
-                te.check(job)
+                config.check_layers(job)
 
     def test_a_setting_that_a_release_lacks_is_refused(self) -> None:
         pytest.importorskip("megatron.core")
