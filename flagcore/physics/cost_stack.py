@@ -96,14 +96,14 @@ def _first_known(
     seconds: FloatArray | None = None
     missing: BoolArray = np.array(True)
     for name, costs in sources:
+        if seconds is not None:
+            missing = np.isnan(seconds)
+            if not missing.any():
+                break
         found = seconds_of(costs)
-        unknown = np.isnan(found)
-        if used is not None and (missing & ~unknown).any():
+        if used is not None and (missing & ~np.isnan(found)).any():
             used.add(name)
         seconds = found if seconds is None else np.where(missing, found, seconds)
-        missing = missing & unknown
-        if not missing.any():
-            break
     assert seconds is not None
     return seconds
 
