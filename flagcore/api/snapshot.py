@@ -108,7 +108,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
         run = _with_new_knobs(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, workload, identity["run"])
+        past = past_of_problem(problem, loaded, identity["run"])
         snapshot = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem)
     return replace(snapshot, run=run)
