@@ -18,6 +18,7 @@ from flagcore.domain.prediction import components_of_row
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Axis, Columns
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.tuner.feasibility import no_time
@@ -47,6 +48,11 @@ class Snapshot:
     def task(self) -> Task:
         """The job of the spec and its cluster."""
         return self.problem.platform.task
+
+    @property
+    def fidelity(self) -> str:
+        """The fidelity of the run's trials, or of those of a spec."""
+        return self.run.fidelity if self.run else RUN
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of pruning rules that remove one candidate, in the space or not."""
@@ -95,7 +101,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
         problem, workload = build_problem_of_spec(where, chip, without, plan=True)
-        return _snapshot(place, problem, workload, learn(()), PastMeasurements.empty())
+        return _snapshot(place, problem, workload, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
@@ -105,12 +111,11 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
-        _require_known_values(run, problem)
-        run = _with_new_knobs(run, problem.space.axes)
+        run = _with_known_values(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, identity["run"])
-        snapshot = _snapshot(place, problem, workload, run.search_state, past)
+        snapshot = _snapshot(place, problem, workload, run, past)
     warn_about_problem(problem, workload)
-    return replace(snapshot, run=run)
+    return snapshot
 
 
 def run_home(run: Run) -> Path:
@@ -130,11 +135,21 @@ def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
     return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
 
 
-def _require_known_values(run: Run, problem: Problem) -> None:
-    """Raise RunError if a trial has a value that its knob does not support: another version wrote the run."""
-    for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
+def all_trials(run: Run | None) -> list[Trial]:
+    """Return all trials of a run in order, including repeats, probes and imported trials; empty without a run."""
+    trials = (*run.imported, *run.probes, *run.trials, *run.repeats) if run else ()
+    return sorted({trial.number: trial for trial in trials}.values(), key=lambda trial: trial.number)
+
+
+def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
+    """Return a run whose candidates have the neutral value of each knob that is newer than the run.
+
+    Raises RunError if a trial has a value that its knob does not support: another version wrote the run.
+    """
+    stored, complete = all_trials(run), []
+    for trial in stored:
         values = trial.candidate.as_dict()
-        for axis in problem.space.axes:
+        for axis in axes:
             value = values.get(axis.knob, axis.neutral)
             try:
                 axis.encode(value)
@@ -142,30 +157,24 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
                 text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
+        is_complete = all(axis.knob in values for axis in axes)
+        values = {axis.knob: axis.neutral for axis in axes} | values
+        complete.append(trial if is_complete else replace(trial, candidate=Candidate.of(values)))
+    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
 
 
-def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have the neutral value of each knob that is newer than the run."""
-    neutral = {axis.knob: axis.neutral for axis in axes}
-    trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
-    if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
-        return run
-    completed_trials = [
-        replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
-        for number in sorted(trials)
-    ]
-    return replace(run, **trial_fields(completed_trials, run.fidelity))
-
-
-def _snapshot(
-    where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: PastMeasurements
-) -> Snapshot:
-    space, predictions = problem.space, problem.predictions
+def _snapshot(where: Path, problem: Problem, workload: Workload, run: Run | None, past: PastMeasurements) -> Snapshot:
+    space, predictions, search_state = problem.space, problem.predictions, run.search_state if run else learn(())
     trials_and_probes = search_state.trials, problem.pruned, search_state.probes
-    pruned_rows = prune(space, predictions, workload, problem.rules, *trials_and_probes)
-    context = search_context(problem.platform.task, workload, space, predictions, pruned_rows, search_state, past)
+    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
     return Snapshot(
-        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned_rows, context=context
+        where=where,
+        problem=problem,
+        workload=workload,
+        search_state=search_state,
+        pruned=pruned,
+        context=search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past),
+        run=run,
     )
 
 

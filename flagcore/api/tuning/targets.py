@@ -13,8 +13,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
-from flagcore.api.explaining.candidate_report import named_columns
-from flagcore.api.explaining.neighbors import columns_of
+from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, Platform
