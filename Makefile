@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PLUGINS := nvidia amd metax iluvatar cambricon ascend mthreads hygon kunlunxin
+# The folders of the distributions beside the core's.
+PARTS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml extras/*/pyproject.toml))
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
 # What to test, as arguments of pytest: `make test TESTS=tests/cli`. JOBS processes run the tests: one more than cores,
@@ -17,10 +18,10 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pyproject.toml)
+$(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp,flagscale]"
-	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
+	$(PIP) --no-deps $(PARTS:%=-e %)
 	touch $@
 
 # Add new messages to the catalogue of translations (.po), and compile it (.mo).
@@ -114,7 +115,7 @@ test-hosts: setup
 # The ray launcher on a Ray cluster that the tests start on this machine.
 test-ray: setup
 	$(PIP) "ray>=2.40"
-	$(BIN)/python -m pytest tests/launchers/test_ray.py
+	$(BIN)/python -m pytest extras/ray/tests
 
 # The watchers with the tools that they write to.
 test-watchers: setup

@@ -45,6 +45,7 @@ SPREAD = (
     "tests/cli/test_tune",
     "tests/engines/serving/trial/test_misbehaving_servers.py",
     "tests/launchers/",
+    "extras/",
 )
 """Prefixes of files whose tests may run in any process, for most of their time is waiting."""
 

@@ -1,4 +1,4 @@
-"""Dependencies: a checkout asks for the plugins' folders beside it, a release for their versions.
+"""Dependencies: a checkout asks for the folders of plugins and extras beside it, a release for their versions.
 
 `pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; an sdist, and a wheel that
 is made from it, must ask for it by name and version. `python -m build` makes a release so: the sdist first, the
@@ -26,7 +26,6 @@ CORE = (
     "pluggy>=1.5",
     "psutil>=5.9",
     "pydantic>=2.7,<3",
-    "pytest>=8",  # runs the checks of `flag plugins check`
     "pyyaml>=6.0",
     "rich>=13",
     "scipy>=1.14",
@@ -35,6 +34,8 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+EXTRAS = ("kubernetes", "ray", "testing")
+"""The folders of `extras`. Each is a distribution of its own, as a plugin is."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
     "vllm": ["vllm>=0.11"],
@@ -42,9 +43,7 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
-LAUNCHERS = {"ray": ["ray>=2.40"]}
 TOOLS = {
-    "dashboard": ["optuna-dashboard>=0.17", "waitress>=3"],
     "mlflow": ["mlflow-skinny>=2.14"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
@@ -59,6 +58,7 @@ DEV = [
     "import-linter>=2.1",
     "mypy>=1.11",
     "pre-commit>=3.5",
+    "pytest>=8",
     "pytest-cov>=5",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
@@ -77,19 +77,18 @@ class CustomMetadataHook(MetadataHookInterface):
         """Add the dependencies to the project's metadata. Called once per build."""
         root = Path(self.root)
         version = _version(root)
-        plugins = root / "plugins"
-        folders = plugins.is_dir() and not _sdist_is_being_built()
+        folders = (root / "plugins").is_dir() and not _sdist_is_being_built()
 
-        def plugin(name: str) -> str:
+        def part(folder: str, name: str) -> str:
             if folders:
-                return f"flagcore-{name} @ {(plugins / name).as_uri()}"
+                return f"flagcore-{name} @ {(root / folder / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
-        vendors = {name: [plugin(name)] for name in VENDORS}
-        parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS, **TOOLS}
-        everything = [need for needs in {**vendors, **IMPORTERS, **LAUNCHERS, **TOOLS}.values() for need in needs]
-        metadata["dependencies"] = [*CORE, plugin("cpu")]
-        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["dashboard"], *TOOLS["tensorboard"]]
+        own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
+        parts = {**own, **ENGINES, **IMPORTERS, **TOOLS}
+        everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
+        metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
+        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 

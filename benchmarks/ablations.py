@@ -28,7 +28,9 @@ def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
         return new(_without_prior(sweep))
 
     def without_dominance(sweep: Sweep) -> list[Search]:
-        return experienced(replace(sweep, workload=_Blunt(sweep.workload)))  # type: ignore[arg-type]
+        problem, blunt = sweep.problem, _Blunt(sweep.workload)
+        platform = replace(problem.platform, workload=blunt)  # type: ignore[arg-type]
+        return experienced(replace(sweep, problem=replace(problem, platform=platform)))
 
     searches = {
         "all of it": experienced,

@@ -124,11 +124,12 @@ def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage of `flag estimate` and `flag tune`."""
     from flagcore import plugins
     from flagcore.api.inputs import loaded_plugins
+    from flagcore.contracts import Problem
     from flagcore.domain.experience import PastMeasurements
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
     from flagcore.tuner.stages.build import build, legality
-    from flagcore.tuner.stages.complete import complete
+    from flagcore.tuner.stages.complete import complete_by_plugins
     from flagcore.tuner.stages.predict import predict
     from flagcore.tuner.stages.prune import prune
     from flagcore.tuner.stages.rank import rank, search_context
@@ -137,15 +138,23 @@ def _stages(data: Figures) -> Figures:
     spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        platform = complete(spec, loaded)
+        platform = complete_by_plugins(spec, loaded, workload)
         task = platform.task
-        legal = legality(task, workload, platform.value_rules)
+        legal = legality(platform)
         pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
         no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
-        predictions, predict_s = _timed(lambda: predict(task, workload, space, platform.costs), ROUNDS)
-        pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        seen = search_context(task, workload, space, predictions, pruned, no_trials, PastMeasurements.empty())
+        predictions, predict_s = _timed(lambda: predict(platform, space), ROUNDS)
+        pruned, prune_s = _timed(lambda: prune(space, predictions, pruning), 1)
+        problem = Problem(
+            platform=platform,
+            legality=legal,
+            space=space,
+            predictions=predictions,
+            pruned=pruned,
+            baseline=space.candidate(0),
+        )
+        seen = search_context(problem, no_trials, PastMeasurements.empty())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,

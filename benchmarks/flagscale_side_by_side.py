@@ -30,7 +30,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.launchers.local import free_port
 from flagcore.plugins import engines, load_plugins
 from flagcore.spec import parse_spec
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 
 STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -85,7 +85,7 @@ def flagcore(spec: Spec, data: Mapping[str, Any], work: Path, environment: Path)
 def step_ms(spec: Spec, values: Mapping[str, KnobValue], folder: Path, environment: Path) -> float:
     """Run a candidate once and return the median of its steps after the first, in milliseconds."""
     folder.mkdir(parents=True)
-    platform = complete(spec, load_plugins())
+    platform = complete_by_plugins(spec, load_plugins(), WORKLOAD)
     launch = WORKLOAD.launch(platform, Candidate.of(values), str(folder))
     argv = [word.replace("{master_port}", str(free_port())) for word in launch.argv]
     variables = {

@@ -27,11 +27,11 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.engines.serving.trial.loads import keeps_limits
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import planned_launch
 
 STEP, LOWEST, HIGHEST = 1.05, 0.5, 1.5
@@ -96,7 +96,7 @@ def run(problem: Problem, workload: Workload, serve: ServeSpec) -> dict[str, Any
     task = problem.platform.task
     platform = replace(problem.platform, task=replace(task, spec=replace(task.spec, work=replace(serve, repeats=1))))
     with tempfile.TemporaryDirectory() as folder:
-        planned = platform.prepared(planned_launch(platform, workload, problem.baseline, folder))
+        planned = platform.prepared(planned_launch(platform, problem.baseline, folder))
         began = time.monotonic()
         with Path(folder, "output.log").open("wb") as log:
             code = subprocess.run(planned.argv, stdout=log, stderr=log, check=False).returncode

@@ -31,12 +31,12 @@ import psutil
 
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
 from flagcore.tuner.stages.probe import probe
@@ -76,7 +76,7 @@ def main() -> None:
         random.Random(round_).shuffle(rows)
         planned = len(rows)
         for index, row in enumerate(rows):  # the list grows by the rows to repeat
-            trial, other_load = _run_trial(problem, workload, row)
+            trial, other_load = _run_trial(problem, row)
             if other_load > options.quiet and index < planned:
                 rows.append(row)
             reported = trial.measurement.step_time_s if trial.measurement else trial.reason
@@ -87,7 +87,7 @@ def main() -> None:
             records = _records(options.out)
             record = _record(data, problem, row, trial, other_load, records)
             if "probe" not in record["measured"]:
-                record["measured"]["probe"] = _probe_ranks(problem, workload, trial.candidate)
+                record["measured"]["probe"] = _probe_ranks(problem, trial.candidate)
             _write(options.out, {**records, record["id"]: record})
 
 
@@ -100,25 +100,25 @@ def _name(problem: Problem, row: int) -> str:
     return f"{problem.platform.task.spec.model.name}-{row:04d}"
 
 
-def _run_trial(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
+def _run_trial(problem: Problem, row: int) -> tuple[Trial, float]:
     """Return a finished trial, and the share of the processors that other processes used."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
-    trial = replace(predicted_trial(problem, workload, candidate, Role.SEARCH, RUN), number=row)
-    limit = plan_time_limit(problem, workload, trial, ())
+    trial = replace(predicted_trial(problem, candidate, Role.SEARCH, RUN), number=row)
+    limit = plan_time_limit(problem, trial, ())
     began, others = time.monotonic(), _other_cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        running = launch(problem.platform, workload, launcher, candidate, folder, limit)
-        done = measure(running, problem.platform, workload, trial, folder, None)
+        running = launch(problem.platform, launcher, candidate, folder, limit)
+        done = measure(running, problem.platform, trial, folder, None)
     took = (time.monotonic() - began) * (os.cpu_count() or 1)
     return done, max(0.0, (_other_cpu_seconds() - others) / took)
 
 
-def _probe_ranks(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
+def _probe_ranks(problem: Problem, candidate: Candidate) -> list[dict[str, Any]]:
     """Return the results of the probes of a candidate's ranks as plain data."""
-    limit = plan_time_limit(problem, workload, predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE), ())
+    limit = plan_time_limit(problem, predicted_trial(problem, candidate, Role.SEARCH, PROBE), ())
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
-        results = probe(problem.platform, workload, launcher, candidate, folder, limit, finish=False)
+        results = probe(problem.platform, launcher, candidate, folder, limit, finish=False)
     return [
         {
             "rank": rank.rank,

@@ -41,7 +41,7 @@ TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
 MAX_ROWS = 5
 SPACES = ("measured", "candidates", "combinations")
 """Reference spaces of `untried`: measured candidates, legal and distinct candidates, and all combinations."""
-DEFAULT = ("learned", "predicted", "grid")
+DEFAULT = ("learned", "predicted")
 """flagcore's strategies to compare, if installed; the last line has the result of the first one."""
 OTHER_SEARCHES = {
     "flagscale": flagscale(),

@@ -17,9 +17,9 @@ from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
 from flagcore.api.transfer import MAX_PAST
-from flagcore.contracts import SearchContext, Strategy
+from flagcore.contracts import Problem, Strategy
 from flagcore.domain.experience import Observations, PastMeasurements
-from flagcore.domain.search_state import Pruned, SearchState, stop_reason
+from flagcore.domain.search_state import SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
@@ -27,7 +27,7 @@ from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.stages.measure import EARLY_STOP_RATIO
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.stages.probe import combine, trial_of_probe
-from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context
 
 ITERATIONS, WARMUP = 5, 1
@@ -98,7 +98,7 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
     """Return the measured times and memory of a sweep."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
     predictions = sweep.problem.predictions
-    seen = _search_context(sweep, sweep.problem.pruned, learn(()), PastMeasurements.empty()).features(rows)
+    seen = search_context(sweep.problem, learn(()), PastMeasurements.empty()).features(rows)
 
     def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observations:
         ratio = np.log(measured[rows] / predicted[rows])
@@ -110,20 +110,12 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
     )
 
 
-def _search_context(
-    sweep: Sweep, pruned: Pruned, search_state: SearchState, experience: PastMeasurements, pending: Sequence[Trial] = ()
-) -> SearchContext:
-    problem = sweep.problem
-    state = pruned, search_state, experience, None, pending
-    return search_context(problem.platform.task, sweep.workload, problem.space, problem.predictions, *state)
-
-
 def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, probes: int, at_once: int) -> Search:
     problem, space = sweep.problem, sweep.problem.space
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
     trials = _probe_candidates(sweep, strategy, experience, probes)
     learned = len(trials)
-    search_state, pruned = _learn_from_trials(sweep, trials, problem.pruned)
+    search_state, problem = _learn_from_trials(problem, trials)
     row, role = space.find(problem.baseline), Role.BASELINE
     pending, now, clock = list[tuple[float, Trial]](), 0.0, list[float]()
     while row is not None or pending:
@@ -132,7 +124,7 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, 
             trial = _replay_trial(sweep, row, len(trials) + len(pending), role, best)
             pending.append((now + trial.duration_s, trial))
             full = len(pending) == at_once or role is Role.BASELINE
-            row = None if full else _next(sweep, strategy, experience, pruned, search_state, control, pending)
+            row = None if full else _next(problem, strategy, experience, search_state, control, pending)
         now, ended = min(pending, key=lambda each: each[0])
         pending.remove((now, ended))
         if ended.role is not Role.INTERFERENCE:
@@ -141,8 +133,8 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, 
         if at_once > 1 and role is Role.BASELINE and ended.state is TrialState.MEASURED:
             pending.append((now + ended.duration_s, replace(ended, role=Role.INTERFERENCE)))
         role = Role.SEARCH
-        search_state, pruned = _learn_from_trials(sweep, trials, pruned)
-        row = _next(sweep, strategy, experience, pruned, search_state, control, pending)
+        search_state, problem = _learn_from_trials(problem, trials)
+        row = _next(problem, strategy, experience, search_state, control, pending)
     found = [space.find(trial.candidate) for trial in trials[learned:]]
     return Search(
         rows=tuple(at for at in found if at is not None),
@@ -154,10 +146,9 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, 
 
 
 def _next(
-    sweep: Sweep,
+    problem: Problem,
     strategy: Strategy,
     experience: PastMeasurements,
-    pruned: Pruned,
     search_state: SearchState,
     control: Control,
     pending: Sequence[tuple[float, Trial]],
@@ -166,23 +157,23 @@ def _next(
     running = [trial for _, trial in pending if trial.role is Role.SEARCH]
     if stop_reason(control, search_state, 0.0, len(running)) is not None:
         return None
-    return rank(strategy, _search_context(sweep, pruned, search_state, experience, running)).row
+    return rank(strategy, search_context(problem, search_state, experience, pending=running)).row
 
 
-def _learn_from_trials(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[SearchState, Pruned]:
-    problem, search_state = sweep.problem, learn(trials)
-    known = problem.rules, search_state.trials, pruned, search_state.probes
-    return search_state, prune(problem.space, problem.predictions, sweep.workload, *known)
+def _learn_from_trials(problem: Problem, trials: Sequence[Trial]) -> tuple[SearchState, Problem]:
+    search_state = learn(trials)
+    pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
+    return search_state, replace(problem, pruned=pruned)
 
 
 def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, count: int) -> list[Trial]:
     """Return the probes before the first run: of the candidates that the strategy would try first."""
     problem, trials = sweep.problem, list[Trial]()
-    task, memory = problem.platform.task, problem.platform.costs.memory
+    task = problem.task
     probes = np.zeros(0, dtype=np.int64)
     while len(trials) < count:
-        search_state, pruned = _learn_from_trials(sweep, trials, problem.pruned)
-        seen = _search_context(sweep, pruned, search_state, experience)
+        search_state, problem = _learn_from_trials(problem, trials)
+        seen = search_context(problem, search_state, experience)
         left = np.setdiff1d(seen.open_rows, probes)
         if not left.size or (row := rank(strategy, replace(seen, open_rows=left)).row) is None:
             break
@@ -194,7 +185,7 @@ def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurem
             state=TrialState.RUNNING,
             fidelity=PROBE,
         )
-        combined = combine(problem.predictions.row(row), probe, memory, sweep.workload.work_parts)
+        combined = combine(problem.predictions.row(row), probe, problem.platform)
         trials.append(trial_of_probe(task, trial, probe, combined))
         probes = np.append(probes, row)
     return trials

@@ -19,7 +19,7 @@ import numpy as np
 from fit_curves import FAMILIES, curve_of
 
 from flagcore import plugins
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Platform, Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip
 from flagcore.domain.prediction import Predictions
@@ -31,9 +31,8 @@ from flagcore.errors import FlagError
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.stages.build import build, canonical, legality
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.prune import prune
 
 FITTED = Path(__file__).with_name("fitted.json")
@@ -111,7 +110,7 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlug
 def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
     """Return the sweep with other predictions."""
     problem, workload = sweep.problem, sweep.workload
-    pruned = prune(problem.space, predictions, workload, problem.rules, ())
+    pruned = prune(problem.space, predictions, problem.rules)
     baseline = _baseline(problem.platform.task, workload, problem.space, predictions)
     return replace(sweep, problem=replace(problem, predictions=predictions, pruned=pruned, baseline=baseline))
 
@@ -160,15 +159,16 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
     positions = np.array([space.find(_candidate(row, space.axes)) for row in rows])
     _, order = np.unique(positions, return_index=True)
     task = rows[0].task
+    platform = replace(platform, task=task, costs=costs)
     legal = build(space.axes, workload.rules(task), workload.merges(task))
     predictions = _predicted(rows, workload, costs).take(order)
     rules = (*workload.pruning_rules(task), *platform.pruning_rules)
     problem = Problem(
-        platform=replace(platform, task=task, costs=costs),
-        legality=legality(task, workload),
+        platform=platform,
+        legality=legality(platform),
         space=space,
         predictions=predictions,
-        pruned=prune(space, predictions, workload, rules, ()),
+        pruned=prune(space, predictions, rules),
         baseline=_baseline(task, workload, space, predictions),
         rules=rules,
     )
@@ -217,7 +217,8 @@ def _platform(job: Job, capacity: int | None, loaded_plugins: LoadedPlugins) -> 
         devices_per_node=devices,
         memory_bytes_per_device=capacity,
     )
-    return complete(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded_plugins)
+    spec = Spec(model=job.model, cluster=cluster, work=job.work, control=Control())
+    return complete_by_plugins(spec, loaded_plugins, plugins.workload(job.work.engine))
 
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:

@@ -18,7 +18,6 @@ works with engines that it does not know.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import pluggy
 
@@ -35,18 +34,6 @@ from flagcore.physics.collectives.curves import CollectiveTable
 HOOKS_API = 1
 """The version of this interface. It increases when a hook is removed or requires more. A plugin may set `HOOKS_API` to
 the version that it was written for; a plugin for a later version is not loaded, and `flag plugins list` shows why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenamedHook:
-    """The new name of a hook. The old name works, with a warning, before the release `removed_in`."""
-
-    new_name: str
-    removed_in: str
-
-
-RENAMED_HOOKS: Mapping[str, RenamedHook] = {}
-"""Renamed hooks by their old names. An implementation under an old name is called with the arguments of the new one."""
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")

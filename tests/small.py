@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flagcore.contracts import Costs, Platform, Telemetry
+from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.chip import Chip, Device, Fact, Link, Source, Support
+from flagcore.domain.chip import Chip, Device, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model, Vision
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import engines
+from flagcore.tuner.stages.prune import prune
 
 ENGINES = {name: engines()[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
 """The engines of this repository."""
@@ -103,16 +105,25 @@ def costs(task: Task, capacity: float | None = 80e9) -> Costs:
 
 def platform(task: Task, **changes: Any) -> Platform:
     """A platform without plugins' answers."""
-    plain = Platform(
-        task=task,
-        costs=costs(task),
-        support=EngineSupport(support=Support.YES),
-        environment={},
-        pruning_rules=(),
-        failure_patterns=(),
-        telemetry={},
-    )
-    return dataclasses.replace(plain, **changes)
+    return Platform(task=task, **{"workload": ENGINES[task.spec.work.engine], "costs": costs(task), **changes})
+
+
+def problem(
+    of: Platform, space: Space, predictions: Predictions, rules: Sequence[PruningRule] = (), **changes: Any
+) -> Problem:
+    """The problem of a task, with candidates that nothing but predictions and `rules` removed."""
+    defaults = {
+        "legality": Legality(axes=space.axes, rules=(), merges=()),
+        "pruned": prune(space, predictions, rules),
+        "baseline": space.candidate(0),
+    }
+    return Problem(platform=of, space=space, predictions=predictions, rules=tuple(rules), **{**defaults, **changes})
+
+
+def with_task(context: SearchContext, task: Task, **changes: Any) -> SearchContext:
+    """A context of a changed task."""
+    of = dataclasses.replace(context.problem.platform, task=task, **changes)
+    return dataclasses.replace(context, problem=dataclasses.replace(context.problem, platform=of))
 
 
 def read(devices: Iterable[Device], readers: Iterable[Telemetry]) -> dict[str, Any]:

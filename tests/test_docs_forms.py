@@ -34,7 +34,7 @@ def test_every_form_on_the_page_is_tested(page: str, form: str) -> None:
 
 
 def test_pages_are_at_their_expected_paths() -> None:
-    folders = [ROOT / "docs", *(ROOT / "plugins").iterdir()]
+    folders = [ROOT / "docs", *ROOT.glob("plugins/*"), *ROOT.glob("extras/*")]
     lying = {str(file.relative_to(ROOT)) for folder in folders for file in folder.rglob("*.md")}
     assert {page for page in lying if "tests/" not in page} <= set(PAGES)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_testing.examples import FOREIGN_CHIP, task_on
 
 from docs.site.docstrings import HOOKS as SPECS
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import FOREIGN_CHIP, task_on
 from flagcore.vendorkit.quirks import Quirks
 
 DOCS = Path(__file__).parent.parent / "docs"

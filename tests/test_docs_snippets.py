@@ -41,10 +41,8 @@ PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
     "flag run runs/serve-cpu": "needs weights and a server; tests of serving start a winner",
-    "flag dashboard runs": "a server that does not end; tests/api/test_dashboard.py starts it",
     "flag tune spec.yaml --watch tensorboard --watch webhook": "tests/report/watchers run the watchers",
     'pip install "flagcore[tensorboard]"': "not in the index yet; tools/release.py installs what extras require",
-    'pip install "flagcore[dashboard]"': "not in the index yet; tools/release.py installs what extras require",
     "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",
 }
 CALIBRATED: list[str] = []

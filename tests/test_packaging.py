@@ -11,11 +11,14 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 from flagcore import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+EXTRAS = sorted(file.parent for file in ROOT.glob("extras/*/pyproject.toml"))
+PARTS = [*sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), *EXTRAS]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
 
 def test_a_checkout_installs_plugins_from_folders(checkout: dict[str, object]) -> None:
     needs = str(checkout["dependencies"]) + str(checkout["optional-dependencies"])
-    for vendor in ("cpu", *VENDORS):
-        assert f"flagcore-{vendor} @ {(ROOT / 'plugins' / vendor).as_uri()}" in needs
+    for folder in PARTS:
+        assert f"flagcore-{folder.name} @ {folder.as_uri()}" in needs
 
 
 def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> None:
@@ -46,29 +49,31 @@ def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> No
     assert file is not None
     needs = message_from_bytes(file.read()).get_all("Requires-Dist", [])
     assert f"flagcore-cpu=={__version__}" in needs
-    for vendor in VENDORS:
-        assert f"flagcore-{vendor}=={__version__}; extra == '{vendor}'" in needs
+    for name in (*VENDORS, *(folder.name for folder in EXTRAS)):
+        assert f"flagcore-{name}=={__version__}; extra == '{name}'" in needs
     assert not [needed for needed in needs if "file:" in needed]
 
 
-def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None:
+def test_release_holds_the_package_and_no_other_part(sdist: tarfile.TarFile) -> None:
     names = sdist.getnames()
     assert f"flagcore-{__version__}/flagcore/tuner/loop.py" in names
     assert f"flagcore-{__version__}/flagcore/py.typed" in names
-    assert not [name for name in names if "/plugins/" in name and "/flagcore/plugins/" not in name]
+    assert not [name for name in names if name.split("/")[1] in ("plugins", "extras")]
 
 
 def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
+    assert {*VENDORS, "kubernetes", "ray", "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(
+        extras
+    )
 
 
 def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
     """Engines require different releases of torch."""
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {each for vendor in VENDORS for each in extras[vendor]} <= set(extras["all"])
+    assert {each for name in (*VENDORS, "kubernetes", "ray") for each in extras[name]} <= set(extras["all"])
     engines = ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")
     assert not {each for engine in engines for each in extras[engine]} & set(extras["all"])
 
@@ -93,7 +98,24 @@ def test_dockerfile_copies_what_an_installation_needs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel"], cwd=tmp_path, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("vendor", ["cpu", *VENDORS])
-def test_every_plugin_has_the_version_of_the_core(vendor: str) -> None:
-    lines = (ROOT / "plugins" / vendor / "pyproject.toml").read_text().splitlines()
-    assert f'version = "{__version__}"' in lines
+@pytest.mark.parametrize("folder", PARTS, ids=lambda folder: folder.name)
+def test_every_distribution_has_the_version_of_the_core(folder: Path) -> None:
+    assert f'version = "{__version__}"' in (folder / "pyproject.toml").read_text().splitlines()
+
+
+@pytest.mark.parametrize("folder", EXTRAS, ids=lambda folder: folder.name)
+def test_the_wheel_of_an_extra_has_all_files_of_its_package(folder: Path) -> None:
+    """The conformance kit checks it of plugins."""
+    packed = {file.distribution_path for file in WheelBuilder(str(folder)).recurse_included_files()}
+    (package,) = folder.glob("flagcore_*")
+    files = [file for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert {file.relative_to(folder).as_posix() for file in files} <= packed
+
+
+@pytest.mark.parametrize("command", [("check",), ("new", "acme")], ids=lambda command: command[0])
+def test_the_commands_of_plugin_authors_name_their_extra(tmp_path: Path, command: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['flagcore_testing'] = None; from flagcore.cli import main; main()"
+    words = [sys.executable, "-c", code, "plugins", *command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'flagcore[testing]'" in done.stderr

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "mark.long"
 FURTHER = {
     "flagcore/tuner/loop.py": ("tests/cli",),
-    "flagcore/launchers": ("tests/cli", "tests/engines"),
+    "flagcore/launchers": ("tests/cli", "tests/engines", "extras"),
     "flagcore/contracts": ("tests/cli", "tests/engines"),
     "flagcore/tuner/stages": ("tests/cli",),
     "flagcore/tuner/strategies": ("tests/cli", "tests/benchmarks"),
@@ -29,7 +29,7 @@ FURTHER = {
     "flagcore/engines/megatron": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/engines/training": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/tuner/stages/shorten.py": ("tests/engines/megatron",),
-    "flagcore/testing": ("plugins",),
+    "extras/testing": ("tests/testing", "plugins"),
     "plugins": ("tests/vendors",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/benchmarks"),
     "docs": ("tests",),
@@ -65,7 +65,7 @@ def changed(commit: str) -> list[str]:
 def guards(path: str) -> set[str]:
     """Return the files and folders of the tests for a source, a page or a test."""
     places = {place for prefix, further in FURTHER.items() if lies_in(path, prefix) for place in further}
-    if path.startswith(("tests/", "plugins/")):
+    if path.startswith(("tests/", "plugins/", "extras/")):
         places.add(path if Path(path).name.startswith("test_") else str(Path(path).parent))
     elif path.startswith("flagcore/"):
         folder = Path("tests", *Path(path).parts[1:-1])
@@ -85,7 +85,7 @@ def lies_in(path: str, place: str) -> bool:
 
 def long_files() -> Iterable[str]:
     """Yield the files with long tests."""
-    for file in _git("ls-files", "tests", "plugins").splitlines():
+    for file in _git("ls-files", "tests", "plugins", "extras").splitlines():
         if Path(file).name.startswith("test_") and MARK in (ROOT / file).read_text(encoding="utf-8"):
             yield file
 

@@ -18,7 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = ("cpu", "nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
+PARTS = sorted(file.parent for file in ROOT.glob("*/*/pyproject.toml") if file.parts[-3] in ("plugins", "extras"))
+PLUGINS = {part.name for part in PARTS if part.parent.name == "plugins"}
 VENDOR = "metax"
 """The extra that is installed alone."""
 EXAMPLE = ROOT / "examples" / "train-cpu.yaml"
@@ -29,11 +30,11 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     sbom = folder / "sbom.cdx.json" if "--sbom" in sys.argv[2:] else None
     shutil.rmtree(folder, ignore_errors=True)
-    for source in (ROOT, *(ROOT / "plugins" / name for name in PLUGINS)):
+    for source in (ROOT, *PARTS):
         _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
     wheels = sorted(map(str, folder.glob("*.whl")))
-    if len(wheels) != 1 + len(PLUGINS):
-        sys.exit(f"expected {1 + len(PLUGINS)} wheels, found {len(wheels)}: {', '.join(wheels)}")
+    if len(wheels) != 1 + len(PARTS):
+        sys.exit(f"expected {1 + len(PARTS)} wheels, found {len(wheels)}: {', '.join(wheels)}")
     with tempfile.TemporaryDirectory() as place:
         try_out(wheels, Path(place), sbom)
     sums = [f"{sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
@@ -56,7 +57,7 @@ def try_out(wheels: list[str], folder: Path, sbom: Path | None = None) -> None:
         _drop_local_paths(sbom)
     _run(*pip, "--dry-run", "--constraint", str(bound), f"flagcore[all] @ {files['flagcore']}")
     _run(*pip, "--no-deps", *wheels)
-    _require_plugins(programs, folder, set(PLUGINS))
+    _require_plugins(programs, folder, PLUGINS)
     shutil.copy(EXAMPLE, folder)
     command = [str(programs / "flag"), "estimate", EXAMPLE.name, "--top", "3"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ FILE = Path(__file__).parents[2] / "examples" / "spec.schema.json"
 
 def schema() -> str:
     """Return the JSON Schema of a spec without engines of other distributions that are installed here."""
-    points = installed(WORKLOADS).points
+    points = installed(WORKLOADS)
     own_names = {name for name, each in points.items() if {origin(point).name for point in each} == {"flagcore"}}
     return (
         json.dumps(json_schema({name: each for name, each in engines().items() if name in own_names}), indent=2) + "\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore.engines.megatron.space.knobs import KNOBS
 from flagcore.spec.schema import document_of
-from flagcore.spec.serve_schema import ServeDocument
+from flagcore.spec.serving import ServeDocument
 from flagcore.spec.validate import describe, keys_of
 
 MARK = re.compile(r"^<!-- keys (train|serve):([\w.]*) -->$", re.MULTILINE)

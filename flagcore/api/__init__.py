@@ -21,14 +21,11 @@ from flagcore.api.tuning.tune import tune
 from flagcore.report.candidate_report import CandidateReport, Comparison
 from flagcore.report.estimate import Estimate
 from flagcore.report.explanation import Explanation
-from flagcore.testing.runner import Checked, check_plugins
-from flagcore.testing.scaffold import new_plugin
 
 __all__ = [
     "AT_ONCE",
     "REPORT",
     "CandidateReport",
-    "Checked",
     "Comparison",
     "Estimate",
     "Explanation",
@@ -41,7 +38,6 @@ __all__ = [
     "calibrate",
     "calibrations",
     "check_hosts",
-    "check_plugins",
     "check_tree",
     "chip_table",
     "compare",
@@ -61,7 +57,6 @@ __all__ = [
     "list_runs",
     "load_run",
     "manifest",
-    "new_plugin",
     "new_spec",
     "plugin_table",
     "probe",

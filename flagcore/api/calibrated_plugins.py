@@ -39,13 +39,9 @@ class CalibratedPlugins(LoadedPlugins):
     """
 
     def __init__(
-        self,
-        plugins: Iterable[Plugin],
-        failures: Iterable[PluginFailure],
-        calibrations: Calibrations,
-        warn: Callable[[str], object],
+        self, found: Iterable[Plugin | PluginFailure], calibrations: Calibrations, warn: Callable[[str], object]
     ) -> None:
-        super().__init__(plugins, failures)
+        super().__init__(found)
         self._calibrations, self._warn = calibrations, warn
         self._found: dict[str, Calibration | None] = {}
         self._calibrated_on_few: set[str] = set()

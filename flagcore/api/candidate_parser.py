@@ -9,14 +9,14 @@ from itertools import zip_longest
 from typing import Any
 from unicodedata import normalize
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Axis, Columns, IntArray
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _, did_you_mean
 from flagcore.report.text import details, knob_of
-from flagcore.tuner.problem import Problem, candidate_columns
+from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
@@ -25,14 +25,14 @@ MAX_TEXT = 80
 """Maximum length of the input that a message repeats."""
 
 
-def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the candidate in `text`, and the values of the knobs that it names.
 
     The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may be used alone, or
     after `no`. A missing knob has its only value in the space, if this has an effect with the named knobs, else the
     engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
     """
-    task, axes = problem.platform.task, problem.legality.axes
+    axes = problem.legality.axes
     given_values = _knob_values(text, axes, problem.knobs)
     for axis in axes:
         value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
@@ -43,7 +43,7 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
         whole, plain = (
-            candidate_columns(task, workload, values) for values in ({**fixed_values, **given_values}, given_values)
+            candidate_columns(problem.platform, values) for values in ({**fixed_values, **given_values}, given_values)
         )
     except SpecError as error:
         wrong_axes = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]

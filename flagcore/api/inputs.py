@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
 from flagcore.contracts import (
+    Problem,
     Workload,
 )
 from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
@@ -42,9 +42,9 @@ from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, select_engine
-from flagcore.spec.validate import convert_all
+from flagcore.spec.validate import located
 from flagcore.tuner.calibration import Calibrations
-from flagcore.tuner.problem import Problem, rows_by_time, sizes_fixed_at_one
+from flagcore.tuner.problem import rows_by_time, sizes_fixed_at_one
 from flagcore.tuner.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -174,7 +174,7 @@ LOG = logging.getLogger("flagcore")
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
     loaded = load_plugins(without)
-    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
+    calibrated = CalibratedPlugins([*loaded.plugins, *loaded.failures], Calibrations.of_user(), LOG.warning)
     try:
         yield calibrated
     finally:
@@ -196,15 +196,8 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         engine_names = {name for knob in installed[engine].knobs for name in knob.names}
         plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
         plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
-    parts: dict[str, Callable[[], object]] = {
-        "spec": lambda: parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
-    }
-    for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
-        name = tuner.get(key) if isinstance(tuner, Mapping) else None
-        if isinstance(name, str) and name not in names(group):
-            parts[key] = partial(_require_installed, named_object, name, file)
-    with _with_unknown_chips(data.get("cluster"), file, without):
-        spec: Spec = convert_all(parts)["spec"]
+    with _with_unknown_chips(data.get("cluster"), file, without), _with_unknown_names(tuner, file):
+        spec = parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
@@ -264,6 +257,25 @@ def _with_hosts(spec: Spec) -> Spec:
 
 
 @contextmanager
+def _with_unknown_names(tuner: object, file: str) -> Iterator[None]:
+    """Raise SpecError for a strategy or a launcher that is not installed, with the problems of the spec."""
+    problems = list[SpecError]()
+    try:
+        yield
+    except SpecError as error:
+        problems += error.problems
+    for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
+        name = tuner.get(key) if isinstance(tuner, Mapping) else None
+        if isinstance(name, str) and name not in names(group):
+            try:
+                named_object(name)
+            except SpecError as error:
+                problems.append(located(error, (), file))
+    if problems:
+        raise join_errors(problems)
+
+
+@contextmanager
 def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
     """Add the errors of unknown chips to a SpecError. For a valid spec, `discover` reports them."""
     try:
@@ -290,13 +302,6 @@ def check_chips(cluster: object) -> None:
         raise join_errors(problems)
 
 
-def _require_installed(named_object: Callable[[str], object], name: str, file: str) -> None:
-    try:
-        named_object(name)
-    except SpecError as error:
-        raise spec_error(error.key, error.problem, value=error.value, fix=error.fix, file=file) from None
-
-
 def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
     """Raise SpecError for an invalid spec with one or several engines.
 
@@ -307,7 +312,7 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
         parsed(data, file=str(file), base=base, without=without)
         return
     with _with_unknown_chips(data.get("cluster"), str(file), without):
-        check_engines(data, file=str(file), engines=engines())
+        check_engines(data, file=str(file), base=base, engines=engines())
     for name in several:
         try:
             parsed(select_engine(data, name), file=str(file), base=base, without=without)

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.inputs import knobs_of_spec
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Speedup, gains
 from flagcore.domain.search_state import SearchState, rivals
-from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
 from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError
 from flagcore.i18n import N_, _
 from flagcore.report.formats import COLUMNS, Notebook, lookup, render
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import SCHEMA_VERSION, RunResult
+from flagcore.report.result import SCHEMA_VERSION, read_trial
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec import spec_as_data
 from flagcore.tuner.stages.rank import learn
@@ -148,11 +147,11 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
     }
 
 
-def state_of_ended(result: RunResult | None) -> str:
+def state_of_ended(run: RunData) -> str:
     """Return the state of a run that no process holds, by its result."""
-    if result is None or result.was_interrupted:
+    if run.was_interrupted:
         return INTERRUPTED
-    return UNMEASURED if result.is_unmeasured else FINISHED
+    return UNMEASURED if run.is_unmeasured else FINISHED
 
 
 def no_best_error(run: Run) -> FlagError:
@@ -164,11 +163,10 @@ def no_best_error(run: Run) -> FlagError:
         command = f"flag tune SPEC --run-dir {shlex.quote(str(run.folder))}"
         text = _("{folder} is in progress, or was killed; `{command}` resumes it", folder=run.folder, command=command)
         return RunError(text)
-    result = RunResult.from_json(run.data)
-    shown = RunData(result=result, folder=run.folder, called=str(run.folder), knobs=run.knobs)
+    shown = RunData.from_json(run.data, run.folder, called=str(run.folder), knobs=run.knobs)
     errors = {INTERRUPTED: RunError, UNMEASURED: EveryTrialFailed, FINISHED: NothingFits}
     text = _("{where} has no best: {reason}", where=run.folder, reason=no_best(shown))
-    return errors[state_of_ended(result)](text)
+    return errors[state_of_ended(shown)](text)
 
 
 def unreadable_error(file: Path, error: object) -> RunError:
@@ -227,7 +225,7 @@ def _require_complete_journal(run: Run) -> None:
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return an estimate: its trials are predictions, stored in the result only."""
     try:
-        trials = {each["number"]: _predicted_trial(each) for each in data["trials"]}
+        trials = {each["number"]: read_trial(each) for each in data["trials"]}
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
         gains = tuple(float(each) for each in data["gains"])
     except (KeyError, TypeError, ValueError) as error:
@@ -242,17 +240,6 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         search_state=learn((), ESTIMATE),
         baseline=baseline,
         best=best,
-    )
-
-
-def _predicted_trial(data: Mapping[str, Any]) -> Trial:
-    return Trial(
-        number=int(data["number"]),
-        candidate=Candidate.of(data["candidate"]),
-        role=Role(data["role"]),
-        state=TrialState(data["state"]),
-        predicted=dict(data["predicted"]),
-        fidelity=ESTIMATE,
     )
 
 

@@ -11,7 +11,7 @@ from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.transfer import past_of_problem
-from flagcore.contracts import Costs, SearchContext, Workload
+from flagcore.contracts import Platform, Problem, SearchContext, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.prediction import components_of_row
@@ -22,9 +22,9 @@ from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.tuner.feasibility import no_time
-from flagcore.tuner.problem import Problem, build_problem
+from flagcore.tuner.problem import build_problem
 from flagcore.tuner.stages.predict import predict_columns, predict_components, predict_stage_layers, record
-from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, search_context
 from flagcore.tuner.store.directory import RunDirectory
 
@@ -38,7 +38,6 @@ class Snapshot:
 
     where: Path
     problem: Problem
-    workload: Workload
     search_state: SearchState
     pruned: Pruned
     context: SearchContext
@@ -47,7 +46,7 @@ class Snapshot:
     @property
     def task(self) -> Task:
         """The job of the spec and its cluster."""
-        return self.problem.platform.task
+        return self.problem.task
 
     @property
     def fidelity(self) -> str:
@@ -56,26 +55,27 @@ class Snapshot:
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of pruning rules that remove one candidate, in the space or not."""
-        predictions = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
+        predictions = predict_columns(self.problem.platform, columns)
         return [
             f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
-        return prediction_records(self.task, self.workload, columns, self.problem.platform.costs)[0]
+        return prediction_records(self.problem.platform, columns)[0]
 
 
-def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
+def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, Any]]:
     """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
-    predictions = predict_columns(task, workload, columns, costs)
-    components = predict_components(task, workload, columns, predictions.worst_stage, costs)
-    layers = predict_stage_layers(task, workload, columns, costs)
+    predictions = predict_columns(platform, columns)
+    components = predict_components(platform, columns, predictions.worst_stage)
+    layers = predict_stage_layers(platform, columns)
     records = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        reason_field = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        records.append(reason_field | record(task, figures, layers.get(row, ())))
+        no_reason = figures.step_time_s is not None
+        reason_field = {} if no_reason else {"reason": f"no time: {no_time(platform.task, platform.costs)}"}
+        records.append(reason_field | record(platform.task, figures, layers.get(row, ())))
     return records
 
 
@@ -100,8 +100,8 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
-        problem, workload = build_problem_of_spec(where, chip, without, plan=True)
-        return _snapshot(place, problem, workload, None, PastMeasurements.empty())
+        problem, _workload = build_problem_of_spec(where, chip, without, plan=True)
+        return _snapshot(place, problem, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
@@ -113,7 +113,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         problem = build_problem(spec, loaded, workload)
         run = _with_known_values(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, identity["run"])
-        snapshot = _snapshot(place, problem, workload, run, past)
+        snapshot = _snapshot(place, problem, run, past)
     warn_about_problem(problem, workload)
     return snapshot
 
@@ -163,19 +163,11 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
     return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
 
 
-def _snapshot(where: Path, problem: Problem, workload: Workload, run: Run | None, past: PastMeasurements) -> Snapshot:
-    space, predictions, search_state = problem.space, problem.predictions, run.search_state if run else learn(())
-    trials_and_probes = search_state.trials, problem.pruned, search_state.probes
-    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
-    return Snapshot(
-        where=where,
-        problem=problem,
-        workload=workload,
-        search_state=search_state,
-        pruned=pruned,
-        context=search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past),
-        run=run,
-    )
+def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurements) -> Snapshot:
+    search_state = run.search_state if run else learn(())
+    pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
+    context = search_context(replace(problem, pruned=pruned), search_state, past)
+    return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)
 
 
 def read_spec(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Plugins, Workload
+from flagcore.contracts import Platform, Plugins, Problem, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
@@ -24,7 +24,7 @@ from flagcore.plugins import engines
 from flagcore.spec import read_job
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.learning.trials import MEMORY_NOISE, MIN_NOISE
-from flagcore.tuner.problem import Problem, candidate_columns
+from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.discover import costs
 from flagcore.tuner.stages.predict import predict_columns
@@ -100,11 +100,13 @@ def _observations(
     workload: Workload,
 ) -> tuple[Observations, Observations]:
     task = members[0][0]
-    legal = legality(task, workload)
-    each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
+    group_costs = costs(task.cluster, plugins, task.spec.work.engine)
+    platform = Platform(task=task, workload=workload, costs=group_costs)
+    legal = legality(platform)
+    each = [candidate_columns(platform, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
     columns = canonical(columns, legal.merges)
-    predictions = predict_columns(task, workload, columns, costs(task.cluster, plugins, task.spec.work.engine))
+    predictions = predict_columns(platform, columns)
     known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))
     figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
     pairs = []

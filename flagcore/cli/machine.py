@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +136,8 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     """
     from flagcore import api
 
-    records = api.plugin_table(without)
-    has_warnings = any(record["warnings"] for record in records)
-    columns = options.columns("plugins", *(["plugin_warnings"] if has_warnings else []))
-    rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
-    options.show_records(rows, form, columns)
+    rows = options.joined(api.plugin_table(without), form, "chips", " ")
+    options.show_records(rows, form, options.columns("plugins"))
 
 
 @plugins_command.command("chips")
@@ -149,6 +148,18 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
 
     options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, options.columns("chips"))
+
+
+@contextmanager
+def _extra_testing() -> Iterator[None]:
+    """Name the extra if the conformance kit, which is a distribution of its own, is not installed."""
+    from flagcore.errors import UsageError
+
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = _("{package} is not installed: run `pip install 'flagcore[testing]'`", package=error.name)
+        raise UsageError(text) from None
 
 
 @plugins_command.command("check")
@@ -162,11 +173,12 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     """
     if everything and targets:
         raise click.UsageError(_("--all and names are mutually exclusive"))
-    from flagcore import api
     from flagcore.errors import NoDevice
-    from flagcore.testing.runner import as_text
 
-    checked_plugins = api.check_plugins(targets)
+    with _extra_testing():
+        from flagcore_testing.runner import as_text, check_plugins
+
+    checked_plugins = check_plugins(targets)
     records: list[dict[str, Any]] = [plugin.record for plugin in checked_plugins]
     with options.on_terminal():
         options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked_plugins), form)
@@ -201,9 +213,10 @@ def plugins_new(name: str, **values: Any) -> None:
 
     NAME is the name in `flag plugins list`: lower-case letters, digits and underscores.
     """
-    from flagcore import api
+    with _extra_testing():
+        from flagcore_testing.scaffold import new_plugin
 
-    folder = api.new_plugin(name, **values)
+    folder = new_plugin(name, **values)
     command = f"pip install -e {folder} && flag plugins check {folder}"
     options.say(_("flag: created {folder}; next: {command}", folder=folder, command=command))
     click.echo(folder)

@@ -27,7 +27,6 @@ COMMANDS = {
     "calibrate": "flagcore.cli.machine",
     "compare": "flagcore.cli.explain",
     "completion": "flagcore.cli.machine",
-    "dashboard": "flagcore.cli.runs",
     "devices": "flagcore.cli.machine",
     "doctor": "flagcore.cli.machine",
     "estimate": "flagcore.cli.plan",

@@ -3,9 +3,6 @@
 from flagcore.contracts.chip import (
     AttentionShape,
     CollectiveCosts,
-    CommunicatorMemory,
-    DescribesDevice,
-    DeviceUseReporter,
     KernelCosts,
     MemoryModel,
     PruningRule,
@@ -23,6 +20,7 @@ from flagcore.contracts.exchange import (
     ImportedSpec,
     Importer,
     ImportNote,
+    ManifestWriter,
     ServerGroup,
     ServerGroups,
 )
@@ -34,17 +32,14 @@ from flagcore.contracts.platform import (
     Plugins,
     RunningLaunch,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import Workload
 
 __all__ = [
     "AttentionShape",
     "Choice",
     "CollectiveCosts",
-    "CommunicatorMemory",
     "Costs",
-    "DescribesDevice",
-    "DeviceUseReporter",
     "Event",
     "ExportJob",
     "Exporter",
@@ -57,10 +52,12 @@ __all__ = [
     "Importer",
     "KernelCosts",
     "Launcher",
+    "ManifestWriter",
     "MemoryModel",
     "OnEvent",
     "Platform",
     "Plugins",
+    "Problem",
     "PruningRule",
     "RunningLaunch",
     "SearchContext",

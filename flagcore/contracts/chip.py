@@ -12,7 +12,11 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
 
 class MemoryModel(Protocol):
-    """Computes the memory in use of a device from the memory of tensors, in bytes. Called with columns."""
+    """Computes the memory in use of a device from the memory of tensors, in bytes. Called with columns.
+
+    The method `communicator_bytes() -> float` is optional, for a chip whose collectives have buffers of their own for
+    each group of ranks: the buffers of one communicator, which `device_used_bytes` does not include.
+    """
 
     def capacity_bytes(self) -> float | None:
         """Return the memory that a trial may use on one device, or None if unknown."""
@@ -27,15 +31,8 @@ class MemoryModel(Protocol):
         """Return the memory in use on the device: `reserved`, context, libraries and collective buffers."""
 
 
-class CommunicatorMemory(Protocol):
-    """Optional: a memory model of a chip whose collectives have buffers of their own for each group of ranks."""
-
-    def communicator_bytes(self) -> float:
-        """Return the buffers of one communicator, which `device_used_bytes` does not include."""
-
-
 def communicator_bytes(model: MemoryModel) -> float:
-    """Return the result of `CommunicatorMemory.communicator_bytes`, 0 if `model` does not implement it."""
+    """Return the buffers of one communicator, 0 if `model` does not have the method."""
     buffers = getattr(model, "communicator_bytes", None)
     return float(buffers()) if buffers else 0.0
 
@@ -110,7 +107,12 @@ class CollectiveCosts(Protocol):
 
 
 class Telemetry(Protocol):
-    """Reads figures of one device before and during a trial. It may also implement `DeviceUseReporter`."""
+    """Reads figures of one device before and during a trial.
+
+    Two methods are optional. `use() -> DeviceUse` reports which processes use the device; it is called before each
+    trial, and after a trial that ran out of memory. `describe() -> Mapping[str, str]` returns `uuid`, `bus` (the PCI
+    address) and `links` (to other devices) as far as known; `flag devices` calls it.
+    """
 
     def sample(self) -> Mapping[str, float]:
         """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`.
@@ -119,31 +121,14 @@ class Telemetry(Protocol):
         """
 
 
-class DeviceUseReporter(Protocol):
-    """Optional: telemetry that reports which processes use the device."""
-
-    def use(self) -> DeviceUse:
-        """Return the current use of the device. Called before each trial, and after a trial that ran out of memory."""
-
-
-class DescribesDevice(Protocol):
-    """Optional: telemetry that also identifies its device."""
-
-    def describe(self) -> Mapping[str, str]:
-        """Return `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as known.
-
-        Called by `flag devices`.
-        """
-
-
 def description_of(reader: Telemetry) -> Mapping[str, str]:
-    """Return `DescribesDevice.describe`; empty from telemetry without it."""
+    """Return the result of `describe`; empty from telemetry without it."""
     describe = getattr(reader, "describe", None)
     return describe() if describe else {}
 
 
 def device_use(reader: Telemetry) -> DeviceUse:
-    """Return the result of `DeviceUseReporter.use`, or an empty DeviceUse if `reader` does not implement it."""
+    """Return the result of `use`, or an empty DeviceUse from telemetry without it."""
     use = getattr(reader, "use", None)
     return use() if use else DeviceUse()
 

@@ -195,6 +195,15 @@ class Exporter(Protocol):
         """Return the text of each file by its name. Raises UsageError for a job that the target does not support."""
 
 
+class ManifestWriter(Protocol):
+    """Optional: a launcher that also writes the job in which it runs trials."""
+
+    def manifest(
+        self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the manifest of a job that tunes the spec of `platform`, and notes for the user."""
+
+
 def claim_and_mount(volume: str) -> tuple[str, str]:
     """Return the claim and the mount point of `--volume`, empty for none. Raises UsageError."""
     claim, _separator, mount = volume.partition(":")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flagcore.contracts.chip import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device
+from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule, device_variables, without_devices
 from flagcore.domain.knob import Knob
@@ -16,6 +16,9 @@ from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import KIND, SLOTS, Task
 from flagcore.domain.trial import TimeLimit
+
+if TYPE_CHECKING:
+    from flagcore.contracts.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class HostSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """The task, and what plugins provide for it.
+    """The task, its engine, and what plugins provide for it.
 
     `knobs` are all knobs of plugins for the chip, also those that the spec does not name. `conflicts` describes
     environment variables for which the user and plugins set different values. `devices` are the devices of the task's
@@ -74,12 +77,13 @@ class Platform:
     """
 
     task: Task
+    workload: Workload
     costs: Costs
-    support: EngineSupport
-    environment: Mapping[str, str]
-    pruning_rules: tuple[PruningRule, ...]
-    failure_patterns: tuple[FailurePattern, ...]
-    telemetry: Mapping[Device, Telemetry]
+    support: EngineSupport = field(default_factory=lambda: EngineSupport(support=Support.YES))
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pruning_rules: tuple[PruningRule, ...] = ()
+    failure_patterns: tuple[FailurePattern, ...] = ()
+    telemetry: Mapping[Device, Telemetry] = field(default_factory=dict)
     value_rules: tuple[ValueRule, ...] = ()
     knobs: tuple[Knob, ...] = ()
     engine_version: str | None = None

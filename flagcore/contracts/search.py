@@ -1,4 +1,4 @@
-"""Protocols of the search: strategies, the store of trials, and events."""
+"""The problem of a search, and its protocols: strategies, the store of trials, and events."""
 
 from __future__ import annotations
 
@@ -6,13 +6,62 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from flagcore.domain.experience import Features, PastMeasurements
+from flagcore.contracts.chip import PruningRule
+from flagcore.contracts.platform import Costs, Platform
+from flagcore.contracts.workload import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import engine_task
+from flagcore.domain.experience import Features, PastMeasurements, features
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import SearchTime
-from flagcore.domain.space import IntArray, Space
+from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
+from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The search problem of a spec.
+
+    `rules` are the pruning rules of the engine and of plugins, `pruned` what they removed; before any trial, unless the
+    search has learned from trials. `knobs` are the knobs of both, by name.
+    """
+
+    platform: Platform
+    legality: Legality
+    space: Space
+    predictions: Predictions
+    pruned: Pruned
+    baseline: Candidate
+    rules: tuple[PruningRule, ...] = ()
+    knobs: Knobs = field(default_factory=dict)
+
+    @property
+    def task(self) -> Task:
+        """The job of the spec and its cluster."""
+        return self.platform.task
+
+    @property
+    def workload(self) -> Workload:
+        """The engine of the job."""
+        return self.platform.workload
+
+    @property
+    def costs(self) -> Costs:
+        """The cost models of the cluster."""
+        return self.platform.costs
+
+    @property
+    def messages(self) -> dict[str, str]:
+        """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
+        legality = {rule.name: rule.message for rule in self.legality.rules}
+        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
+
+    def set_knobs(self, candidate: Candidate) -> Candidate:
+        """Return a candidate without the knobs that have their neutral value."""
+        neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
+        return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,21 +69,38 @@ class SearchContext:
     """The input of a strategy.
 
     `open_rows` are the rows of `space` that can be tried; there is at least one. `trials` has one trial per candidate,
-    in order; `probes` are probes if trials are runs. `features` returns the features of rows on which the errors of
-    predictions may depend. `past` has measurements of other runs. `seconds_left` is the remaining time; None: no limit.
-    `pending` are the trials that run now; their candidates are not open.
+    in order; `probes` are probes if trials are runs. `past` has measurements of other runs. `seconds_left` is the
+    remaining time; None: no limit. `pending` are the trials that run now; their candidates are not open.
     """
 
-    task: Task
-    space: Space
-    predictions: Predictions
+    problem: Problem
     open_rows: IntArray
     trials: Sequence[Trial]
-    features: Callable[[IntArray], Features]
     past: PastMeasurements
     seconds_left: float | None = None
     probes: Sequence[Trial] = ()
     pending: Sequence[Trial] = ()
+
+    @property
+    def task(self) -> Task:
+        """The job of the spec and its cluster."""
+        return self.problem.task
+
+    @property
+    def space(self) -> Space:
+        """The legal candidates."""
+        return self.problem.space
+
+    @property
+    def predictions(self) -> Predictions:
+        """The predictions of the rows of `space`."""
+        return self.problem.predictions
+
+    def features(self, rows: IntArray) -> Features:
+        """Return the features of rows on which the errors of predictions may depend."""
+        columns, workload = self.space.columns(rows), self.problem.workload
+        sizes = workload.sizes(engine_task(self.task), columns)
+        return features(self.space.axes, columns, self.predictions.take(rows), sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,14 @@ from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import Message
 
 DOES_NOT_FIT = "does_not_fit"
-"""The name of the rule that removes candidates whose predicted memory exceeds the capacity."""
+NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
+DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
+LEARNED_MESSAGES = {
+    DOES_NOT_FIT: "its predicted memory is more than a device has",
+    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
+}
+"""The messages of the rules that predictions and trials apply, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

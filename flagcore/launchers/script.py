@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,13 @@ from flagcore.contracts.exchange import DEVICES_OF_HOST, comments
 from flagcore.domain.engine import without_devices
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
+from flagcore.errors import UsageError
+from flagcore.i18n import _
 
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
+characters.
+"""
 MASTER_PORT = 29500
 NODE_VARIABLES = {
     "{node_rank}": "NODE_RANK",
@@ -21,6 +28,18 @@ NODE_VARIABLES = {
     KIND: "DEVICE_TYPE",
 }
 """The variables of a node by the placeholders of a launch that they replace."""
+
+
+def job_name(text: str) -> str:
+    """Return a valid name of a job from a text."""
+    return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
+
+
+def checked_name(name: str) -> str:
+    """Return `name`. Raises UsageError if it is not a valid name of a job."""
+    if not NAME.fullmatch(name):
+        raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
+    return name
 
 
 def start_script(job: ExportJob) -> str:

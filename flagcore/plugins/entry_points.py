@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
 from flagcore.domain.event import RunEvent
@@ -16,18 +17,36 @@ from flagcore.plugins.installed import BadPlugin, installed, load_only, one_line
 from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.validation import check_protocol
 
+T = TypeVar("T")
+
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
 WATCHERS = "flagcore.watchers"
+KINDS = {
+    WORKLOADS: "engine",
+    LAUNCHERS: "launcher",
+    STRATEGIES: "strategy",
+    IMPORTERS: "importer",
+    WATCHERS: "watcher",
+}
+"""The words for the objects of each group in messages."""
+EXTRAS = {LAUNCHERS: ("kubernetes", "ray")}
+"""Objects of extras of flagcore, which need not be installed."""
 HOOK = "flagcore_on_event"
 """The hook of watchers."""
 
 
 def names(group: str) -> tuple[str, ...]:
     """Return the sorted names of the entry points in `group`, also of those that cannot be loaded."""
-    return tuple(sorted(installed(group).points))
+    return tuple(sorted(installed(group)))
+
+
+def missing_extra(group: str, name: str) -> str:
+    """Return how to install an object of an extra that is not installed; empty for others."""
+    missing = name in EXTRAS.get(group, ()) and name not in installed(group)
+    return f'pip install "flagcore[{name}]"' if missing else ""
 
 
 def workload(name: str, key: str = "engine") -> Workload:
@@ -35,8 +54,7 @@ def workload(name: str, key: str = "engine") -> Workload:
 
     Raises SpecError if it is not installed, NoDevice if it cannot be loaded.
     """
-    engine: Workload = _named(WORKLOADS, "engine", name, Workload, key)
-    return engine
+    return _named(WORKLOADS, Workload, name, key)
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
@@ -44,35 +62,24 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
     return workload(work.engine, "serve.engine" if isinstance(work, ServeSpec) else "train.engine")
 
 
-class _Engines(Mapping[str, Workload]):
-    """Engines by name, those of flagcore first. Each is loaded on first use."""
-
-    def __init__(self) -> None:
-        points = installed(WORKLOADS).points
-        builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
-        self._names = sorted(points, key=lambda name: (name not in builtin, name))
-        self._loaded: dict[str, Workload] = {}
+class _Engines(UserDict[str, Any]):
+    """Engines by name. Each is loaded on first use."""
 
     def __getitem__(self, name: str) -> Workload:
-        if name not in self._names:
-            raise KeyError(name)
-        if name not in self._loaded:
-            self._loaded[name] = workload(name)
-        return self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
+        if self.data[name] is None:
+            self.data[name] = workload(name)
+        engine: Workload = self.data[name]
+        return engine
 
 
 def engines() -> Mapping[str, Workload]:
-    """Return the installed engines. Reading entry points takes milliseconds, so call it once per command."""
-    return _Engines()
+    """Return the installed engines, those of flagcore first.
+
+    Reading entry points takes milliseconds, so call it once per command.
+    """
+    points = installed(WORKLOADS)
+    builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
+    return _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in builtin, name))))
 
 
 def kind_of(engine: str) -> str:
@@ -91,14 +98,12 @@ def _kind(engine: str) -> str:
 
 def launcher(name: str) -> Launcher:
     """Return the launcher `name`. Raises like `workload`."""
-    result: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
-    return result
+    return _named(LAUNCHERS, Launcher, name, "auto_tuner.launcher")
 
 
 def strategy(name: str) -> Strategy:
     """Return the strategy `name`. Raises like `workload`."""
-    result: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
-    return result
+    return _named(STRATEGIES, Strategy, name, "auto_tuner.strategy")
 
 
 def importer(name: str | None = None) -> Importer:
@@ -109,11 +114,10 @@ def importer(name: str | None = None) -> Importer:
             installed_names = ", ".join(each.name for each in of_trees) or "none"
             raise UsageError(f"several importers of trees are installed, or none: {installed_names}")
         return of_trees[0]
-    result: Importer = _named(IMPORTERS, "importer", name, Importer, "importer")
-    return result
+    return _named(IMPORTERS, Importer, name, "importer")
 
 
-def watcher(name: str) -> Callable[[RunEvent], None]:
+def watcher(name: str) -> Callable[[RunEvent], object]:
     """Return the hook `flagcore_on_event` of the watcher `name`, which raises the exceptions of the watcher.
 
     Raises like `workload`.
@@ -125,26 +129,24 @@ def watcher(name: str) -> Callable[[RunEvent], None]:
             raise BadPlugin(f"does not implement {HOOK}")
         return plugin
 
-    plugin: Plugin = _checked(WATCHERS, "watcher", name, load, "--watch")
-
-    def call(event: RunEvent) -> None:
-        plugin.call(HOOK, {"event": event})
-
-    return call
+    plugin = _checked(WATCHERS, name, load, "--watch")
+    return lambda event: plugin.call(HOOK, {"event": event})
 
 
-def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
+def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
     """Return an object by its name, if it implements a protocol, see `workload`."""
-    return _checked(group, kind, name, partial(check_protocol, protocol), key)
+    found: T = _checked(group, name, partial(check_protocol, protocol), key)
+    return found
 
 
-def _checked(group: str, kind: str, name: str, check: Callable[[object], Any], key: str) -> Any:
+def _checked(group: str, name: str, check: Callable[[object], T], key: str) -> T:
     """Return what `check` makes of an object by its name, see `workload`."""
-    points = installed(group).points
+    points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)
         installed_names = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {installed_names}"
+        fix = missing_extra(group, name) or fix
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         return check(load_only(points[name]))

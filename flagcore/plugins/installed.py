@@ -23,11 +23,15 @@ from flagcore import __version__
 
 
 class BadPlugin(Exception):
-    """A plugin that does not implement the hooks correctly."""
+    """A plugin that does not implement the hooks correctly. `stage` is that of its failure."""
+
+    stage = "check"
 
 
 class Clash(BadPlugin):
     """Several distributions have a plugin with the same name."""
+
+    stage = "discover"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class PluginFailure:
     """
 
     name: str
-    distribution: str
+    distribution: str = ""
     stage: str
     hook: str = ""
     reason: str
@@ -49,21 +53,14 @@ class PluginFailure:
         return f"plugin {self.name}{origin}: {self.hook + ': ' if self.hook else ''}{self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryPoints:
-    """The entry points of a group by name, and the distributions that cannot be read.
+def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[str, list[EntryPoint]]:
+    """Return the entry points in `group` by name; a name with several entry points is a clash.
 
-    A name with several entry points is a clash.
+    Of distributions with the same name, the first on the path is used. Those that cannot be read are added to
+    `failures`.
     """
-
-    points: dict[str, list[EntryPoint]]
-    skipped_files: tuple[PluginFailure, ...]
-
-
-def installed(group: str) -> EntryPoints:
-    """Return the entry points in `group`. Of distributions with the same name, the first on the path is used."""
     points: dict[str, list[EntryPoint]] = {}
-    skipped, distribution_names = [], set()
+    distribution_names = set()
     for distribution in distributions():
         try:
             if group not in (distribution.read_text("entry_points.txt") or ""):
@@ -76,8 +73,9 @@ def installed(group: str) -> EntryPoints:
                 points.setdefault(point.name, []).append(point)
         except Exception as error:
             path = str(getattr(distribution, "_path", "?"))
-            skipped.append(PluginFailure(name=path, distribution="", stage="discover", reason=one_line(error)))
-    return EntryPoints(points=points, skipped_files=tuple(skipped))
+            if failures is not None:
+                failures.append(PluginFailure(name=path, stage="discover", reason=one_line(error)))
+    return points
 
 
 def origin(point: EntryPoint) -> Distribution:

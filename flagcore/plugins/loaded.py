@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import EntryPoint
 from typing import TypeVar
 
 from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
@@ -23,13 +25,11 @@ from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
 from flagcore.plugins.installed import (
     BadPlugin,
-    Clash,
     PluginFailure,
     capture_warnings,
     installed,
     load_only,
     one_line,
-    origin,
     origins,
     stdout_to_stderr,
 )
@@ -45,23 +45,16 @@ DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 T = TypeVar("T")
 
 
-class _HookFailed(Exception):
-    """A hook of a plugin failed."""
-
-    def __init__(self, failure: PluginFailure) -> None:
-        self.failure = failure
-        super().__init__(str(failure))
-
-
 class LoadedPlugins:
     """The loaded plugins. Implements `flagcore.contracts.Plugins`.
 
     Errors of plugins are added to `failures`.
     """
 
-    def __init__(self, plugins: Iterable[Plugin], failures: Iterable[PluginFailure] = ()) -> None:
-        self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
-        self._failures = dict.fromkeys(failures)
+    def __init__(self, found: Iterable[Plugin | PluginFailure]) -> None:
+        each = sorted(found, key=lambda plugin: plugin.name)
+        self.plugins = tuple(plugin for plugin in each if isinstance(plugin, Plugin))
+        self._failures = dict.fromkeys(failure for failure in each if isinstance(failure, PluginFailure))
         self._devices: dict[tuple[tuple[str, str], ...], tuple[Device, ...]] = {}
         self._of_hosts: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
@@ -73,15 +66,7 @@ class LoadedPlugins:
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
         """Return plugins from modules or objects by name, without installed distributions."""
-        loaded, failures = [], []
-        for name, module in plugins.items():
-            try:
-                loaded.append(make_plugin(name, module))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                failures.append(PluginFailure(name=name, distribution="", stage="check", reason=one_line(error)))
-        return cls(loaded, failures)
+        return cls(_plugin(name, partial(lambda module: module, module)) for name, module in plugins.items())
 
     @property
     def failures(self) -> tuple[PluginFailure, ...]:
@@ -129,14 +114,12 @@ class LoadedPlugins:
         return self._detection_failures
 
     def _devices_of(self, plugin: Plugin, environment: Mapping[str, str]) -> tuple[Device, ...]:
+        before = len(self._failures)
         with capture_warnings() as messages:
-            try:
-                check = validation.several(Device)
-                found = self._call(plugin, "flagcore_devices", check, environment=environment) or ()
-            except _HookFailed as failed:
-                found, messages = (), [failed.failure.reason]
-        if messages and not found:
-            self._detection_failures[plugin.name] = "; ".join(messages)
+            found = self._call(plugin, "flagcore_devices", validation.several(Device), environment=environment) or ()
+        reasons = [failure.reason for failure in self.failures[before:]] or messages
+        if reasons and not found:
+            self._detection_failures[plugin.name] = "; ".join(reasons)
         self._finders.update(dict.fromkeys(found, plugin.name))
         return found
 
@@ -148,13 +131,13 @@ class LoadedPlugins:
     def vendor(self, environment: Mapping[str, str]) -> str | None:
         """Return the vendor that the variables of a job select: the first result of a plugin, or None."""
         results = (
-            self._try_call(plugin, "flagcore_vendor", validation.one(str), environment=environment)
+            self._call(plugin, "flagcore_vendor", validation.one(str), environment=environment)
             for plugin in self.plugins
         )
         return next((result for result in results if result), None)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
-        return self._try_call(plugin, "flagcore_maturity", validation.one(Maturity))
+        return self._call(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def health(self, chip: Chip) -> tuple[str, ...]:
         """Return the problems of this machine's software for `chip` that all plugins find."""
@@ -252,7 +235,7 @@ class LoadedPlugins:
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._try_call(plugin, "flagcore_chips", validation.several(Chip)) or ():
+                for chip in self._call(plugin, "flagcore_chips", validation.several(Chip)) or ():
                     self._add_chip(plugin, chip, self._catalogue)
         return self._catalogue
 
@@ -276,18 +259,12 @@ class LoadedPlugins:
 
     def _all(self, chips: Iterable[Chip], hook: str, check: Callable[[object], T], **arguments: object) -> Iterator[T]:
         for plugin in self._order(chips):
-            result = self._try_call(plugin, hook, check, **arguments)
+            result = self._call(plugin, hook, check, **arguments)
             if result is not None:
                 yield result
 
-    def _try_call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        try:
-            return self._call(plugin, hook, check, **arguments)
-        except _HookFailed:
-            return None
-
     def _call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        """Call a hook of one plugin and check its result. Records a failure, and raises _HookFailed."""
+        """Call a hook of one plugin and check its result. None without a result; a failure is recorded."""
         stage, start = "ask", time.monotonic()
         try:
             with stdout_to_stderr():
@@ -299,43 +276,40 @@ class LoadedPlugins:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise _HookFailed(self._fail(plugin, stage, hook, one_line(error))) from error
+            self._fail(plugin, stage, hook, one_line(error))
+            return None
 
-    def _fail(self, plugin: Plugin, stage: str, hook: str, reason: str) -> PluginFailure:
-        failure = PluginFailure(
-            name=plugin.name, distribution=plugin.distribution, stage=stage, hook=hook, reason=reason
-        )
-        self._failures[failure] = None
-        return failure
+    def _fail(self, plugin: Plugin, stage: str, hook: str, reason: str) -> None:
+        names = {"name": plugin.name, "distribution": plugin.distribution}
+        self._failures[PluginFailure(**names, stage=stage, hook=hook, reason=reason)] = None
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     """Load all installed plugins, except those in `disabled` or in the comma-separated FLAGCORE_DISABLE_PLUGINS."""
-    entry_points = installed(GROUP)
+    unreadable: list[PluginFailure] = []
+    points = installed(GROUP, unreadable)
     excluded = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
     excluded = {name.strip() for name in excluded} - {""}
-    unknown = sorted(excluded - set(entry_points.points))
-    failures = [*entry_points.skipped_files, *(_unknown_plugin(name, entry_points.points) for name in unknown)]
-    plugins = []
-    for name in sorted(set(entry_points.points) - excluded):
-        points = entry_points.points[name]
-        stage = "load"
-        try:
-            hooks = load_only(points)
-            stage = "check"
-            plugins.append(make_plugin(name, hooks, origin(points[0])))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if isinstance(error, BadPlugin):
-                stage = "discover" if isinstance(error, Clash) else "check"
-            reason = one_line(error)
-            failures.append(PluginFailure(name=name, distribution=origins(points), stage=stage, reason=reason))
-    return LoadedPlugins(plugins, failures)
+    unknown = [_unknown_plugin(name, points) for name in sorted(excluded - {*points})]
+    found = [_plugin(name, partial(load_only, each), each) for name, each in points.items() if name not in excluded]
+    return LoadedPlugins([*unreadable, *unknown, *found])
+
+
+def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] = ()) -> Plugin | PluginFailure:
+    """Return the plugin that `load` returns, or why it is not usable. `points` are its entry points."""
+    stage = "load"
+    try:
+        hooks = load()
+        stage = "check"
+        return make_plugin(name, hooks, points[0].dist if points else None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        stage = error.stage if isinstance(error, BadPlugin) else stage
+        return PluginFailure(name=name, distribution=origins(points), stage=stage, reason=one_line(error))
 
 
 def _unknown_plugin(name: str, known: Collection[str]) -> PluginFailure:
     similar = get_close_matches(name, known, n=1)
     hint = f"did you mean {similar[0]}?" if similar else f"installed: {', '.join(sorted(known)) or 'none'}"
-    reason = f"cannot be disabled: no plugin has this name; {hint}"
-    return PluginFailure(name=name, distribution="", stage="disable", reason=reason)
+    return PluginFailure(name=name, stage="disable", reason=f"cannot be disabled: no plugin has this name; {hint}")

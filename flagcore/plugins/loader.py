@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import Distribution
 from threading import current_thread, main_thread
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import pluggy
-from packaging.version import Version
 
-from flagcore import __version__, hooks
+from flagcore import hooks
 from flagcore.domain.engine import ValueRule
 from flagcore.errors import NoDevice
 from flagcore.plugins.installed import BadPlugin, one_line, stdout_to_stderr
@@ -85,17 +83,13 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A loaded plugin. `hooks` are the hooks that it implements; `manager` has only this plugin.
-
-    `warnings` are about hooks that will be removed in a later release.
-    """
+    """A loaded plugin. `hooks` are the hooks that it implements; `manager` has only this plugin."""
 
     name: str
     distribution: str
     version: str
     hooks: tuple[str, ...]
     manager: pluggy.PluginManager
-    warnings: tuple[str, ...] = ()
 
     def call(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Return the result of this plugin's implementation of `hook`, None if there is none. Raises its exceptions."""
@@ -115,7 +109,6 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
     _check_api_version(module)
-    module, warnings = _with_new_names(module)
     manager = pluggy.PluginManager("flagcore")
     for group in HOOK_GROUPS:
         manager.add_hookspecs(group)
@@ -138,7 +131,6 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         version=distribution.version if distribution else "",
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,
-        warnings=warnings,
     )
 
 
@@ -152,24 +144,3 @@ def _check_api_version(module: object) -> None:
     if api > hooks.HOOKS_API:
         fix = "install a newer flagcore, or an older version of the plugin"
         raise BadPlugin(f"was written for HOOKS_API {api}, but this flagcore has HOOKS_API {hooks.HOOKS_API}; {fix}")
-
-
-def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:
-    """Return a plugin with renamed hooks under their new names, and a warning for each old name.
-
-    Raises BadPlugin for a name that was removed, and for a hook that has both names.
-    """
-    old_names = [name for name in hooks.RENAMED_HOOKS if hasattr(module, name)]
-    if not old_names:
-        return module, ()
-    members = {name: getattr(module, name) for name in dir(module) if name.startswith("flagcore_")}
-    warnings = []
-    for name in old_names:
-        new, removed_in = hooks.RENAMED_HOOKS[name].new_name, hooks.RENAMED_HOOKS[name].removed_in
-        if Version(__version__) >= Version(removed_in):
-            raise BadPlugin(f"{name} was removed in flagcore {removed_in}; use {new}")
-        if new in members:
-            raise BadPlugin(f"has both {name} and {new}; {name} is the old name of the same hook, remove it")
-        members[new] = members.pop(name)
-        warnings.append(f"{name} is deprecated; use {new}, the old name will be removed in flagcore {removed_in}")
-    return SimpleNamespace(**members), tuple(warnings)

@@ -10,10 +10,10 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
+from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name, used_text
 from flagcore.report.formats import NAMES, Notebook, hardware_text, shown, table
-from flagcore.report.result import Predicted
 from flagcore.report.text import (
     details,
     heading,
@@ -118,30 +118,29 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     if report.predicted is None:
         yield _("No prediction, because the engine would reject it.")
         return
-    predicted = Predicted(report.predicted)
-    memory, data, is_served = predicted.memory, predicted.data, "objective" in predicted.data
+    predicted, memory, step_s = report.predicted, report.predicted["memory"], step_value(report.predicted)
     used = f"~{used_text(memory, '.4g')} GiB"
-    bounds = predicted.interval("objective") or predicted.interval("step_time_s")
-    if bounds is None or predicted.step_s is None:
-        yield _("Predicted: {value}", value=f"{used}; {data.get('reason', _('time unknown'))}")
+    if step_s is None:
+        yield _("Predicted: {value}", value=f"{used}; {predicted.get('reason', _('time unknown'))}")
     else:
-        interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
-        step = seconds_text(report.objective, predicted.step_s)
-        yield _("Predicted: {value}", value=f"~{step} {interval}, {used}")
-    latencies = {name: predicted.figure(f"{name}.p50") for name in LATENCIES}
-    if medians := [f"{latency_name(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
+        bounds = predicted.get("objective", predicted["step_time_s"])
+        interval = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
+        yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
+    latencies = {name: predicted[name]["p50"] for name in LATENCIES if name in predicted}
+    if medians := [f"{latency_name(name)} {seconds:.3g} s" for name, seconds in latencies.items()]:
         yield "  p50: " + ", ".join(medians)
-    if parts := [f"{_(part_name(name))} {seconds:.3g} s" for name, seconds in predicted.time.items() if seconds]:
-        yield f"  {_('time of a request') if is_served else _('time')}: " + ", ".join(parts)
+    time = {part: seconds for part, seconds in predicted.get("time", {}).items() if seconds}
+    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in time.items()]:
+        yield f"  {_('time of a request') if 'objective' in predicted else _('time')}: " + ", ".join(parts)
     sizes = ", ".join(f"{_(name)} {gib:.3g}" for name, gib in memory_parts(memory).items())
     yield f"  {_('memory')}: {sizes} GiB"
-    if layers := data.get("stage_layers"):
+    if layers := predicted.get("stage_layers"):
         yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
     if report.believed is not None:
         seconds, chance = report.believed["step_time_s"]["value"], report.believed["chance_to_fit"]
         value = seconds_text(report.objective, seconds)
         text = _("Predicted after trials: ~{value}, probability to fit {chance:.0%}", value=value, chance=chance)
-        yield text + _gain(seconds, predicted.step_s)
+        yield text + _gain(seconds, step_s)
 
 
 def _gain(seconds: float | None, other: float | None) -> str:
@@ -170,7 +169,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
         yield _("Possible changes:")
     for kind, change in changes.items():
         trial = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
-        used = f"~{Predicted(change['predicted']).memory['device_used_gib']:.3g} GiB{trial}"
+        used = f"~{change['predicted']['memory']['device_used_gib']:.3g} GiB{trial}"
         differs = differs_text(change["differs"], report.knobs)
         yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change['expected_s'], own)}, {used}"
 
@@ -259,7 +258,6 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
     """Yield the rows of the table; an empty one for a figure that neither side has."""
     sides = (both.a, both.b)
     measured = [side["measured"] or {} for side in sides]
-    predicted, believed = ([Predicted(side[name] or {}) for side in sides] for name in ("predicted", "believed"))
     is_served = both.objective in SERVING
     name = heading(both.objective) if is_served else _("step s")
 
@@ -273,13 +271,15 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
             yield [text, *map(shown, shares), "-", "-"]
         yield [_("runs"), *(shown(each.get("runs")) for each in measured), "-", "-"]
         yield _row(_("in use GiB"), [each.get("device_used_gib") for each in measured])
-    yield _row(f"~{name}", speed(each.step_s for each in predicted))
-    yield _row(f"~{name} {_('(after trials)')}", speed(each.step_s for each in believed))
+    yield _row(f"~{name}", speed(step_value(side["predicted"]) for side in sides))
+    yield _row(f"~{name} {_('(after trials)')}", speed(step_value(side["believed"]) for side in sides))
     for part, pair in both.time.items():
         yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both.figures.items():
         yield _row(f"~{latency_name(figure)} s", pair)
-    yield _row(_("~in use GiB"), [each.memory.get("device_used_gib") for each in predicted])
+    yield _row(
+        _("~in use GiB"), [side["predicted"] and side["predicted"]["memory"]["device_used_gib"] for side in sides]
+    )
     for part, pair in both.memory.items():
         yield _row(f"~  {_(part)} GiB", pair)
 

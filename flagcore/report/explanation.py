@@ -14,7 +14,6 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
-from flagcore.report.result import Predicted
 from flagcore.report.text import funnel, layers_text, repeats_text, values_text
 
 HEADINGS = NAMES["component_memory"]
@@ -83,14 +82,11 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
     """Return a prediction as text: parts of the model, of the memory and of the time, with the labels of the engine."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
-    predicted = Predicted(record)
     if "objective" in record:
-        return served_text(predicted)
+        return served_text(record)
     layers = record.get("stage_layers")
     split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
-    return "\n\n".join(
-        [model_text(record["model"]), *split, memory_text(predicted.memory, labels), time_text(predicted)]
-    )
+    return "\n\n".join([model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)])
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
@@ -106,9 +102,10 @@ def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Lab
     return "\n".join([*heading, "\n\n".join(filter(None, [prediction_text(record, labels), notes]))])
 
 
-def served_text(predicted: Predicted) -> str:
+def served_text(data: Mapping[str, Any]) -> str:
     """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
-    data, time, total_s = predicted.data, predicted.time, sum(predicted.time.values())
+    time = data.get("time", {})
+    total_s = sum(time.values())
     rates = [
         f"~{shown(data[name])} {_(words)}"
         for name, words in NAMES["rates"].items()
@@ -124,7 +121,7 @@ def served_text(predicted: Predicted) -> str:
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     else:
         parts.append(str(data.get("reason", "")))
-    return "\n\n".join(filter(None, [*parts, _served_memory(predicted.memory)]))
+    return "\n\n".join(filter(None, [*parts, _served_memory(data["memory"])]))
 
 
 def _served_memory(memory: Mapping[str, Any]) -> str:
@@ -227,18 +224,18 @@ def needs_text(memory: Mapping[str, Any]) -> str:
     return _("needs {used}{capacity} GiB per device", used=used_text(memory), capacity="") + f"{stage}: {sizes}"
 
 
-def time_text(predicted: Predicted) -> str:
+def time_text(data: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, its interval and its bottleneck."""
-    step, data = predicted.interval("step_time_s"), predicted.data
-    if step is None:
+    if "step_time_s" not in data:
         reason = str(data.get("reason", "")).removeprefix("no time: ")
         return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
-    rows = [[_(part_name(n)), f"{s:.4g}", f"{s / step.value:.1%}"] for n, s in predicted.time.items()]
-    rows.append([_("step"), f"{step.value:.4g}", ""])
-    interval = _("80% interval: {low:.4g} to {high:.4g} s", low=step.low, high=step.high)
+    step = data["step_time_s"]
+    rows = [[_(part_name(n)), f"{s:.4g}", f"{s / step['value']:.1%}"] for n, s in data["time"].items()]
+    rows.append([_("step"), f"{step['value']:.4g}", ""])
+    interval = _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
     mfu = f", MFU {data['mfu']:.1%}" if "mfu" in data else ""
     speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
-    limit = _("Bottleneck: {limit}", limit=_(str(predicted.limit)))
+    limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
     return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
 
 

@@ -1,62 +1,30 @@
-"""The result of a run as typed records: made of a plan, written as result.json, and read for texts and pages."""
+"""The format of result.json: a plan as plain data in seconds and GiB, and back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import SERVING, is_rate, objective_value, pareto
-from flagcore.domain.plan import Counts, Plan, PredictionError, Speedup, measured_to_predicted
+from flagcore.domain.plan import Counts, Plan, measured_to_predicted
 from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
-from flagcore.domain.trial import RUN, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
 from flagcore.i18n import Message, _, from_record
-from flagcore.report.formats import lookup
-from flagcore.report.text import notes as notes_of
+from flagcore.report.text import notes
 
 SCHEMA_VERSION = 1
 GIB = 2**30
-OMITTED: Any = {"omitted": True}
-"""The metadata of a field that JSON has only if its value is not None."""
-
-R = TypeVar("R", bound="JsonRecord")
-
-
-class JsonRecord:
-    """A frozen dataclass with the fields of a JSON object, in its order. `PARSERS` read the fields that are records."""
-
-    __slots__ = ()
-    PARSERS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
-
-    @classmethod
-    def from_json(cls: type[R], data: Mapping[str, Any]) -> R:
-        """Return the record of a JSON object. Raises TypeError, LookupError, AttributeError for another object."""
-        values = {each.name: data[each.name] for each in fields(cls) if each.name in data}  # type: ignore[arg-type]
-        parsers = cls.PARSERS
-        return cls(**{n: parsers[n](v) if n in parsers and v is not None else v for n, v in values.items()})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as plain data."""
-        values = ((each, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
-        return {e.name: _plain(value) for e, value in values if value is not None or not e.metadata.get("omitted")}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (JsonRecord, Predicted)):
-        return value.to_json()
-    if isinstance(value, (Counts, Speedup, PredictionError)):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _same(source: object, *names: str) -> dict[str, Any]:
-    """Return the fields of a record of the domain that have the same name in JSON."""
-    return {name: getattr(source, name) for name in names}
+SIZES = {f"{name}_gib": f"{name}_bytes" for name in ("peak_allocated", "peak_reserved", "device_used")}
+STEPS = {"scaled_from": "scaled_from", "modelled": "modelled_s", "low": "low_s", "high": "high_s"}
+"""Fields of a measurement by their names in JSON, which has only those that are known."""
+RUN_FIELDS = ("time_limit", "shortened", "group")
+"""Fields of SEARCH_FIELDS that are not next to the prediction."""
+NOISE = ("drift", "drifted", "cold_start", "cold_start_differs")
 
 
 def number(value: Any) -> float | None:
@@ -64,391 +32,191 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A predicted figure with its 80% interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """A prediction in the format of job records, with what the search noted about its trial.
-
-    Figures of servers and costs have names of their own, for `figure`.
-    """
-
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the prediction as plain data."""
-        return dict(self.data)
-
-    def figure(self, name: str) -> float | None:
-        """Return the number at a dotted key; None if it is unknown."""
-        return number(lookup(self.data, name))
-
-    def interval(self, name: str) -> Interval | None:
-        """Return a figure with its interval; None if it is unknown."""
-        value, low, high = (self.figure(f"{name}.{bound}") for bound in ("value", "low", "high"))
-        return None if value is None or low is None or high is None else Interval(value, low, high)
-
-    @property
-    def step_s(self) -> float | None:
-        """The seconds of a step, for servers the objective in seconds; None if unknown."""
-        return self.figure("step_time_s.value")
-
-    @property
-    def time(self) -> Mapping[str, float]:
-        """The seconds of each part of a step or request; empty if unknown."""
-        return self.data.get("time") or {}
-
-    @property
-    def limit(self) -> str | None:
-        """The bottleneck."""
-        return self.data.get("limit")
-
-    @property
-    def memory(self) -> Mapping[str, Any]:
-        """The memory of a device in GiB by level; empty if unknown."""
-        return self.data.get("memory") or {}
-
-    @property
-    def chosen_because(self) -> str | None:
-        """Why the strategy chose the trial."""
-        return self.data.get("chosen_because")
+def result(plan: Plan, run_dir: str) -> dict[str, Any]:
+    """Return a plan in the format of result.json."""
+    because = plan.stopped_because
+    fastest = plan.fastest.number if plan.fastest else None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_dir": run_dir,
+        "chip": plan.chip,
+        "devices": plan.devices,
+        "objective": {"name": plan.objective, "direction": "max" if is_rate(plan.objective) else "min"},
+        "fidelity": plan.fidelity,
+        "stopped_because": because,
+        **({"stopped_message": because.record} if isinstance(because, Message) else {}),
+        "counts": asdict(plan.counts),
+        "baseline": trial(plan.baseline) if plan.baseline else None,
+        "best": trial(plan.best) if plan.best else None,
+        **({"limits": dict(plan.limits), "fastest": fastest} if plan.limits else {}),
+        "gain": plan.gain,
+        "gains": list(plan.gains),
+        "speedup": asdict(plan.speedup) if plan.speedup else None,
+        "noise": {
+            **{name: getattr(plan, name) for name in NOISE},
+            "not_told_apart": [each.number for each in plan.rivals],
+            "medians": list(_medians(plan)),
+        },
+        "side_by_side": _side_by_side(plan),
+        "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
+        "trials": [trial(each) for each in plan.trials],
+        "repeats": [trial(each) for each in plan.repeats],
+        "probes": [trial(each) for each in plan.probes],
+        "slow_devices": slow_devices(plan),
+        "notes": notes(plan),
+        **({"front": [nest_statistics(point) for point in front(plan)]} if plan.objective in SERVING else {}),
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime(JsonRecord):
-    """The measured seconds of a step, for a server of the load. Those of probes and shortened trials have an interval.
-
-    `scaled_from` is the time of a shortened step, `modelled` the part that was not measured.
-    """
-
-    median: float
-    spread: float = 0.0
-    n: int = 0
-    steps: Sequence[float] = ()
-    scaled_from: float | None = field(default=None, metadata=OMITTED)
-    modelled: float | None = field(default=None, metadata=OMITTED)
-    low: float | None = field(default=None, metadata=OMITTED)
-    high: float | None = field(default=None, metadata=OMITTED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured(JsonRecord):
-    """A measurement (`flagcore.domain.trial.Measurement`) in GiB, with nested statistics of latencies."""
-
-    PARSERS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"step_time_s": StepTime.from_json}
-
-    step_time_s: StepTime
-    tokens_per_second_per_device: float
-    losses: Sequence[float | None] = ()
-    effective: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    telemetry: Mapping[str, float] = field(default_factory=dict)
-    devices: Sequence[Mapping[str, float]] = ()
-    slow_devices: Sequence[str] = ()
-    peak_allocated_gib: float | None = field(default=None, metadata=OMITTED)
-    peak_reserved_gib: float | None = field(default=None, metadata=OMITTED)
-    device_used_gib: float | None = field(default=None, metadata=OMITTED)
-    figures: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
-    points: Sequence[Mapping[str, Any]] | None = field(default=None, metadata=OMITTED)
-    broken: Sequence[str] | None = field(default=None, metadata=OMITTED)
-    few_steps: bool | None = field(default=None, metadata=OMITTED)
-    partial: bool | None = field(default=None, metadata=OMITTED)
-
-    @classmethod
-    def of(cls, measured: Measurement) -> Measured:
-        """Return the record of a measurement."""
-        has_interval = measured.low_s is not None
-        sizes = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
-        served: dict[str, Any] = {}
-        if measured.figures:
-            points = tuple(nest_statistics(point) for point in measured.points)
-            served = {"figures": nest_statistics(measured.figures), "points": points, "broken": measured.broken}
-        return cls(
-            step_time_s=StepTime(
-                median=measured.step_time_s,
-                spread=measured.spread_s,
-                n=len(measured.step_times_s),
-                steps=measured.step_times_s,
-                scaled_from=measured.scaled_from,
-                modelled=measured.modelled_s,
-                low=measured.low_s,
-                high=measured.high_s if has_interval else None,
-            ),
-            **_same(
-                measured, "tokens_per_second_per_device", "losses", "effective", "versions", "telemetry", "devices"
-            ),
-            slow_devices=measured.slow,
-            **{
-                name.replace("_bytes", "_gib"): size / GIB
-                for name in sizes
-                if (size := getattr(measured, name)) is not None
-            },
-            **served,
-            few_steps=measured.few_steps or None,
-            partial=measured.partial or None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialResult(JsonRecord):
-    """A trial (`flagcore.domain.trial.Trial`). The best and the baseline have their `cost`.
+def trial(each: Trial) -> dict[str, Any]:
+    """Return a trial in the format of result.json.
 
     `measured_over` are the ratios of the measured to the predicted step time, as `predicted` before all trials and as
     `believed`.
     """
-
-    PARSERS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"predicted": Predicted, "measured": Measured.from_json}
-
-    number: int
-    role: str = Role.SEARCH.value
-    candidate: Mapping[str, Any]
-    state: str = TrialState.MEASURED.value
-    reason: str | None = None
-    fidelity: str = RUN
-    inconclusive: bool = False
-    warm: bool = False
-    time_limit: Mapping[str, Any] | None = None
-    shortened: Mapping[str, Any] | None = None
-    group: int | None = None
-    predicted: Predicted = Predicted()
-    measured: Measured | None = None
-    measured_over: Mapping[str, float | None] = field(default_factory=dict)
-    duration_s: float = 0.0
-    log: str = ""
-    source: str | None = None
-    finished_steps_s: Sequence[float] | None = field(default=None, metadata=OMITTED)
-    telemetry: Mapping[str, float] | None = field(default=None, metadata=OMITTED)
-    cost: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
-
-    @classmethod
-    def of(cls, trial: Trial) -> TrialResult:
-        """Return the record of a trial."""
-        search_fields = trial.search_fields
-        run_fields: dict[str, Any] = {
-            name: search_fields.pop(name, None) for name in ("time_limit", "shortened", "group")
-        }
-        return cls(
-            **_same(trial, "number", "reason", "fidelity", "inconclusive", "warm", "duration_s", "log", "source"),
-            role=trial.role.value,
-            candidate=trial.candidate.as_dict(),
-            state=trial.state.value,
-            **run_fields,
-            predicted=Predicted({**trial.predicted, **search_fields}),
-            measured=Measured.of(trial.measurement) if trial.measurement else None,
-            measured_over={
-                "predicted": measured_to_predicted(trial, "predicted"),
-                "believed": measured_to_predicted(trial, "believed"),
-            },
-            finished_steps_s=trial.finished_steps_s or None,
-            telemetry=trial.telemetry or None,
-        )
-
-    @property
-    def measured_s(self) -> float | None:
-        """The measured seconds of a step; None without a measurement."""
-        return number(self.measured.step_time_s.median) if self.measured else None
-
-    @property
-    def seconds(self) -> float | None:
-        """The measured step time; for an estimate, the predicted step time."""
-        return self.predicted.step_s if self.state == TrialState.PREDICTED.value else self.measured_s
-
-    @property
-    def points(self) -> list[Mapping[str, Any]]:
-        """The load points of a trial of servers."""
-        return [each for each in (self.measured and self.measured.points) or () if isinstance(each, Mapping)]
-
-    @property
-    def broken(self) -> Sequence[str]:
-        """The limits that the trial exceeded."""
-        return (self.measured and self.measured.broken) or ()
-
-    def figure(self, name: str) -> float | None:
-        """Return a measured figure of servers by its dotted name; None if it is unknown."""
-        return number(lookup((self.measured and self.measured.figures) or {}, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective(JsonRecord):
-    """The objective: its name, and whether the maximum or the minimum is the best."""
-
-    name: str
-    direction: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noise(JsonRecord):
-    """The noise of a run (`flagcore.domain.plan.Plan`). `not_told_apart` are the numbers of the rivals of the best."""
-
-    drift: float | None = None
-    drifted: bool = False
-    cold_start: float | None = None
-    cold_start_differs: bool = False
-    not_told_apart: Sequence[int] = ()
-    medians: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings that the machine became faster or slower, and that cold trials differ from warm ones."""
-        texts = []
-        if self.drifted and self.drift is not None:
-            text = _(
-                "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
-                "results of trials that are far apart in time may differ by as much",
-                drift=self.drift,
-            )
-            texts.append(text)
-        if self.cold_start_differs:
-            text = _(
-                "the speed of a candidate changed by {change:+.1%} when it started cold, more than noise: set "
-                "auto_tuner.control.warm_start: false, and tune again with --new",
-                change=self.cold_start,
-            )
-            texts.append(text)
-        return texts
-
-
-def _trials(records: Sequence[Mapping[str, Any]]) -> list[TrialResult]:
-    return [TrialResult.from_json(each) for each in records]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult(JsonRecord):
-    """The content of result.json.
-
-    `front` are the Pareto-optimal load points of servers. `precision` is the precision that `auto` chose, and why.
-    `engines` are the results of several engines, or their errors; the other fields are then those of the best `engine`.
-    """
-
-    PARSERS: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
-        "objective": Objective.from_json,
-        "counts": lambda data: Counts(**data),
-        "baseline": TrialResult.from_json,
-        "best": TrialResult.from_json,
-        "speedup": lambda data: Speedup(**data),
-        "noise": Noise.from_json,
-        "predictions_off": lambda data: PredictionError(**data),
-        "trials": _trials,
-        "repeats": _trials,
-        "probes": _trials,
-        "engines": lambda data: {
-            name: each["error"] if "error" in each else RunResult.from_json(each) for name, each in data.items()
+    search_fields = each.search_fields
+    run_fields = {name: search_fields.pop(name, None) for name in RUN_FIELDS}
+    return {
+        "number": each.number,
+        "role": each.role.value,
+        "candidate": each.candidate.as_dict(),
+        "state": each.state.value,
+        "reason": each.reason,
+        "fidelity": each.fidelity,
+        "inconclusive": each.inconclusive,
+        "warm": each.warm,
+        **run_fields,
+        "predicted": {**each.predicted, **search_fields},
+        "measured": _measured(each.measurement) if each.measurement else None,
+        "measured_over": {
+            "predicted": measured_to_predicted(each, "predicted"),
+            "believed": measured_to_predicted(each, "believed"),
         },
+        "duration_s": each.duration_s,
+        "log": each.log,
+        "source": each.source,
+        **({"finished_steps_s": list(each.finished_steps_s)} if each.finished_steps_s else {}),
+        **({"telemetry": dict(each.telemetry)} if each.telemetry else {}),
     }
 
-    schema_version: int = SCHEMA_VERSION
-    run_dir: str = ""
-    chip: str
-    devices: int
-    objective: Objective
-    fidelity: str
-    stopped_because: str | None = None
-    stopped_message: Any = field(default=None, metadata=OMITTED)
-    counts: Counts
-    baseline: TrialResult | None = None
-    best: TrialResult | None = None
-    limits: Mapping[str, float] | None = field(default=None, metadata=OMITTED)
-    fastest: int | None = None
-    gain: float | None = None
-    gains: Sequence[float] = ()
-    speedup: Speedup | None = None
-    noise: Noise = Noise()
-    side_by_side: Mapping[str, Any] | None = None
-    predictions_off: PredictionError | None = None
-    trials: Sequence[TrialResult] = ()
-    repeats: Sequence[TrialResult] = ()
-    probes: Sequence[TrialResult] = ()
-    slow_devices: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    front: Sequence[Mapping[str, Any]] | None = field(default=None, metadata=OMITTED)
-    precision: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
-    engine: str | None = field(default=None, metadata=OMITTED)
-    engines: Mapping[str, RunResult | str] | None = field(default=None, metadata=OMITTED)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunResult:
-        """Return the result of a result.json. That of an earlier version has gains only, and no speedup."""
-        found: RunResult = super(RunResult, cls).from_json(data)
-        if "speedup" in data:
-            return found
-        is_rival = found.baseline is not None and found.baseline.number in found.noise.not_told_apart
-        return replace(found, speedup=Speedup.of(found.gains, is_significant=not is_rival))
+def _measured(measured: Measurement) -> dict[str, Any]:
+    """Return a measurement with nested statistics of latencies. That of a load has `figures`."""
+    steps = {name: value for name, field in STEPS.items() if (value := getattr(measured, field)) is not None}
+    sizes = {name: size / GIB for name, field in SIZES.items() if (size := getattr(measured, field)) is not None}
+    served: dict[str, Any] = {}
+    if measured.figures:
+        points = [nest_statistics(point) for point in measured.points]
+        served = {"figures": nest_statistics(measured.figures), "points": points, "broken": list(measured.broken)}
+    return {
+        "step_time_s": {
+            "median": measured.step_time_s,
+            "spread": measured.spread_s,
+            "n": len(measured.step_times_s),
+            "steps": list(measured.step_times_s),
+            **steps,
+        },
+        "tokens_per_second_per_device": measured.tokens_per_second_per_device,
+        "losses": list(measured.losses),
+        "effective": dict(measured.effective),
+        "versions": dict(measured.versions),
+        "telemetry": dict(measured.telemetry),
+        "devices": [dict(each) for each in measured.devices],
+        "slow_devices": list(measured.slow),
+        **sizes,
+        **served,
+        **{name: True for name in ("few_steps", "partial") if getattr(measured, name)},
+    }
 
-    @classmethod
-    def of(cls, plan: Plan, run_dir: str) -> RunResult:
-        """Return the result of a plan, in seconds, GiB, and tokens per second and device."""
-        because = plan.stopped_because
-        return cls(
-            run_dir=run_dir,
-            **_same(plan, "chip", "devices", "fidelity", "counts", "gain", "gains", "speedup"),
-            objective=Objective(name=plan.objective, direction="max" if is_rate(plan.objective) else "min"),
-            stopped_because=because,
-            stopped_message=because.record if isinstance(because, Message) else None,
-            baseline=TrialResult.of(plan.baseline) if plan.baseline else None,
-            best=TrialResult.of(plan.best) if plan.best else None,
-            limits=plan.limits or None,
-            fastest=plan.fastest.number if plan.fastest else None,
-            noise=Noise(
-                **_same(plan, "drift", "drifted", "cold_start", "cold_start_differs"),
-                not_told_apart=[each.number for each in plan.rivals],
-                medians=list(_medians(plan)),
-            ),
-            side_by_side=_side_by_side(plan),
-            predictions_off=plan.prediction_error,
-            trials=[TrialResult.of(each) for each in plan.trials],
-            repeats=[TrialResult.of(each) for each in plan.repeats],
-            probes=[TrialResult.of(each) for each in plan.probes],
-            slow_devices=_slow_devices(plan),
-            notes=notes_of(plan),
-            front=[nest_statistics(point) for point in _front(plan)] if plan.objective in SERVING else None,
+
+def read_trial(data: Mapping[str, Any]) -> Trial:
+    """Return the trial of `trial`. Raises TypeError, LookupError, ValueError, AttributeError for other data."""
+    predicted, measured = dict(data.get("predicted") or {}), data.get("measured")
+    saved = {**data, **{name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted}}
+    search_fields = {n: parse(saved[n]) for n, parse in SEARCH_FIELDS.items() if saved.get(n) is not None}
+    names = ("reason", "fidelity", "inconclusive", "warm", "duration_s", "log", "source", "telemetry")
+    return Trial(
+        number=int(data["number"]),
+        candidate=Candidate.of(data["candidate"]),
+        role=Role(data.get("role", Role.SEARCH.value)),
+        state=TrialState(data.get("state", TrialState.MEASURED.value)),
+        predicted=predicted,
+        measurement=_read_measured(measured) if measured else None,
+        finished_steps_s=tuple(data.get("finished_steps_s") or ()),
+        **{name: data[name] for name in names if name in data},
+        **search_fields,
+    )
+
+
+def _read_measured(data: Mapping[str, Any]) -> Measurement:
+    step = data["step_time_s"]
+    known: dict[str, Any] = {field: int(data[name] * GIB) for name, field in SIZES.items() if name in data}
+    known |= {field: step[name] for name, field in STEPS.items() if name in step}
+    names = ("effective", "versions", "telemetry", "few_steps", "partial")
+    return Measurement(
+        step_times_s=tuple(step.get("steps") or ()),
+        step_time_s=float(step["median"]),
+        spread_s=step.get("spread", 0.0),
+        tokens_per_second_per_device=float(data["tokens_per_second_per_device"]),
+        losses=tuple(data.get("losses") or ()),
+        devices=tuple(data.get("devices") or ()),
+        slow=tuple(data.get("slow_devices") or ()),
+        figures=_flat(data.get("figures") or {}),
+        points=tuple(_flat(point) for point in data.get("points") or ()),
+        broken=tuple(data.get("broken") or ()),
+        **{name: data[name] for name in names if name in data},
+        **known,
+    )
+
+
+def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures without the nesting of `nest_statistics`."""
+    nested = {name: value for name, value in figures.items() if isinstance(value, Mapping)}
+    statistics = {f"{name}.{each}": figure for name, value in nested.items() for each, figure in value.items()}
+    return {name: value for name, value in figures.items() if name not in nested} | statistics
+
+
+def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the plan in a result.json, except for `medians`, `interference` and `knobs`.
+
+    Raises TypeError, LookupError, ValueError, AttributeError for other data.
+    """
+    lists = {name: tuple(map(read_trial, data.get(name) or ())) for name in ("trials", "repeats", "probes")}
+    by_number, noise = {each.number: each for each in lists["trials"]}, data.get("noise") or {}
+    return {
+        **{name: data[name] for name in ("chip", "devices", "fidelity")},
+        **{name: read_trial(data[name]) if data.get(name) else None for name in ("best", "baseline")},
+        **lists,
+        "objective": data["objective"]["name"],
+        "counts": Counts(**data["counts"]),
+        "stopped_because": data.get("stopped_because") or "",
+        "gains": tuple(data.get("gains") or ()),
+        "rivals": tuple(each for each in lists["trials"] if each.number in noise.get("not_told_apart", ())),
+        **{name: noise[name] for name in NOISE if name in noise},
+        "fastest": by_number.get(data.get("fastest", -1)),
+        "limits": data.get("limits") or {},
+    }
+
+
+def stop_reason(data: Mapping[str, Any]) -> str:
+    """Return why the run of a result.json stopped, in the selected language; empty while it is in progress."""
+    return from_record(data.get("stopped_because") or "", data.get("stopped_message"))
+
+
+def noise_warnings(plan: Plan) -> Iterator[str]:
+    """Yield warnings that the machine became faster or slower, and that cold trials differ from warm ones."""
+    if plan.drifted and plan.drift is not None:
+        yield _(
+            "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
+            "results of trials that are far apart in time may differ by as much",
+            drift=plan.drift,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data, without `fastest` if there are no limits."""
-        data = JsonRecord.to_json(self)
-        return {name: value for name, value in data.items() if name != "fastest" or self.limits is not None}
-
-    @property
-    def all_trials(self) -> list[TrialResult]:
-        """Probes, trials and repeats in their order."""
-        return sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: int(trial.number))
-
-    @property
-    def stop_reason(self) -> str:
-        """Why the run stopped, in the selected language; empty while it is in progress."""
-        return from_record(self.stopped_because or "", self.stopped_message)
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether the run is in progress, was interrupted or was killed."""
-        return self.stopped_because in (None, "", TrialState.INTERRUPTED.value)
-
-    @property
-    def is_unmeasured(self) -> bool:
-        """Whether no measurement could be the best, or exceeds the latency limits."""
-        return self.best is None and self.fastest is None
-
-    @property
-    def lost_repeats(self) -> dict[int, str]:
-        """The states of the repeats without a measurement, by number."""
-        return {each.number: each.state for each in self.repeats if each.state != TrialState.MEASURED.value}
-
-
-def result(plan: Plan, run_dir: str) -> dict[str, Any]:
-    """Return a plan in the format of result.json."""
-    return RunResult.of(plan, run_dir).to_json()
-
-
-def trial(each: Trial) -> dict[str, Any]:
-    """Return a trial in the format of result.json."""
-    return TrialResult.of(each).to_json()
+    if plan.cold_start_differs:
+        yield _(
+            "the speed of a candidate changed by {change:+.1%} when it started cold, more than noise: set "
+            "auto_tuner.control.warm_start: false, and tune again with --new",
+            change=plan.cold_start,
+        )
 
 
 def _side_by_side(plan: Plan) -> dict[str, Any] | None:
@@ -458,7 +226,7 @@ def _side_by_side(plan: Plan) -> dict[str, Any] | None:
     return {**asdict(found), "quiet": found.is_negligible, "text": found.text, "message": found.text.record}
 
 
-def _front(plan: Plan) -> list[Mapping[str, Any]]:
+def front(plan: Plan) -> list[Mapping[str, Any]]:
     """Return the Pareto-optimal load points of output tokens per second of a device and of a user, fastest first.
 
     A user's rate is the inverse of the median time per token.
@@ -474,7 +242,7 @@ def _front(plan: Plan) -> list[Mapping[str, Any]]:
     return [points[index] for index in pareto(by_device, by_user)]
 
 
-def _slow_devices(plan: Plan) -> dict[str, list[int]]:
+def slow_devices(plan: Plan) -> dict[str, list[int]]:
     """Return the warnings about slow devices, without their figures, each with the numbers of its trials."""
     found: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):

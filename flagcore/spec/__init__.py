@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from flagcore.spec.convert import parse_spec, read_spec
     from flagcore.spec.data_file import spec_as_data
     from flagcore.spec.jobs import read_job, read_job_lines
-    from flagcore.spec.serve_schema import json_schema
+    from flagcore.spec.serving import json_schema
 
 __all__ = ["json_schema", "parse_spec", "read_job", "read_job_lines", "read_spec", "spec_as_data"]
 
 _MODULES = {
     **dict.fromkeys(("parse_spec", "read_spec"), "convert"),
     **dict.fromkeys(("read_job", "read_job_lines"), "jobs"),
-    "json_schema": "serve_schema",
+    "json_schema": "serving",
     "spec_as_data": "data_file",
 }
 

@@ -3,18 +3,87 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from flagcore.domain.spec import AUTO, ClusterSpec
 from flagcore.errors import join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.schema import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, ClusterSection, GroupSection, NodesSection
-from flagcore.spec.validate import parse_bytes
+from flagcore.spec.validate import Context, Section
+from flagcore.spec.value_types import (
+    MAX_DEVICES,
+    Devices,
+    Envs,
+    Latency,
+    Memory,
+    Name,
+    NoDevices,
+    Price,
+    Rate,
+    Speed,
+    Text,
+    Word,
+)
+
+
+class NodesSection(Section):
+    """Identical nodes."""
+
+    chip: Word
+    """Name or alias of a chip of any plugin."""
+    nodes: Devices = 1
+    """Number of hosts."""
+    devices_per_node: Literal["auto"] | Devices = "auto"
+    """Devices per host; auto: the detected number, the slots of the hostfile, or the usual number for the chip."""
+    memory_per_device: Memory = None
+    """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
+    cpus_per_node: Devices | None = None
+    """CPUs (hardware threads, as `nproc` prints) per host that servers may use, for predictions; null: those of this
+    host if it has the devices, otherwise enough."""
+    nic_bytes_per_second: Rate | None = None
+    """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
+    nic_latency_seconds: Latency | None = None
+    """Seconds until a small message arrives on another host; null: 20 µs, as of InfiniBand."""
+    price_per_device_hour: Price | None = None
+    """Price of one device for an hour, in any currency, for the cost of tokens and of `planned_steps`."""
+
+
+class GroupSection(NodesSection):
+    """Identical nodes of a heterogeneous cluster."""
+
+    name: Name | None = None
+    """Name of the group in meshes and tables, and the `type` of its hosts in the host file; null: `chip`."""
+    speed: Speed = 1
+    """Speed of the devices relative to the chip, such as 0.5 for processors with half of the clock rate."""
+    envs: Envs = Field(default={})
+    """Environment variables of trials on the group's hosts, in addition to `envs` of the spec, which they override."""
+
+
+class ClusterSection(NodesSection):
+    """The hardware to tune for."""
+
+    chip: Word = "auto"
+    """Name or alias of a chip of any plugin; auto: detected on this machine."""
+    hostfile: Text | None = None
+    """File with one `host slots=8` per line, relative to the spec's folder; a trial uses all hosts, or `nodes`.
+    With different `type=CHIP`, each type is a group."""
+    spares: NoDevices = 0
+    """Number of spare hosts, which replace hosts that fail."""
+    min_nodes: Devices | None = None
+    """If hosts fail and no spare is left, trials use fewer data-parallel replicas on at least this number of hosts."""
+    host_envs: dict[str, Envs] = Field(default={})
+    """Environment variables of trials on single hosts of `hostfile`, by host. They override those of the spec and of
+    the host's group."""
+    groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
+    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile` and
+    `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
+
 
 _HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 UNEQUAL = "differs in slots from another host of the same type"
@@ -70,77 +139,76 @@ def _problem(host: str, pairs: Sequence[str], options: dict[str, str], before: S
     return ""
 
 
-def cluster_of(cluster: ClusterSection | Literal["auto"], file: str, base: Path, fewer: bool) -> ClusterSpec:
-    """Return the cluster of a section. `fewer`: trials run on fewer nodes, so that it may have more than hosts."""
+def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> ClusterSpec:
+    """Return the cluster of a section. With `trial_nodes`, it may have more nodes than hosts."""
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
-    lines = read_hosts(base / cluster.hostfile, file=file) if cluster.hostfile is not None else ()
-    host_envs = _of_hosts(cluster, lines, file)
-    if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        of_groups = _groups(cluster, lines, file)
-        return replace(of_groups, host_envs=host_envs)
-    if not lines:
-        return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares, min_nodes=cluster.min_nodes)
-    hosts, slots = tuple(line.host for line in lines), lines[0].slots
-    usable = without_spares(hosts, cluster.spares, file)
-    nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
-    nodes = max(nodes, cluster.nodes) if fewer else nodes
-    numbers = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
-    for key, number in numbers.items():
-        value = getattr(cluster, key)
-        if key in cluster.model_fields_set and value not in (number, AUTO):
-            problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
-            raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
-    whole = _nodes(cluster.model_copy(update=numbers), ("cluster",), file)
-    return replace(whole, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes, host_envs=host_envs)
-
-
-def _of_hosts(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> dict[str, dict[str, str]]:
-    """Return the environment variables of single hosts. Raises SpecError for hosts that are not in the host file."""
-    hosts = [line.host for line in lines]
-    if unknown := [host for host in cluster.host_envs if host not in hosts]:
+    lines: Sequence[HostLine] = ()
+    host_envs: Any = cluster.host_envs
+    if cluster.hostfile is not None:
+        lines = read_hosts(context.base / cluster.hostfile, file=context.file)
+    if unknown := [host for host in host_envs if host not in {line.host for line in lines}]:
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
-        raise join_errors([spec_error(("cluster", "host_envs", each), problem, fix=fix, file=file) for each in unknown])
-    return {
-        host: environment_of(envs, ("cluster", "host_envs", host), file) for host, envs in cluster.host_envs.items()
-    }
+        raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
+    if cluster.groups is not None or len({line.kind for line in lines}) > 1:
+        return replace(_groups(cluster, lines), host_envs=host_envs)
+    numbers = dict[str, int]()
+    if lines:
+        usable = without_spares(lines, cluster.spares)
+        nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
+        has_parts = context.given("auto_tuner", "control", "trial_nodes") is not None
+        numbers = {"nodes": max(nodes, cluster.nodes) if has_parts else nodes, **_slots(lines)}
+    for key, number in numbers.items():
+        if key in cluster.model_fields_set and (value := getattr(cluster, key)) not in (number, AUTO):
+            problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
+            raise spec_error(key, problem, value=value, fix=_("leave it out"))
+    return replace(
+        _nodes(cluster.model_copy(update=numbers), ()),
+        hosts=tuple(line.host for line in lines),
+        spares=cluster.spares,
+        min_nodes=cluster.min_nodes,
+        host_envs=host_envs,
+    )
 
 
-def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
+def _slots(lines: Sequence[HostLine]) -> dict[str, int]:
+    """Return the number of devices of each of some hosts, empty if their file does not say it."""
+    return {"devices_per_node": lines[0].slots} if lines and lines[0].slots else {}
+
+
+def without_spares(hosts: Sequence[object], spares: int) -> int:
     """Return the number of hosts without spares. Raises SpecError if there are too many spares."""
     if spares >= len(hosts):
         problem, fix = _("must be below the number of hosts"), _("use at most {number}", number=max(0, len(hosts) - 1))
-        raise spec_error("cluster.spares", problem, value=spares, fix=fix, file=file)
+        raise spec_error("cluster.spares", problem, value=spares, fix=fix)
     return len(hosts) - spares
 
 
-def _groups(cluster: ClusterSection, lines: Sequence[HostLine], file: str) -> ClusterSpec:
+def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
     """Return a cluster of several groups: those of the section, or one for each type in the host file `lines`."""
     others = cluster.model_fields_set - {"groups", "hostfile", "host_envs"}
     if key := next((key for key in ClusterSection.model_fields if key in others), None):
         what = "cluster.groups" if cluster.groups else "several types in cluster.hostfile"
         problem, fix = f"cannot be combined with {what}", "set it for each group, or leave it out"
-        raise spec_error(("cluster", key), problem, value=getattr(cluster, key), fix=fix, file=file)
+        raise spec_error(key, problem, value=getattr(cluster, key), fix=fix)
     groups = cluster.groups or [GroupSection(chip=kind) for kind in dict.fromkeys(line.kind for line in lines)]
     for place, group in enumerate(groups):
         if group.chip == AUTO:
             problem = "must name a chip: devices of other machines cannot be detected"
-            raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
+            raise spec_error(("groups", place, "chip"), problem, value=AUTO, fix="name the chip")
     hosts: list[str] = []
     if lines:
-        groups, hosts = _assigned(groups, lines, file)
-    specs = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
+        groups, hosts = _assigned(groups, lines)
+    specs = tuple(_nodes(group, ("groups", place)) for place, group in enumerate(groups))
     devices = sum(spec.nodes * (spec.devices_per_node or 1) for spec in specs)
     if devices > MAX_DEVICES:
-        raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
+        raise spec_error("groups", f"must have at most {MAX_DEVICES} devices in all", value=devices)
     if len(specs) == 1:
         return replace(specs[0], hosts=tuple(hosts), name="")
     return ClusterSpec(groups=specs, hosts=tuple(hosts), nodes=len(hosts) or 1)
 
 
-def _assigned(
-    groups: Sequence[GroupSection], lines: Sequence[HostLine], file: str
-) -> tuple[list[GroupSection], list[str]]:
+def _assigned(groups: Sequence[GroupSection], lines: Sequence[HostLine]) -> tuple[list[GroupSection], list[str]]:
     """Return the groups with their nodes and devices from a host file, and its hosts in the order of the groups.
 
     A group has the hosts of its `name`, by default its chip. Hosts without a type go to the groups in order.
@@ -151,64 +219,35 @@ def _assigned(
         own = [line for line in left if line.kind in ("", group.name or group.chip)]
         if "nodes" in group.model_fields_set:
             own = own[: group.nodes]
-        numbers = {"nodes": len(own)} | ({"devices_per_node": own[0].slots} if own and own[0].slots else {})
+        numbers = {"nodes": len(own), **_slots(own)}
         for key, number in numbers.items():
             value = getattr(group, key)
             if not number or (key in group.model_fields_set and value not in (number, AUTO)):
                 problem = f"must be {number}, as in cluster.hostfile" if number else "has no host in cluster.hostfile"
                 fix = f"add `type={group.name or group.chip}` to its hosts, or leave {key} out"
-                raise spec_error(("cluster", "groups", place, key), problem, value=value, fix=fix, file=file)
+                raise spec_error(("groups", place, key), problem, value=value, fix=fix)
         left = [line for line in left if line not in own]
         assigned.append(group.model_copy(update=numbers))
         hosts += [line.host for line in own]
     if left:
         problem, fix = f"has the host {left[0].host}, which is in no group", "remove it, or add a group for its type"
-        raise spec_error("cluster.hostfile", problem, value=left[0].kind or left[0].host, fix=fix, file=file)
+        raise spec_error("hostfile", problem, value=left[0].kind or left[0].host, fix=fix)
     return assigned, hosts
 
 
-def _nodes(group: NodesSection, at: KeyPath, file: str) -> ClusterSpec:
-    devices = group.devices_per_node if isinstance(group.devices_per_node, int) else None
-    check_devices(group.nodes, devices or 1, at, file)
-    return ClusterSpec(
-        chip=group.chip,
-        nodes=group.nodes,
-        devices_per_node=devices,
-        memory_bytes_per_device=size_of(group.memory_per_device, (*at, "memory_per_device"), file),
-        cpus_per_node=group.cpus_per_node,
-        nic_bytes_per_second=group.nic_bytes_per_second,
-        nic_latency_seconds=group.nic_latency_seconds,
-        price_per_device_hour=group.price_per_device_hour,
-        envs=environment_of(group.envs, (*at, "envs"), file) if isinstance(group, GroupSection) else {},
-        name=(group.name or "") if isinstance(group, GroupSection) else "",
-        speed=group.speed if isinstance(group, GroupSection) else 1.0,
-    )
+def _nodes(group: NodesSection, at: KeyPath) -> ClusterSpec:
+    """Return equal nodes. `at` is the key of the group in the cluster."""
+    fields = {key: getattr(group, key) for key in GroupSection.model_fields if key in type(group).model_fields}
+    if fields["devices_per_node"] == AUTO:
+        fields["devices_per_node"] = None
+    check_devices(group.nodes, fields["devices_per_node"] or 1, at)
+    memory, name = fields.pop("memory_per_device"), fields.pop("name", None)
+    return ClusterSpec(**fields, memory_bytes_per_device=memory, name=name or "")
 
 
-def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> None:
+def check_devices(nodes: int, per_node: int, at: KeyPath) -> None:
     """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES."""
     if nodes * per_node > MAX_DEVICES:
         text = N_("times devices_per_node = {count} must be at most {most} devices")
         problem = _(text, count=per_node, most=MAX_DEVICES)
-        raise spec_error(
-            (*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node), file=file
-        )
-
-
-def size_of(amount: int | str | None, key: KeyPath, file: str) -> int | None:
-    """Return a size in bytes. Raises SpecError."""
-    if not isinstance(amount, str):
-        return amount
-    size = parse_bytes(amount)
-    if not MIN_MEMORY <= size <= MAX_MEMORY:
-        problem = "must be from 1MiB to 1024TiB"
-        raise spec_error(key, problem, value=amount, fix="write e.g. 4GiB", file=file)
-    return size
-
-
-def environment_of(envs: Mapping[str, str | int], at: KeyPath, file: str) -> dict[str, str]:
-    """Return environment variables as text. Raises SpecError for invalid names."""
-    problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
-    if invalid := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise join_errors([spec_error((*at, name), problem, fix=fix, file=file) for name in invalid])
-    return {name: str(value) for name, value in envs.items()}
+        raise spec_error((*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node))

@@ -15,8 +15,8 @@ from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windo
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.schema import Layers, NoLayers, NoSize, Size
-from flagcore.spec.validate import checked
+from flagcore.spec.validate import checked, located
+from flagcore.spec.value_types import Layers, NoLayers, NoSize, Size
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
     files(__package__).joinpath("families.yaml").read_text(encoding="utf-8")
@@ -217,15 +217,13 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         fix = "use one of these, or write the model inline in the spec"
         raise spec_error((*path, "model_type"), problem, value=kind, fix=fix, file=file)
     try:
-        model = Model(name=name, **checked(Config, _of_family(config, family), at=path).fields())
-        check_model(model, at=path, names=NAMES)
+        model = Model(name=name, **checked(Config, _of_family(config, family)).fields())
+        check_model(model, NAMES)
     except SpecError as error:
         found = error
     else:
         return model
-    raise join_errors(
-        [spec_error(each.key, each.problem, value=each.value, fix=each.fix, file=file) for each in found.problems]
-    )
+    raise join_errors([located(each, path, file) for each in found.problems])
 
 
 def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,6 +340,10 @@ class _Tower(BaseModel):
     deepstack_visual_indexes: list[int] | None = None
 
 
+class _Multimodal(BaseModel):
+    vision_config: _Tower
+
+
 def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vision | None:
     """Return the vision tower of a model, None without a known one. Raises SpecError.
 
@@ -350,7 +352,7 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
     kind, section = config.get("model_type"), config.get("vision_config")
     if not isinstance(kind, str) or kind not in MODELS or not isinstance(section, Mapping):
         return None
-    tower = checked(_Tower, {**MODELS[kind], **section}, at=("vision_config",))
+    tower = checked(_Multimodal, {"vision_config": {**MODELS[kind], **section}}).vision_config
     hidden = tower.embed_dim or tower.hidden_size
     output = tower.hidden_size if tower.embed_dim else tower.out_hidden_size or tower.hidden_size
     windows = tower.window_size if tower.fullatt_block_indexes is not None else None

@@ -17,11 +17,12 @@ from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
 from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
-from flagcore.spec.models import model_from
+from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import Devices, Fraction, ModelPath, Rate, Shape, Text, TrainJob, Word
-from flagcore.spec.serve_schema import Clients, Distribution, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
-from flagcore.spec.validate import Section, checked
+from flagcore.spec.schema import TrainJob
+from flagcore.spec.serving import Clients, Distribution, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
+from flagcore.spec.validate import Context, Section, checked, rule
+from flagcore.spec.value_types import Devices, Fraction, Rate, Text, Word
 
 CHAT_DATASETS = ("ShareGPT",)
 """Values of `dataset` whose lengths are log-normal; a record gives their means."""
@@ -37,6 +38,22 @@ class _Cluster(Section):
     interconnect: Any = None
     notes: Any = None
     source: Any = None
+
+
+def _with_devices(cluster: _Cluster, _context: Context) -> _Cluster:
+    """Return a cluster whose number of devices is derived from its nodes if missing. Raises SpecError."""
+    if cluster.chip == AUTO:
+        raise spec_error("chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
+    per_node, nodes, devices = cluster.devices_per_node, cluster.nodes, cluster.devices
+    if devices is None:
+        if nodes is None:
+            raise spec_error("devices", "is missing", fix="give the number of devices in all nodes")
+        check_devices(nodes, per_node, ())
+        return cluster.model_copy(update={"devices": nodes * per_node})
+    if nodes not in (None, expected := -(-devices // per_node)):
+        problem = f"must be {expected}: cluster.devices = {devices} at devices_per_node = {per_node}"
+        raise spec_error("nodes", problem, value=nodes, fix="leave it out, or change the others")
+    return cluster
 
 
 class _Train(TrainJob):
@@ -64,23 +81,43 @@ class _Serve(Section):
     source: Any = None
 
 
+def _serve_of(serve: _Serve, _context: Context) -> ServeSpec:
+    """Return the serving job of a record. Raises SpecError."""
+    rate = serve.request_rate
+    if (serve.concurrency is None) == (rate is None):
+        fix = "remove one of the two"
+        raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
+    if serve.weights is not None and not Path(serve.weights).is_file():
+        fix = "give a GGUF file, or leave it out"
+        raise spec_error("weights", "is not a file", value=serve.weights, fix=fix)
+    same = {"input_len", "output_len", "prefix_len", "range_ratio", "distribution", "concurrency", "num_prompts"}
+    load = Load(**serve.model_dump(include=same), request_rate=None if rate is None else float(rate))
+    return ServeSpec(
+        engine=serve.engine,
+        loads=(load,),
+        precision=serve.precision,
+        engine_args=dict(serve.engine_args),
+        weights=serve.weights,
+        engine_version=serve.engine_version or None,
+    )
+
+
 class _AnyRecord(Section):
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    model: ModelPath | Shape
-    cluster: _Cluster
+    kind: str
+    model: ModelInput
+    cluster: Annotated[_Cluster, rule(_with_devices)]
 
 
 class _ServeRecord(_AnyRecord):
-    kind: Literal["serve"]
-    serve: _Serve
+    serve: Annotated[_Serve, rule(_serve_of)]
     dataset: Any = None
     candidate: dict[str, KnobInput]
 
 
 class _Record(_AnyRecord):
-    kind: Literal["train"]
     train: _Train
     candidate: Any
     rank: Annotated[int, Field(ge=0, le=999_999)] | None = None
@@ -103,88 +140,58 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
     if kind not in ("train", "serve"):
         problem = "is missing" if kind is None else "must be train or serve"
         raise spec_error("kind", problem, value=kind, fix="write train or serve")
-    if kind == "serve":
-        return _read_serve_job(line, engines)
-    data = plain({key: line[key] for key in _Record.model_fields if key in line})
-    knobs: tuple[Knob, ...] = ()
-    if isinstance(data.get("train"), dict):
+    record_type = _Record if kind == "train" else _ServeRecord
+    data = plain({key: line[key] for key in record_type.model_fields if key in line})
+    section = data.get(kind) if isinstance(data.get(kind), dict) else {}
+    if kind == "train" and section is data.get(kind):
         default = next((name for name, engine in engines.items() if engine.kind == "train"), "")
-        data["train"] = {"engine": default, **data["train"]}
-        name = data["train"]["engine"]
-        knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
-    _reject_misplaced_keys(
-        line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
-    )
+        section = data["train"] = {"engine": default, **section}
+    engine = section.get("engine")
+    knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
+    read = _train_job if kind == "train" else _serve_job
+    record, fields = read(line, data, section, knobs)
+    cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
+    return Job(id=record.id, kind=kind, model=record.model, **record.cluster.model_dump(include=cluster), **fields)  # type: ignore[arg-type]
+
+
+ReadRecord = tuple[_AnyRecord, dict[str, Any]]
+"""A record, and the fields of its job that depend on its kind."""
+
+
+def _train_job(
+    line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
+) -> ReadRecord:
+    sections = {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
+    _reject_misplaced_keys(line, _Record, sections)
     record = checked(_record_of(knobs), data)
-    devices = _devices(record.cluster)
+    devices = record.cluster.devices or 0
     if record.rank is not None and record.rank >= devices:
         problem = f"must be below cluster.devices = {devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
-    train, candidate = record.train, candidate_of(record.candidate, knobs, settings=False)
-    settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
-    settings |= settings_of(record.candidate, knobs, exclude=candidate)
-    return Job(
-        **_common(record),
-        work=TrainSpec(**train.model_dump(include=set(TrainJob.model_fields)), settings=settings),
-        candidate=candidate,
-        rank=record.rank,
-        notes=train.notes if isinstance(train.notes, str) else "",
-    )
-
-
-def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
-    cluster = record.cluster
-    return {
-        "id": record.id,
-        "kind": record.kind,
-        "model": model_from(record.model, base=Path()),
-        "chip": cluster.chip,
-        "devices": _devices(cluster),
-        "devices_per_node": cluster.devices_per_node,
-        "nic_bytes_per_second": cluster.nic_bytes_per_second,
-        "cpus_per_node": cluster.cpus_per_node,
+    train, candidate, at = record.train, candidate_of(record.candidate, knobs, settings=False), "train.settings."
+    settings = settings_of(train, knobs, at=at) | settings_of(train.settings, knobs, at=at)
+    settings |= settings_of(record.candidate, knobs, exclude=candidate, at=at)
+    return record, {
+        "work": TrainSpec(**train.model_dump(include=set(TrainJob.model_fields)), settings=settings),
+        "candidate": candidate,
+        "rank": record.rank,
+        "notes": train.notes if isinstance(train.notes, str) else "",
     }
 
 
-def _read_serve_job(line: Mapping[str, object], engines: Engines) -> Job:
-    data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
-    serve = data.get("serve")
-    engine = serve.get("engine") if isinstance(serve, dict) else None
-    engine_knobs = knobs_of(engine, engines, "serve.engine", kind="serve") if isinstance(engine, str) else ()
-    knobs = dict.fromkeys((name for knob in engine_knobs for name in knob.names), "candidate")
-    absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
-    _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
-    if (
-        isinstance(serve, dict) and serve.get("precision") == "fp4"
-    ):  # sources mean nvfp4, the only supported format with 4 bits
-        data["serve"] = {**serve, "precision": "nvfp4"}
+def _serve_job(
+    line: Mapping[str, object], data: dict[str, Any], section: Mapping[str, Any], knobs: tuple[Knob, ...]
+) -> ReadRecord:
+    sections = dict.fromkeys((name for knob in knobs for name in knob.names), "candidate")
+    absent = _Serve.model_fields.keys() - {"notes", "source"} - set(section)
+    _reject_misplaced_keys(line, _ServeRecord, sections | dict.fromkeys(absent, "serve"))
+    if section.get("precision") == "fp4":  # sources mean nvfp4, the only supported format with 4 bits
+        data["serve"] = {**section, "precision": "nvfp4"}
+    if section and data.get("dataset") in CHAT_DATASETS:
+        data["serve"] = {**data["serve"], "distribution": "lognormal"}
     record = checked(_ServeRecord, data)
-    serve = record.serve
-    if (serve.concurrency is None) == (serve.request_rate is None):
-        fix = "remove one of the two"
-        raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
-    if serve.weights is not None and not Path(serve.weights).is_file():
-        fix = "give a GGUF file, or leave it out"
-        raise spec_error("serve.weights", "is not a file", value=serve.weights, fix=fix)
-    rate = serve.request_rate
-    load = Load(
-        **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
-        distribution="lognormal" if record.dataset in CHAT_DATASETS else serve.distribution,
-        num_prompts=serve.num_prompts,
-        request_rate=None if rate is None else float(rate),
-    )
-    return Job(
-        **_common(record),
-        work=ServeSpec(
-            engine=serve.engine,
-            loads=(load,),
-            precision=serve.precision,
-            engine_args=dict(serve.engine_args),
-            weights=serve.weights,
-            engine_version=serve.engine_version or None,
-        ),
-        candidate={key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()},
-    )
+    candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
+    return record, {"work": record.serve, "candidate": candidate}
 
 
 def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:
@@ -202,23 +209,6 @@ def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord],
             key[:64], [name for name in known_keys if name not in line], n=1, cutoff=0.7
         ):
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
-
-
-def _devices(cluster: _Cluster) -> int:
-    """Return the number of devices of a cluster, which is derived from its nodes if missing. Raises SpecError."""
-    if cluster.chip == AUTO:
-        raise spec_error("cluster.chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
-    per_node, nodes = cluster.devices_per_node, cluster.nodes
-    if cluster.devices is None:
-        if nodes is None:
-            raise spec_error("cluster.devices", "is missing", fix="give the number of devices in all nodes")
-        check_devices(nodes, per_node, ("cluster",))
-        return nodes * per_node
-    expected = -(-cluster.devices // per_node)
-    if nodes is not None and nodes != expected:
-        problem = f"must be {expected}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
-        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or change the others")
-    return cluster.devices
 
 
 LONGEST_LINE = 1 << 20

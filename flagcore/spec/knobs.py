@@ -119,10 +119,12 @@ def _parsed(knob: Knob, value: Any) -> KnobValue:
     return value if knob.effects else knob.parse(value, knob.name)
 
 
-def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = ()) -> dict[str, SettingValue]:
+def settings_of(
+    section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = (), at: str = ""
+) -> dict[str, SettingValue]:
     """Return the settings of a section that are not null, sorted by name. Lists become text with commas.
 
-    Raises SpecError if a setting and its negation contradict each other.
+    Raises SpecError, whose key starts with `at`, if a setting and its negation contradict each other.
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
@@ -136,7 +138,7 @@ def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[
         elif negated:
             if values.get(negated) is value:
                 problem = f"is the negation of {negated}, which is {str(value).lower()} too"
-                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="remove one of the two")
+                raise SpecError(key=at + name, value=value, problem=problem, fix="remove one of the two")
             settings[negated] = not value
         else:
             settings[name] = value
@@ -209,9 +211,9 @@ _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 
 
 def serving_values(
-    given: Mapping[str, Any], knobs: Sequence[Knob], at: KeyPath, file: str
+    given: Mapping[str, Any], knobs: Sequence[Knob]
 ) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
-    """Return the values of a section at the path `at`. Lists become tuples without duplicates.
+    """Return the values of a section. Lists become tuples without duplicates.
 
     Raises SpecError with all invalid values, and all knobs that are given under two names.
     """
@@ -223,14 +225,14 @@ def serving_values(
         knob = by_name[name]
         if (other := given_names.setdefault(knob.name, name)) != name:
             problem = f"is the same knob as {other}"
-            problems.append(spec_error((*at, name), problem, fix=_("remove one of the two"), file=file))
+            problems.append(spec_error((name,), problem, fix=_("remove one of the two")))
         for place, each in enumerate(value if isinstance(value, list) else [value]):
-            path = (*at, name, place) if isinstance(value, list) else (*at, name)
+            path = (name, place) if isinstance(value, list) else (name,)
             try:
                 if each != AUTO and not knob.effects:
                     knob.parse(each, "")
             except SpecError as error:
-                problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix, file=file))
+                problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix))
         found[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
     if problems:
         raise join_errors(problems)

@@ -2,46 +2,104 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.plain_data import KeyPath, plain, spec_error
+from flagcore.spec.data_file import read_mapping
+from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.validate import Context, Section, checked, rule
+from flagcore.spec.value_types import Layers, ModelPath, NoLayers, NoSize, Size, Word
 
-if TYPE_CHECKING:
-    from flagcore.spec.schema import Shape
+
+class Shape(Section):
+    """The architecture of a transformer. Sizes are numbers of elements."""
+
+    name: Word = "inline"
+    """Name of the model in reports."""
+    num_layers: Layers
+    """Number of transformer layers without multi-token prediction layers."""
+    hidden_size: Size
+    """Width of the residual stream."""
+    ffn_hidden_size: Size
+    """Width of a dense layer's feed-forward network."""
+    num_attention_heads: Size
+    """Number of query heads."""
+    num_query_groups: Size | None = None
+    """Number of key and value heads; null: the number of query heads."""
+    kv_channels: Size | None = None
+    """Width of one head; null: hidden_size / num_attention_heads."""
+    vocab_size: Size
+    """Number of tokens in the vocabulary, before padding."""
+    gated_linear_unit: bool = True
+    """Whether the feed-forward network has a gate (SwiGLU, GeGLU)."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output head has its own weights."""
+    qk_layernorm: bool = False
+    """Whether queries and keys are normalized."""
+    add_qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    num_moe_experts: Size | None = None
+    """Number of routed experts of an MoE layer; null: a dense model."""
+    moe_router_topk: NoSize | None = None
+    """Number of experts per token."""
+    moe_ffn_hidden_size: Size | None = None
+    """Width of one routed expert; null: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: NoSize | None = None
+    """Total width of the shared experts; null or 0: none."""
+    moe_first_dense_layers: NoLayers | None = None
+    """Number of leading layers that are dense."""
+    multi_latent_attention: bool = False
+    """Whether attention is multi-head latent attention (MLA)."""
+    q_lora_rank: Size | None = None
+    """MLA: rank of the query projection; null: full rank."""
+    kv_lora_rank: Size | None = None
+    """MLA: rank of the projection of keys and values."""
+    qk_head_dim: Size | None = None
+    """MLA: width of the part of a query or key head without position."""
+    qk_pos_emb_head_dim: Size | None = None
+    """MLA: width of the part of a query or key head with the position."""
+    v_head_dim: Size | None = None
+    """MLA: width of a value head."""
+    mtp_num_layers: NoLayers | None = None
+    """Number of multi-token prediction layers."""
+
 
 _MLA_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MOE_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_first_dense_layers")
 
 
-def model_from(source: object, *, base: Path, file: str = "") -> Model:
+def model_from(source: object, *, base: Path) -> Model:
     """Return the model at a path, which may be relative to `base`, or of an inline shape. Raises SpecError."""
-    from flagcore.spec.schema import Shape
-    from flagcore.spec.validate import checked
-
-    if isinstance(source, (str, os.PathLike)):
-        return _model_at(str(source), base, file)
-    if isinstance(source, Shape):
-        return model_of_shape(source, file=file)
-    if not isinstance(source, Mapping):
-        problem = "must be the path of a Hugging Face directory or config.json, or an inline shape"
-        raise spec_error("model", problem, value=plain({"model": source}, file=file)["model"], file=file)
-    return model_of_shape(checked(Shape, plain(source, file=file), file=file, at=("model",)), file=file)
+    return _held(plain({"model": str(source) if isinstance(source, Path) else source}), Context(base=base))
 
 
-def model_of_shape(shape: Shape, *, file: str = "") -> Model:
+def model_of(source: str | Shape, context: Context) -> Model:
+    """Return the model at a path or of an inline shape. Raises SpecError."""
+    return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
+
+
+ModelInput = Annotated[ModelPath | Shape, rule(model_of)]
+"""A path or an inline shape, which becomes a `Model`."""
+
+
+class _Holder(Section):
+    model: ModelInput
+
+
+def _held(data: dict[str, Any], context: Context) -> Model:
+    model: Any = checked(_Holder, data, context).model
+    return model  # type: ignore[no-any-return]
+
+
+def model_of_shape(shape: Shape) -> Model:
     """Return the model of an inline shape with resolved defaults. Raises SpecError with all broken rules."""
     sizes, problems = shape.model_dump(), dict[str, SpecError]()
-
-    def fail(key: str, problem: str, fix: str) -> None:
-        problems[key] = spec_error(("model", key), problem, value=sizes[key], fix=fix, file=file)
-
+    fail = _collector(problems, sizes)
     if shape.multi_latent_attention:
         for key in _MLA_SIZES:
             if sizes[key] is None:
@@ -68,63 +126,59 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
             if shape.hidden_size % heads:
                 text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
                 fail("hidden_size", text, _("change it, or give kv_channels"))
-    model = Model(
-        **sizes
-        | {
-            "num_query_groups": shape.num_query_groups or heads,
-            "moe_router_topk": shape.moe_router_topk or 0,
-            "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size or None,
-            "moe_first_dense_layers": shape.moe_first_dense_layers or 0,
-            "mtp_num_layers": shape.mtp_num_layers or 0,
-        }
-    )
-    for key, error in _contradictions(model, ("model",), file, {}).items():
+    sizes["num_query_groups"] = shape.num_query_groups or heads
+    for key in ("moe_router_topk", "moe_first_dense_layers", "mtp_num_layers"):
+        sizes[key] = sizes[key] or 0
+    sizes["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size or None
+    model = Model(**sizes)
+    for key, error in _contradictions(model, {}).items():
         problems.setdefault(key, error)
     if problems:
         raise join_errors(list(problems.values()))
     return model
 
 
-def check_model(model: Model, *, at: KeyPath = (), names: Mapping[str, str] | None = None) -> None:
+def _collector(problems: dict[str, SpecError], values: Mapping[str, object]) -> Callable[[str, str, str], None]:
+    """Return a function that adds a problem of a key, and a fix, to `problems`."""
+
+    def fail(key: str, problem: str, fix: str) -> None:
+        problems[key] = spec_error((key,), problem, value=values[key], fix=fix)
+
+    return fail
+
+
+def check_model(model: Model, names: Mapping[str, str]) -> None:
     """Raise SpecError if sizes of `model` contradict each other. `names` maps fields to keys of the file."""
-    if found := _contradictions(model, at, "", names or {}):
+    if found := _contradictions(model, names):
         raise join_errors(list(found.values()))
 
 
-def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, str]) -> dict[str, SpecError]:
-    """Return an error for each field that contradicts another."""
-    names_of_fields, errors = (
-        {field: names.get(field, field) for field in Model.__dataclass_fields__},
-        dict[str, SpecError](),
-    )
-
-    def fail(field: str, problem: str, fix: str) -> None:
-        errors[field] = spec_error(
-            (*at, names_of_fields[field]), problem, value=getattr(model, field), fix=fix, file=file
-        )
-
+def _contradictions(model: Model, names: Mapping[str, str]) -> dict[str, SpecError]:
+    """Return an error for each key whose value contradicts another."""
+    key_of = {field: names.get(field, field) for field in Model.__dataclass_fields__}
+    problems = dict[str, SpecError]()
+    fail = _collector(problems, {key: getattr(model, field) for field, key in key_of.items()})
     heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
     if heads % groups:
         divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
-        problem = _("must divide {name} = {value}", name=names_of_fields["num_attention_heads"], value=heads)
-        fail("num_query_groups", problem, _("use {values}", values=", ".join(divisors)))
+        problem = _("must divide {name} = {value}", name=key_of["num_attention_heads"], value=heads)
+        fail(key_of["num_query_groups"], problem, _("use {values}", values=", ".join(divisors)))
     elif model.multi_latent_attention and groups != heads:
-        problem = f"must equal {names_of_fields['num_attention_heads']} = {heads} with multi-latent attention"
-        fail("num_query_groups", problem, f"use {heads}")
+        problem = f"must equal {key_of['num_attention_heads']} = {heads} with multi-latent attention"
+        fail(key_of["num_query_groups"], problem, f"use {heads}")
     if experts is not None and not 1 <= model.moe_router_topk <= experts:
-        problem = f"must be from 1 to {names_of_fields['num_moe_experts']} = {experts}"
-        fail("moe_router_topk", problem, f"use {experts} or fewer")
+        problem = f"must be from 1 to {key_of['num_moe_experts']} = {experts}"
+        fail(key_of["moe_router_topk"], problem, f"use {experts} or fewer")
     if experts is not None and model.moe_first_dense_layers >= model.num_layers:
-        problem = f"must be below {names_of_fields['num_layers']} = {model.num_layers} in a model with experts"
-        fail("moe_first_dense_layers", problem, f"use {model.num_layers - 1} or fewer")
-    return errors
+        problem = f"must be below {key_of['num_layers']} = {model.num_layers} in a model with experts"
+        fail(key_of["moe_first_dense_layers"], problem, f"use {model.num_layers - 1} or fewer")
+    return problems
 
 
-def _model_at(source: str, base: Path, file: str) -> Model:
-    from flagcore.spec.data_file import read_mapping
+def _model_at(source: str, base: Path) -> Model:
+    from flagcore.spec.gguf import shape
     from flagcore.spec.huggingface import model_of_config, vision_of
 
-    plain({"model": source}, file=file)
     fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")
     path, problem = base / source, ""
     try:
@@ -136,25 +190,14 @@ def _model_at(source: str, base: Path, file: str) -> Model:
     except OSError as error:
         problem = _("cannot be read ({why})", why=error.strerror)
     if problem:
-        raise spec_error("model", problem, value=source, fix=fix, file=file)
+        raise spec_error("", problem, value=source, fix=fix)
+    file, absolute = str(path), path.absolute()
+    name = (absolute.parent.name if path.name == "config.json" else path.stem) or "model"
     if path.suffix == ".gguf":
-        return _model_of_gguf(path, file)
-    data = read_mapping(path, file=str(path), key="model")
-    model = model_of_config(data, name=_name(path), file=str(path))
-    sizes = path.with_name("preprocessor_config.json")
-    vision = vision_of(data, read_mapping(sizes, file=str(sizes), key="model") if sizes.is_file() else {})
-    return replace(model, vision=vision)
-
-
-def _model_of_gguf(path: Path, file: str) -> Model:
-    from flagcore.spec.gguf import shape
-    from flagcore.spec.schema import Shape
-    from flagcore.spec.validate import checked
-
-    sizes = {key: value for key, value in shape(str(path)).items() if value is not None}
-    return model_of_shape(checked(Shape, {**sizes, "name": _name(path)}, file=str(path), at=("model",)), file=file)
-
-
-def _name(path: Path) -> str:
-    absolute = path.absolute()
-    return (absolute.parent.name if path.name == "config.json" else path.stem) or "model"
+        sizes = {key: value for key, value in shape(file).items() if value is not None}
+        return _held({"model": {**sizes, "name": name}}, Context(file=file))
+    data = read_mapping(path, file=file, key="model")
+    model = model_of_config(data, name=name, file=file)
+    sizes_file = path.with_name("preprocessor_config.json")
+    pixels = read_mapping(sizes_file, file=str(sizes_file), key="model") if sizes_file.is_file() else {}
+    return replace(model, vision=vision_of(data, pixels))

@@ -1,66 +1,219 @@
-"""Converts the serving sections of a validated spec to `flagcore.domain.serving`."""
+"""The pydantic models of a spec file for serving, one class per section, and their conversion to
+`flagcore.domain.serving`.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, TypeAdapter, create_model
+
+from flagcore.domain.knob import Knob
+from flagcore.domain.objective import COST, SERVING
 from flagcore.domain.serving import CLIENT_LOG, DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
-from flagcore.domain.spec import AUTO
+from flagcore.domain.spec import AUTO, Precision
+from flagcore.errors import SpecError
+from flagcore.i18n import _
 from flagcore.spec.huggingface import format_of_weights
+from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, serving_types, serving_values
+from flagcore.spec.models import Shape, model_of
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.serve_schema import ImagesSection, ProfileSection, ServeSection, SloSection
+from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
+from flagcore.spec.validate import Context, Section, rule
+from flagcore.spec.value_types import (
+    Devices,
+    Factor,
+    Folder,
+    Fraction,
+    ModelPath,
+    NoSize,
+    Seconds,
+    Text,
+    Value,
+    Word,
+)
 
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""
 DEFAULT_REQUESTS = 128
 """Default number of requests of a load without a steady state."""
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
+Clients = Annotated[int, Field(ge=1, le=100_000)]
+Requests = Annotated[int, Field(ge=1, le=10_000_000)]
+NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
+Share = Annotated[float, Field(gt=0, le=1_000_000)]
+Turns = Annotated[int, Field(ge=1, le=1000)]
+WaitSeconds = Annotated[float, Field(ge=0, le=86_400)]
+PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
+Distribution = Literal["uniform", "lognormal"]
+KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
+"""A value of an engine's knob, which the engine validates."""
+Scalar = bool | int | float | Value | None
+
+_LOAD = Load()
 
 
-def serve_of(
-    section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, default_space: bool, file: str
-) -> ServeSpec:
-    """Return the serving job of a section for one of its engines. Raises SpecError."""
+class ImagesSection(Section):
+    """Random images of each request, in addition to its text. The keys have the names that load generators use."""
+
+    bucket_config: Annotated[dict[str, Share], Field(min_length=1, examples=[{"1280x720": 0.5, "256x256": 0.5}])]
+    """Sizes as WIDTHxHEIGHT in pixels, and the relative frequency of each."""
+    base_items_per_request: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Number of images of a request."""
+    num_mm_items_range_ratio: Fraction = 0.0
+    """Numbers of images are uniform between (1 - ratio) x and (1 + ratio) x base_items_per_request."""
+    format: Literal["png", "jpeg"] = "png"
+    """Format of the images; jpeg needs Pillow."""
+
+
+class ProfileSection(Section):
+    """The requests of a load point, or of several if concurrency or request_rate is a list. Lengths are in tokens."""
+
+    input_len: Tokens = _LOAD.input_len
+    """Length of a prompt without the shared prefix."""
+    output_len: Tokens = _LOAD.output_len
+    """Length of an answer; the engine ignores the end-of-text token."""
+    prefix_len: NoTokens = _LOAD.prefix_len
+    """Shared prefix: number of tokens before the prompt that are the same in all requests."""
+    range_ratio: Fraction = _LOAD.range_ratio
+    """Lengths are uniform between range_ratio x length and length; 1: all equal."""
+    range_spread: Fraction | None = None
+    """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
+    distribution: Distribution = "uniform"
+    """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
+    num_prompts: Requests | Literal["auto"] = "auto"
+    """Number of requests; auto: the load lasts until its steady state is measured precisely."""
+    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
+    most that keep the SLO, up to num_prompts."""
+    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
+    trial finds the highest rate that keeps the SLO."""
+    burstiness: Factor = _LOAD.burstiness
+    """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
+    trace: Text | None = None
+    """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
+    ShareGPT, or lengths as in Mooncake."""
+    turns: Turns = _LOAD.turns
+    """Most requests of a conversation: each is sent after the answer to the one before, and continues its prompt."""
+    think_time_s: WaitSeconds = _LOAD.think_time_s
+    """Seconds from an answer to the next turn."""
+    images: ImagesSection | None = None
+    """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
+    acceptance: Fraction | None = None
+    """Probability that a drafted token is accepted, for predictions of speculation; null: unknown."""
+    warmup: NoRequests = _LOAD.warmup
+    """Warm-up requests, which are not measured."""
+    seed: NoSize = _LOAD.seed
+    """Random seed of prompts; each repeat has new prompts."""
+
+
+class BoundSection(Section):
+    """Upper bounds in seconds of a latency's statistics."""
+
+    mean: Seconds | None = None
+    """Upper bound of the mean."""
+    p50: Seconds | None = None
+    """Upper bound of the median."""
+    p90: Seconds | None = None
+    """Upper bound of the 90th percentile."""
+    p99: Seconds | None = None
+    """Upper bound of the 99th percentile."""
+
+
+class SloSection(Section):
+    """Latency limits that the best configuration must meet."""
+
+    ttft_s: BoundSection = BoundSection()
+    """Time to the first token."""
+    tpot_s: BoundSection = BoundSection()
+    """Time per token after the first, of each request."""
+    itl_s: BoundSection = BoundSection()
+    """Time between two chunks of an answer."""
+    e2e_s: BoundSection = BoundSection()
+    """Time of a complete answer."""
+
+
+class ClientSection(Section):
+    """Another load generator, such as guidellm, aiperf, or the benchmark of an engine; flagcore reads its report."""
+
+    command: Annotated[list[Text], Field(min_length=1)]
+    """Command as a list of words, run without a shell; {url}, {model} and {report} are replaced."""
+    report: Word = "report.json"
+    """Name of the report file, in the working directory of the command."""
+
+
+class ServeSection(Section):
+    """The serving job."""
+
+    engine: Word | Annotated[list[Word], Field(min_length=1)]
+    """Name of the engine; the engines of a list are tuned one after the other."""
+    precision: Precision | None = None
+    """Number format of the weights; null: the format of the weights file, or bf16."""
+    engine_args: dict[str, Scalar] = Field(default={})
+    """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
+    profile: ProfileSection = ProfileSection()
+    """The load."""
+    slo: SloSection = SloSection()
+    """Latency limits."""
+    repeats: Devices = 1
+    """Number of times that each load point runs per launch, with new prompts."""
+    router: Literal["auto", "least_requests", "prefix_aware"] = "auto"
+    """Which of several instances gets a request: the one with the fewest requests, or the one that got the longest
+    prefix of the prompt before; auto: the latter for traces and conversations."""
+    client: ClientSection | None = None
+    """Another load generator; null: flagcore's, with `profile`."""
+    weights: Text | None = None
+    """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
+    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Program that starts one server, without flags; null: the engine's default."""
+    directory: Folder | None = None
+    """Working directory of the command; null: the folder of the spec."""
+    engine_version: Word | None = None
+    """Version of the engine; null: the installed one."""
+
+
+def serve_of(section: ServeSection, context: Context) -> ServeSpec:
+    """Return the serving job of a section, for the first of its engines. Raises SpecError."""
+    model, profile, slo = context.given("model"), section.profile, _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
-    directory = (base / (section.directory or ".")).resolve()
-    highest, slo = _highest(section, file), slo_of(section.slo)
-    check_answers(section.profile, slo, file)
+    highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
+    _check_answers(profile, [*slo, *([objective] if isinstance(objective, str) else [])])
+    has_prefixes = profile.trace is not None or profile.turns > 1
     return ServeSpec(
-        engine=engine,
-        loads=_loads(section.profile, slo, base, file),
-        precision=section.precision or (_stored_format(base / weights) if weights else None) or "bf16",
+        engine=section.engine if isinstance(section.engine, str) else section.engine[0],
+        loads=_loads(profile, slo, context.base),
+        precision=section.precision or (_stored_format(context.base / weights) if weights else None) or "bf16",
         engine_args=dict(section.engine_args),
         slo=slo,
         repeats=section.repeats,
         highest=highest,
-        prefix_aware=_is_prefix_aware(section),
-        default_space=default_space,
-        **_client(section, file),
-        weights=str((base / weights).resolve()) if weights else None,
+        prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
+        default_space=not context.given("auto_tuner", "space"),
+        **_client(section),
+        weights=str((context.base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,
-        directory=str(directory) if section.command else None,
-        cards=cards,
+        directory=str((context.base / (section.directory or ".")).resolve()) if section.command else None,
+        cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,
     )
 
 
-def check_answers(profile: ProfileSection, figures: Iterable[str], file: str) -> None:
+def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
     """Raise SpecError if answers of one token lack one of the figures."""
     if profile.output_len > 1 or profile.trace is not None:
         return
     if name := next((each for each in figures if each.startswith(("tpot_s", "itl_s"))), None):
         problem, fix = f"has no {name}: that is the time of further tokens", "use 2 or more, or another figure"
-        raise spec_error("serve.profile.output_len", problem, value=profile.output_len, fix=fix, file=file)
-
-
-def _is_prefix_aware(section: ServeSection) -> bool:
-    shares_prefixes = section.profile.trace is not None or section.profile.turns > 1
-    return section.router == "prefix_aware" or (section.router == AUTO and shares_prefixes)
+        raise spec_error("profile.output_len", problem, value=profile.output_len, fix=fix)
 
 
 def _stored_format(weights: Path) -> str | None:
@@ -71,35 +224,220 @@ def _stored_format(weights: Path) -> str | None:
     return None
 
 
-def _client(section: ServeSection, file: str) -> dict[str, Any]:
+def _client(section: ServeSection) -> dict[str, Any]:
     if section.client is None:
         return {}
-    load_points = section.profile.concurrency, section.profile.request_rate
-    if any(isinstance(each, list) and len(each) > 1 for each in load_points):
+    if any(len(_as_list(each)) > 1 for each in (section.profile.concurrency, section.profile.request_rate)):
         problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
-        raise spec_error("serve.client", problem, fix=fix, file=file)
+        raise spec_error("client", problem, fix=fix)
     if "/" in section.client.report or section.client.report in (".", "..", CLIENT_LOG):
         problem = f"must be the name of a file, not a path or {CLIENT_LOG}"
         fix = "give the name of a file; the client runs in its own folder"
-        raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
+        raise spec_error("client.report", problem, value=section.client.report, fix=fix)
     return {"client": tuple(section.client.command), "report": section.client.report}
 
 
-def slo_of(section: SloSection) -> dict[str, float]:
+def _slo_of(section: SloSection) -> dict[str, float]:
     """Return the upper bounds by the names of their figures, such as `ttft_s.p99`."""
     return {
         f"{latency}.{statistic}": limit
-        for latency, bounds in section.model_dump().items()
-        for statistic, limit in bounds.items()
+        for latency, bounds in section
+        for statistic, limit in bounds
         if limit is not None
     }
 
 
-def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the serving engines in a spec's data, without duplicates; empty for a training spec."""
-    serve = data.get("serve")
-    engine = serve.get("engine") if isinstance(serve, Mapping) else None
-    names = engine if isinstance(engine, list) else [engine]
+def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
+    """Return the key of the profile that is searched. Raises SpecError if there is no limit or another generator."""
+    name = next((key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO), None)
+    if name is None:
+        return None
+    key = f"profile.{name}"
+    if not slo:
+        problem, fix = "needs limits that the highest load keeps", "set serve.slo"
+        raise spec_error(key, problem, value=AUTO, fix=fix)
+    if section.client is not None or section.profile.trace is not None:
+        other = "serve.client" if section.client is not None else "serve.profile.trace"
+        raise _not_with(other, key, AUTO, "give one of the two")
+    return name
+
+
+def _not_with(other: str, key: str, value: object = None, fix: str = "remove one of the two") -> SpecError:
+    return spec_error(key, f"cannot be combined with {other}", value=value, fix=fix)
+
+
+def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
+    has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
+    if profile.concurrency is not None and profile.request_rate is not None:
+        raise _not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
+    if has_spread and has_ratio:
+        raise _not_with("serve.profile.range_ratio", "profile.range_spread", profile.range_spread)
+    if profile.distribution != "uniform" and (has_spread or has_ratio):
+        other = "serve.profile.range_ratio or range_spread"
+        raise _not_with(other, "profile.distribution", profile.distribution)
+    fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
+    fields["num_prompts"] = number = _num_prompts(profile, slo)
+    fields["is_steady"] = number is None
+    if profile.images is not None:
+        fields["images"] = _images(profile.images, profile)
+    if profile.trace is not None:
+        fields["trace"] = str((base / profile.trace).resolve())
+    if profile.request_rate == AUTO:
+        return (Load(**fields, request_rate=MAX_RATE),)
+    if profile.concurrency == AUTO:
+        return (Load(**fields, concurrency=number),)
+    if rates := _as_list(profile.request_rate):
+        return tuple(Load(**fields, request_rate=float(rate)) for rate in rates)
+    if profile.trace is not None and profile.concurrency is None:
+        return (Load(**fields),)  # the trace may have arrival times
+    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
+    return tuple(Load(**fields, concurrency=each) for each in clients)
+
+
+def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:
+    """Return the number of requests; None for loads that can be measured in their steady state.
+
+    Traces, conversations, bursts and searches for the highest load need a number: by default as many as the percentiles
+    of the limits need.
+    """
+    if profile.num_prompts != AUTO:
+        return int(profile.num_prompts)
+    has_end = profile.trace is not None or profile.turns > 1 or "inf" in _as_list(profile.request_rate)
+    if has_end or AUTO in (profile.request_rate, profile.concurrency):
+        return max([DEFAULT_REQUESTS, *(MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in slo)])
+    return None
+
+
+def _images(section: ImagesSection, profile: ProfileSection) -> Images:
+    """Return the images of a load. Raises SpecError for a wrong size, and for loads that cannot have images."""
+    if profile.trace is not None:
+        raise _not_with("serve.profile.trace", "profile.images", fix="put the images into the trace")
+    if profile.turns > 1:
+        raise _not_with("serve.profile.turns", "profile.images")
+    buckets, total = list[tuple[int, int, float]](), sum(section.bucket_config.values())
+    for text, share in section.bucket_config.items():
+        size = re.match(IMAGE_SIZE, text)
+        if size is None:
+            key, problem = ("profile", "images", "bucket_config", text), "is not a size in pixels"
+            raise spec_error(key, problem, fix="write WIDTHxHEIGHT up to 9999, such as 1280x720")
+        buckets.append((int(size[1]), int(size[2]), share / total))
+    return Images(buckets=tuple(buckets), **section.model_dump(exclude={"bucket_config"}))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class ServeControlSection(BudgetSection):
+    """Budgets of the search."""
+
+    fidelity: Literal["estimate", "run"] = "run"
+    """Fidelity of trials: predictions only, or real servers under load."""
+
+
+OBJECTIVES = (*SERVING, COST)
+
+
+class ServeTunerSection(SearchSection):
+    """The search."""
+
+    cards: Devices | None = None
+    """Devices that a configuration may use; null: all devices of the cluster."""
+    space: Any = Field(default={})
+    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default.
+    Empty: layouts on all devices and limits of the batch."""
+    baseline: Any = None
+    """The configuration to which the gain is relative; null: an expert's layout on all devices."""
+    control: Annotated[ServeControlSection, rule(control_of)] = ServeControlSection()
+    """Budget of the search."""
+    objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
+    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
+    that of an output token on the devices that a configuration uses, so it maximizes output_tokens_per_s_per_device."""
+
+
+def _model_or_weights(source: str | Shape | None, context: Context) -> object:
+    """Return the model of a spec, that of the weights if a server has no other. Raises SpecError without any."""
+    serve, weights = context.given("serve"), context.given("serve", "weights")
+    if source is not None:
+        return model_of(source, context)
+    if weights is None and isinstance(serve, Mapping):
+        raise spec_error("", _("is missing"), fix=_("give a path such as ./Qwen3-8B or a mapping"))
+    return model_of(weights, context) if isinstance(weights, str) else None
+
+
+class ServeDocument(CommonSection):
+    """A tuning task: model, cluster, server with its load, and search."""
+
+    model: Annotated[ModelPath | Shape | None, rule(_model_or_weights)] = None  # type: ignore[assignment]
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape; null: that
+    of the weights."""
+    serve: Annotated[ServeSection, rule(serve_of)]
+    """The serving job: the engine, its load, and the latency limits."""
+    auto_tuner: ServeTunerSection = ServeTunerSection()
+    """The search; absent: layouts on all devices and limits of the batch."""
+
+
+ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
+"""The serving engines of a spec, and the knobs of each."""
+
+
+@lru_cache(maxsize=64)
+def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
+    """Return the pydantic model of a document for serving engines, with a section for the knobs of each."""
+    space, baseline = _knobs_section(engines, listed=True), _knobs_section(engines, listed=False)
+    suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
+
+    def values(key: str, context: Context) -> dict[str, Any]:
+        # The validated section would have 1.0 for a share of 1, so the given values are used.
+        name, knobs = engines[0]
+        given = context.given("auto_tuner", key)
+        return serving_values(knobs_of_engine(given, name), knobs) if len(engines) == 1 else {}
+
+    def listed(_section: Section, context: Context) -> dict[str, Any]:
+        found = values("space", context).items()
+        return {name: each if isinstance(each, tuple) or each == AUTO else (each,) for name, each in found}
+
+    def given(section: Section | None, context: Context) -> dict[str, Any] | None:
+        return None if section is None else values("baseline", context)
+
+    tuner = with_fields(
+        ServeTunerSection,
+        suffix,
+        space=(Annotated[space, rule(listed)], space()),
+        baseline=(Annotated[baseline | None, rule(given)], None),
+    )
+    names: Any = Literal[tuple(name for name, _ in engines)]
+    kinds = names | Annotated[list[names], Field(min_length=1)]
+    serve = with_fields(ServeSection, suffix, engine=(kinds, ...))
+    return with_fields(
+        ServeDocument, suffix, serve=(Annotated[serve, rule(serve_of)], ...), auto_tuner=(tuner, tuner())
+    )
+
+
+def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
+    """Return the pydantic model of a space (`listed`) or a baseline, with a section for each engine."""
+    fields: dict[str, Any] = {
+        knob.name: (kind, Field(None, description=knob.help, json_schema_extra=no_default))
+        for knob, kind in serving_types([knob for _, knobs in engines for knob in knobs], listed=listed)
+    }
+    for name, knobs in engines:
+        section = serve_knobs_section(name, knobs, listed=listed)
+        text = f"Knobs of {name} alone."
+        fields[name] = (section | None, Field(None, description=text, json_schema_extra=no_default))
+    doc = "Knobs of the engine, or of each of several engines. Missing knobs keep the engine's default."
+    suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
+    name = f"{'ServeSpace' if listed else 'ServeBaseline'}{suffix}"
+    return create_model(name, __base__=Section, __doc__=doc, **fields)
+
+
+def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
+    """Return the names of the engines in a section of a spec's data, without duplicates; empty without the section.
+
+    Only a section `serve` may have several.
+    """
+    section = data.get(kind) if isinstance(data, Mapping) else None
+    engine = section.get("engine") if isinstance(section, Mapping) else None
+    names = engine if isinstance(engine, list) and kind == "serve" else [engine]
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
@@ -129,86 +467,13 @@ def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
     return {**common, **(space.get(engine) or {})}
 
 
-def _highest(section: ServeSection, file: str) -> str | None:
-    """Return the key of the profile that is searched. Raises SpecError if there is no limit or another generator."""
-    keys = [key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO]
-    if not keys:
-        return None
-    key = f"serve.profile.{keys[0]}"
-    if not slo_of(section.slo):
-        problem, fix = "needs limits that the highest load keeps", "set serve.slo"
-        raise spec_error(key, problem, value=AUTO, fix=fix, file=file)
-    other = "serve.client" if section.client is not None else "serve.profile.trace"
-    if section.client is not None or section.profile.trace is not None:
-        raise spec_error(key, f"cannot be combined with {other}", value=AUTO, fix="give one of the two", file=file)
-    return keys[0]
-
-
-def _loads(profile: ProfileSection, slo: Mapping[str, float], base: Path, file: str) -> tuple[Load, ...]:
-    if profile.concurrency is not None and profile.request_rate is not None:
-        problem, fix = "cannot be combined with serve.profile.request_rate", "remove one of the two"
-        raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
-    if profile.range_spread is not None and profile.range_ratio != 1.0:
-        problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
-        raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
-    if profile.distribution != "uniform" and (profile.range_spread is not None or profile.range_ratio != 1.0):
-        problem, fix = "cannot be combined with serve.profile.range_ratio or range_spread", "remove one of the two"
-        raise spec_error("serve.profile.distribution", problem, value=profile.distribution, fix=fix, file=file)
-    fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
-    fields["num_prompts"] = number = _num_prompts(profile, slo)
-    fields["is_steady"] = number is None
-    if profile.images is not None:
-        fields["images"] = _images(profile.images, profile, file)
-    if profile.trace is not None:
-        fields["trace"] = str((base / profile.trace).resolve())
-    if profile.request_rate == AUTO:
-        return (Load(**fields, request_rate=MAX_RATE),)
-    if profile.concurrency == AUTO:
-        return (Load(**fields, concurrency=number),)
-    rates = _as_list(profile.request_rate)
-    if rates:
-        return tuple(Load(**fields, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
-    if profile.trace is not None and profile.concurrency is None:
-        return (Load(**fields),)  # the trace may have arrival times
-    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
-    return tuple(Load(**fields, concurrency=each) for each in clients)
-
-
-def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:
-    """Return the number of requests; None for loads that can be measured in their steady state.
-
-    Traces, conversations, bursts and searches for the highest load need a number: by default as many as the percentiles
-    of the limits need.
-    """
-    if profile.num_prompts != AUTO:
-        return int(profile.num_prompts)
-    has_end = profile.trace is not None or profile.turns > 1 or "inf" in _as_list(profile.request_rate)
-    if has_end or AUTO in (profile.request_rate, profile.concurrency):
-        return max([DEFAULT_REQUESTS, *(MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in slo)])
-    return None
-
-
-def _images(section: ImagesSection, profile: ProfileSection, file: str) -> Images:
-    """Return the images of a load. Raises SpecError for a wrong size, and for loads that cannot have images."""
-    other = "trace" if profile.trace is not None else "turns" if profile.turns > 1 else ""
-    if other:
-        fix = "put the images into the trace" if other == "trace" else "remove one of the two"
-        problem = f"cannot be combined with serve.profile.{other}"
-        raise spec_error("serve.profile.images", problem, fix=fix, file=file)
-    sizes, total = dict[str, re.Match[str]](), sum(section.bucket_config.values())
-    for text in section.bucket_config:
-        size = re.match(IMAGE_SIZE, text)
-        if size is None:
-            key, problem = ("serve", "profile", "images", "bucket_config", text), "is not a size in pixels"
-            raise spec_error(key, problem, fix="write WIDTHxHEIGHT up to 9999, such as 1280x720", file=file)
-        sizes[text] = size
-    return Images(
-        buckets=tuple(
-            (int(sizes[text][1]), int(sizes[text][2]), share / total) for text, share in section.bucket_config.items()
-        ),
-        **section.model_dump(exclude={"bucket_config"}),
-    )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def json_schema(engines: Engines) -> dict[str, Any]:
+    """Return the JSON Schema of specs for all `engines`."""
+    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
+    documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in rows if kind == "train"]
+    served = tuple((name, knobs) for name, kind, knobs in rows if kind == "serve")
+    documents += [serve_document_of((each,)) for each in served]
+    if len(served) > 1:
+        documents.append(serve_document_of(served))
+    schema = TypeAdapter(reduce(or_, documents)).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
@@ -49,74 +52,75 @@ class Section(BaseModel):
     )
 
 
-def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
-    """Validate `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with all problems."""
-    found, kinds = _validated(kind, data)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The `data` of a file, its name in errors, and the folder of its relative paths."""
+
+    file: str = ""
+    base: Path = Path()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def given(self, *keys: str) -> Any:
+        """Return the value at a path in `data`, None if it is missing. It need not be valid."""
+        value: Any = self.data
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
+    """Return a validator that replaces a valid value by `convert(value, context)`.
+
+    The keys of SpecErrors that `convert` raises start at the value, unless they have a file.
+    """
+
+    def validate(value: object, info: ValidationInfo[Any]) -> object:
+        try:
+            return convert(value, info.context)
+        except SpecError as error:
+            problems = error.problems
+        raise PydanticCustomError("rule", "a rule is broken", {"problems": problems})
+
+    return AfterValidator(validate)
+
+
+def checked(kind: type[M], data: object, context: Context = Context()) -> M:
+    """Validate `data` as a `kind`. Raises SpecError with all problems."""
+    found, problems = validated(kind, data, context)
     if found is None:
-        raise join_errors(_problems(_schema(kind), data, kinds, file, at))
+        raise join_errors(problems)
     return found
 
 
-def partly_checked(kind: type[M], data: dict[str, Any], *, file: str) -> tuple[M, list[SpecError], list[KeyPath]]:
-    """Return `data` as a `kind`, its problems, and the paths of invalid keys.
+def validated(kind: type[M], data: object, context: Context) -> tuple[M | None, list[SpecError]]:
+    """Return `data` as a `kind`, or None and all problems: invalid keys first, then broken rules."""
+    kinds: dict[KeyPath, str] = {}
+    broken: list[SpecError] = []
+    try:
+        return kind.model_validate(data, context=context), broken
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            path = _in_data(data, item["loc"])
+            if item["type"] == "rule":
+                broken += [located(each, path, context.file) for each in item["ctx"]["problems"]]
+            missing = item["type"] == "missing"
+            kinds.setdefault((*path, item["loc"][-1]) if missing else path, item["type"])
+    return None, _problems(_schema(kind), data, kinds, context.file) + broken
 
-    Invalid keys are missing in the result, or have their defaults.
-    """
-    found, kinds = _validated(kind, data)
-    if found is not None:
-        return found, [], []
-    problems = _problems(_schema(kind), data, kinds, file, ())
-    return _without_invalid(kind, data, list(kinds)), problems, list(kinds)
+
+def located(error: SpecError, path: KeyPath, file: str) -> SpecError:
+    """Return an error of the value at a path with the whole key and the file, unless it is of another file."""
+    if error.file:
+        return error
+    start, key = key_text(path) if path else "", error.key
+    if start and not key.startswith(start):
+        key = start + ("" if not key or key.startswith("[") else ".") + key
+    return spec_error(key, error.problem, value=error.value, fix=error.fix, file=file)
 
 
 @lru_cache(maxsize=64)
 def _schema(kind: type[BaseModel]) -> Schema:
     return kind.model_json_schema()
-
-
-def overlap(first: KeyPath, second: KeyPath) -> bool:
-    """Return whether one of two paths is a prefix of the other."""
-    return all(a == b for a, b in zip(first, second, strict=False))
-
-
-def _validated(kind: type[M], data: object) -> tuple[M | None, dict[KeyPath, str]]:
-    """Return `data` as a `kind`, or None and pydantic's error type of each invalid key."""
-    kinds: dict[KeyPath, str] = {}
-    try:
-        return kind.model_validate(data), kinds
-    except ValidationError as error:
-        for item in error.errors(include_url=False, include_context=False):
-            path = _in_data(data, item["loc"])
-            missing = item["type"] == "missing"
-            kinds.setdefault((*path, item["loc"][-1]) if missing else path, item["type"])
-    return None, kinds
-
-
-def _without_invalid(kind: type[M], data: Mapping[str, Any], invalid: Sequence[KeyPath], at: KeyPath = ()) -> M:
-    values: dict[str, Any] = {}
-    for name, field in kind.model_fields.items():
-        path, section = (*at, name), field.annotation
-        if name not in data:
-            continue
-        if not any(overlap(path, each) for each in invalid):
-            values[name] = TypeAdapter(field.rebuild_annotation()).validate_python(data[name])
-        elif isinstance(section, type) and issubclass(section, Section) and isinstance(data[name], dict):
-            values[name] = _without_invalid(section, data[name], invalid, path)
-    return kind.model_construct(**values)
-
-
-def convert_all(converters: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
-    """Return the results of `converters`. Raises SpecError with `problems` and the problems of all converters."""
-    results: dict[str, Any] = {}
-    found = list(problems)
-    for name, convert in converters.items():
-        try:
-            results[name] = convert()
-        except SpecError as error:
-            found += error.problems
-    if found:
-        raise join_errors(found)
-    return results
 
 
 def describe(schema: Schema, root: Schema) -> str:
@@ -176,14 +180,14 @@ def _words_of(part: Schema) -> list[str]:
     return ["null" if kind == "null" else _("a mapping")]
 
 
-def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str, at: KeyPath) -> list[SpecError]:
+def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str) -> list[SpecError]:
     """Return the problems that pydantic found, unknown keys first.
 
     The error of a section is left out if one of its keys has an error. A missing key is left out if an unknown key is
     similar to it.
     """
     sections = {path[:size] for path in kinds for size in range(len(path))}
-    paths = [path for path in kinds if path not in sections]
+    paths = [path for path in kinds if path not in sections and kinds[path] != "rule"]
     paths.sort(key=lambda path: kinds[path] != "extra_forbidden")
     found: list[SpecError] = []
     suggested: set[KeyPath] = set()
@@ -192,7 +196,7 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
             continue
         if len(found) == MAX_PROBLEMS:
             text = _("has {count} more problems", count=len(paths) - MAX_PROBLEMS)
-            found.append(spec_error(at, text, file=file))
+            found.append(spec_error((), text, file=file))
             break
         if kinds[path] == "missing":
             value, problem = None, _("is missing")
@@ -200,14 +204,14 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
         elif kinds[path] == "extra_forbidden":
             value, problem = _value_at(data, path), _("is not a known key")
             value = None if isinstance(value, (dict, list)) else value
-            fix, name = _suggest_key(root, path, at)
+            fix, name = _suggest_key(root, path)
             suggested.add((*path[:-1], name))
         else:
             value, schema = _value_at(data, path), _schema_at(root, path)
             text = N_("is null but must be {values}") if value is None else N_("must be {values}")
             problem = _(text, values=describe(schema, root))
             fix = _hint(value, list(_alternatives(schema, root)))
-        found.append(spec_error((*at, *path), problem, value=value, fix=fix, file=file))
+        found.append(spec_error(path, problem, value=value, fix=fix, file=file))
     return found
 
 
@@ -249,21 +253,21 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
     return schema
 
 
-def _suggest_key(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
+def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
     """Return a hint for an unknown key, and the key of its section that was probably meant."""
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     section_keys = [str(key[-1]) for key in known if key[:-1] == section]
     same_name = [key for key in known if key[-1] == name]
     if same_name:
-        sections = _join_with_or([key_text((*at, *key[:-1])) for key in same_name[:2]])
+        sections = _join_with_or([key_text(key[:-1]) for key in same_name[:2]])
         return _("it belongs under {section}", section=sections), ""
     aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
     if close := aliased or difflib.get_close_matches(name, section_keys, n=1):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         suggestion = next(key for key in known if key[-1] == close[0])
-        return _(DID_YOU_MEAN, name=key_text((*at, *suggestion))), close[0]
+        return _(DID_YOU_MEAN, name=key_text(suggestion)), close[0]
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
     return _("known here: {names}", names=", ".join(listed)), ""
 

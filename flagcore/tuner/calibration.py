@@ -23,7 +23,7 @@ from flagcore.physics.collectives.curves import Curve as CollectiveCurve
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet
 from flagcore.physics.kernels.table import KernelTable
-from flagcore.spec.schema import Shape
+from flagcore.spec.models import Shape
 from flagcore.vendorkit.chip_file import Reading, read_kernel
 from flagcore.vendorkit.fields import build
 

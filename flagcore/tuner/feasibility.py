@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import CollectiveCosts, Costs, Workload
+from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
@@ -21,7 +21,7 @@ from flagcore.domain.spec import AUTO, PRECISIONS, Task
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
-from flagcore.tuner.problem import Problem, rows_by_time
+from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.predict import predict_columns, record
 from flagcore.tuner.stages.rank import learn
 
@@ -45,20 +45,20 @@ class UnmetLimits:
     candidate: Candidate | None = None
 
 
-def require_candidate(problem: Problem, workload: Workload) -> None:
+def require_candidate(problem: Problem) -> None:
     """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
     if not problem.pruned.open_rows.size:
-        raise NothingFits(nothing_fits_text(problem, workload))
+        raise NothingFits(nothing_fits_text(problem))
 
 
-def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Callable[[], str] | None = None) -> str:
+def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | None = None) -> str:
     """Return one line: the count of each rule, the candidate that came closest, and a change with which one fits.
 
     The default of `cheapest_change` is advice on other hardware.
     """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    if limits := unmet_text(problem, workload):
+    if limits := unmet_text(problem):
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
     if (rows := np.flatnonzero(predictions.fits)).size:
         name, message = _main_rule(problem, rows)
@@ -72,7 +72,7 @@ def nothing_fits_text(problem: Problem, workload: Workload, cheapest_change: Cal
             why += "; " + fix
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=why)
     smallest = _smallest_text(problem, np.arange(len(space)))
-    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.platform.task))()
+    smallest += "; " + (cheapest_change or partial(_other_hardware, problem.task))()
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
 
 
@@ -99,7 +99,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
         "the smallest needs ~{need:.2f} GiB per device of {have:.2f} GiB ({budget}): {candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
         have=(predictions.row(row).capacity_bytes or 0) / 2**30,
-        budget=_budget_from(problem.platform.task),
+        budget=_budget_from(problem.task),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )
 
@@ -111,9 +111,9 @@ def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
     return name, problem.messages.get(name, "")
 
 
-def unmet_limits(problem: Problem, workload: Workload) -> UnmetLimits | None:
+def unmet_limits(problem: Problem) -> UnmetLimits | None:
     """Return the limits that no candidate is predicted to meet, with the nearest candidate, or None."""
-    task, predictions = problem.platform.task, problem.predictions
+    task, predictions = problem.task, problem.predictions
     limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
     rows = np.flatnonzero(predictions.fits)
     if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
@@ -127,7 +127,8 @@ def unmet_limits(problem: Problem, workload: Workload) -> UnmetLimits | None:
         if loads is None:
             return False
         spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
-        scaled_predictions = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
+        platform = replace(problem.platform, task=replace(task, spec=spec))
+        scaled_predictions = predict_columns(platform, columns)
         feasible = np.flatnonzero(scaled_predictions.keeps_limits(limits))
         if feasible.size:
             solution.update(load=loads[-1], candidate=problem.space.candidate(int(rows[feasible[0]])))
@@ -165,9 +166,9 @@ def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
     return tuple(loads)
 
 
-def unmet_text(problem: Problem, workload: Workload) -> str:
+def unmet_text(problem: Problem) -> str:
     """Return the result of `unmet_limits` in one line; empty if a candidate is predicted to meet the limits."""
-    result, limits = unmet_limits(problem, workload), problem.platform.task.spec.limits
+    result, limits = unmet_limits(problem), problem.task.spec.limits
     if result is None:
         return ""
     text = _(
@@ -212,13 +213,13 @@ def _other_hardware(task: Task) -> str:
 def require_predicted_time(problem: Problem) -> None:
     """Raise NoDevice unless some candidate has a predicted time. Probes need it, too: they do not run communication."""
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        reason = no_time(problem.platform.task, problem.platform.costs)
+        reason = no_time(problem.task, problem.costs)
         raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
 def dry_run(problem: Problem) -> Plan:
     """Return a plan from predictions: the baseline and the `max_trials` fastest candidates."""
-    task, row = problem.platform.task, problem.space.find(problem.baseline)
+    task, row = problem.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
     order = [int(each) for each in rows_by_time(problem)]
     rows = dict.fromkeys([row, *order[: task.spec.control.max_trials]])

@@ -16,6 +16,7 @@ from flagcore.contracts import (
     Launcher,
     OnEvent,
     Plugins,
+    Problem,
     SearchContext,
     Strategy,
     TrialStore,
@@ -30,11 +31,11 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, 
 from flagcore.errors import FlagError, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
 from flagcore.tuner.feasibility import dry_run, require_candidate, require_predicted_time
-from flagcore.tuner.problem import Problem, build_problem, require_launchable, with_learned
+from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.launch import nodes_left
 from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
-from flagcore.tuner.stages.prune import prune
+from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
 from flagcore.tuner.trial_runner import (
     TrialPool,
@@ -86,13 +87,13 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     """
     fidelity = spec.control.fidelity
     problem = build_problem(spec, dependencies.plugins, dependencies.workload)
-    require_candidate(problem, dependencies.workload)
+    require_candidate(problem)
     if fidelity != RUN:
         require_predicted_time(problem)
     if fidelity == ESTIMATE:
         dependencies.open_store(problem)
         return TuneResult(plan=dry_run(problem), problem=problem, error=None)
-    require_launchable(problem, dependencies.workload)
+    require_launchable(problem)
     require_devices(problem.platform, dependencies.plugins.devices(spec.envs), needed=1 if fidelity == PROBE else None)
     search = _Search(problem, dependencies)
     error: FlagError | None = None
@@ -109,7 +110,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     finally:
         tuple(search.pool.stop(""))
         dependencies.launcher.close()
-    plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
+    plan = summarize(problem.task, problem.space, search.problem.pruned, search.state, stopped, problem.knobs)
     return TuneResult(plan=replace(plan, interference=search.interference), problem=problem, error=error)
 
 
@@ -118,33 +119,31 @@ class _Search:
 
     def __init__(self, problem: Problem, dependencies: Dependencies) -> None:
         self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
-        self.workload = dependencies.workload
         self.groups, self.note = divide(problem.platform)
         self.pool = TrialPool()
         self.is_parallelism_decided = len(self.groups) == 1
         self.runner = TrialRunner(
             problem=problem,
-            workload=self.workload,
             launcher=dependencies.launcher,
             store=self.store,
             groups=self.groups,
             probe_devices=parallel_probe_ranks(problem.platform),
             pool=self.pool,
         )
-        control = problem.platform.task.spec.control
+        control = problem.task.spec.control
         self.fidelity = control.fidelity
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
         counted = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
         self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
         self.started = time.monotonic()
-        self.pruned, self.state, self.past = problem.pruned, learn(()), dependencies.past(problem)
+        self.state, self.past = learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
         """Consecutive trials whose devices were busy, or that lost a host which cannot be replaced."""
         before = self.store.trials()
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
-        self.can_run_on = cache(partial(can_run_on, problem, self.workload))
-        self.search_time = estimate_search_time(problem, self.workload) if self.fidelity == RUN else None
+        self.can_run_on = cache(partial(can_run_on, problem))
+        self.search_time = estimate_search_time(problem) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()
 
@@ -212,7 +211,7 @@ class _Search:
         if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
             text = N_("devices were busy or a host failed in {count} consecutive trials")
             return Message(text, count=self.consecutive_busy)
-        no_trial = why_no_trial(self._context(), self.workload) if self.fidelity == RUN else None
+        no_trial = why_no_trial(self._context()) if self.fidelity == RUN else None
         return no_trial or stop_reason(self.control, self.state, self.elapsed, len(self._pending))
 
     @property
@@ -258,18 +257,9 @@ class _Search:
         return math.inf if limit is None else limit * MAX_SHARE_OF_PROBES - self.elapsed
 
     def _context(self) -> SearchContext:
-        problem, limit = self.problem, self.control.max_time
-        context = search_context(
-            problem.platform.task,
-            self.workload,
-            problem.space,
-            problem.predictions,
-            self.pruned,
-            self.state,
-            self.past,
-            None if limit is None else limit - self.elapsed,
-            self._pending,
-        )
+        limit = self.control.max_time
+        left = None if limit is None else limit - self.elapsed
+        context = search_context(self.problem, self.state, self.past, left, self._pending)
         if nodes := self._nodes_left:
             context = replace(context, open_rows=context.open_rows[self.can_run_on(nodes)[context.open_rows]])
         return context if self.fidelity == RUN else _only_with_predicted_time(context)
@@ -327,7 +317,7 @@ class _Search:
     ) -> Trial:
         """Return a trial of a candidate with its prediction, its time limit and its shortened steps."""
         trial = replace(
-            predicted_trial(self.problem, self.workload, candidate, role, fidelity),
+            predicted_trial(self.problem, candidate, role, fidelity),
             began_s=self.elapsed,
             chosen_because=choice.because if choice else None,
             believed=dict(choice.belief) if choice else None,
@@ -339,13 +329,13 @@ class _Search:
             nodes = self._nodes_left
             if not self._has_nodes(candidate):
                 raise LaunchError(_("the candidate cannot run on the {nodes} nodes that are left", nodes=nodes))
-            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs, nodes))
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, trial, runs, nodes))
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:
         """Return the time limit of a trial, at most the remaining time of the run or of the probes before it."""
         earlier = (*self.state.trials, *self.state.repeats)
-        limit, left = plan_time_limit(self.problem, self.workload, trial, earlier), None
+        limit, left = plan_time_limit(self.problem, trial, earlier), None
         if max_time := self.control.max_time:
             is_early_probe = trial.fidelity == PROBE and self.fidelity == RUN
             left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
@@ -353,16 +343,16 @@ class _Search:
         if trial.fidelity == PROBE:
             return limit
         share = share_of_time(self.control, self.state, trial.role, self._candidates, left)
-        return with_target(limit, self.problem.platform.task, trial, share, earlier)
+        return with_target(limit, self.problem.task, trial, share, earlier)
 
     @property
     def _candidates(self) -> int:
         """The number of candidates that have a trial or may get one."""
-        return len(self.state.settled) + len(untried(self.problem.space, self.pruned, self.state))
+        return len(self.state.settled) + len(untried(self.problem, self.state))
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
-        if not (trial.lost_host and self.problem.platform.task.spec.cluster.survives_loss):
+        if not (trial.lost_host and self.problem.task.spec.cluster.survives_loss):
             self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
         self._emit("trial_finished", trial)
@@ -370,9 +360,8 @@ class _Search:
     def _learn(self) -> None:
         trials = self.store.trials()
         self.state, self.interference = learn(trials, self.fidelity), interference(trials)
-        self.problem = problem = with_learned(self.problem, self.workload, self.state.trials)
-        tried = self.state.trials, self.pruned, self.state.probes
-        self.pruned = prune(problem.space, problem.predictions, self.workload, problem.rules, *tried)
+        problem = with_learned(self.problem, self.state.trials)
+        self.problem = replace(problem, pruned=prune_by_trials(problem, self.state.trials, self.state.probes))
 
     def _emit(self, kind: str, trial: Trial) -> None:
         candidates = self._candidates
@@ -384,7 +373,7 @@ class _Search:
                 trials_planned=min(self.control.max_trials, candidates),
                 seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed, self.pool.limit),
                 best=self.state.best,
-                objective=self.problem.platform.task.spec.objective,
+                objective=self.problem.task.spec.objective,
                 knobs=self.problem.knobs,
                 search_time=self.search_time,
                 note=self.note,

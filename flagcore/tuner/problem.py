@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import (
-    Platform,
-    Plugins,
-    PruningRule,
-    Workload,
-)
+from flagcore.contracts import Platform, Plugins, Problem, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
-from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import Pruned
+from flagcore.domain.knob import Knob
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
@@ -27,36 +20,8 @@ from flagcore.i18n import _
 from flagcore.tuner.stages.build import build, check, legality
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
-from flagcore.tuner.stages.prune import LEARNED_MESSAGES, prune
+from flagcore.tuner.stages.prune import prune
 from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """The search problem of a spec, before any trial.
-
-    `rules` are the pruning rules of the engine and of plugins. `knobs` are the knobs of both, by name.
-    """
-
-    platform: Platform
-    legality: Legality
-    space: Space
-    predictions: Predictions
-    pruned: Pruned
-    baseline: Candidate
-    rules: tuple[PruningRule, ...] = ()
-    knobs: Knobs = field(default_factory=dict)
-
-    @property
-    def messages(self) -> dict[str, str]:
-        """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
-        legality = {rule.name: rule.message for rule in self.legality.rules}
-        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
-
-    def set_knobs(self, candidate: Candidate) -> Candidate:
-        """Return a candidate without the knobs that have their neutral value."""
-        neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
-        return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
@@ -66,58 +31,58 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
     production on the chip. Raises NothingFits if no combination is legal, with the count of each rule.
     """
     platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
-    legal = legality(platform.task, workload, platform.value_rules)
-    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
-    baseline = _baseline(platform, workload, legal)
+    legal = legality(platform)
+    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform)))
+    baseline = _baseline(platform, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     space = build(axes, legal.rules, legal.merges)
     if not len(space):
         raise NothingFits(_nothing_legal(space, legal))
     space = space.with_candidate(baseline)
-    predictions = predict(platform.task, workload, space, platform.costs)
-    rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
-    rules = (*rules, *pruning_of_trials(platform.task, workload, platform.costs))
+    predictions = predict(platform, space)
+    rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules, *pruning_of_trials(platform))
     return Problem(
         platform=platform,
         legality=legal,
         space=space,
         predictions=predictions,
-        pruned=prune(space, predictions, workload, rules, ()),
+        pruned=prune(space, predictions, rules),
         baseline=baseline,
         rules=rules,
         knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
     )
 
 
-def with_learned(problem: Problem, workload: Workload, trials: Sequence[Trial]) -> Problem:
-    """Return `problem` with the properties of the task that `workload` learns from trials, and new predictions."""
-    task = workload.learned(problem.platform.task, trials)
-    if task == problem.platform.task:
+def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
+    """Return `problem` with the properties of the task that the engine learns from trials, and new predictions."""
+    task = problem.workload.learned(problem.task, trials)
+    if task == problem.task:
         return problem
-    predictions = predict(task, workload, problem.space, problem.platform.costs)
-    return replace(problem, platform=replace(problem.platform, task=task), predictions=predictions)
+    platform = replace(problem.platform, task=task)
+    return replace(problem, platform=platform, predictions=predict(platform, problem.space))
 
 
-def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row from values of engine and plugin knobs. Raises SpecError for an invalid value."""
+    task = platform.task
     plugin = plugin_columns(task, values)
     engine_values = {name: value for name, value in values.items() if name not in plugin}
-    return {**workload.columns(engine_task(task), engine_values), **plugin}
+    return {**platform.workload.columns(engine_task(task), engine_values), **plugin}
 
 
-def require_launchable(problem: Problem, workload: Workload) -> None:
+def require_launchable(problem: Problem) -> None:
     """Raise SpecError if trials cannot use a listed value of a knob with effects.
 
     Also raise if the environment of this process already has a variable that such a knob sets.
     """
-    task = problem.platform.task
+    task = problem.task
     for knob in task.knobs:
         key = f"auto_tuner.space.{knob.name}"
         for value, effect in knob.effects.items():
             if effect.passed:
                 try:
-                    workload.ready(engine_task(task, [effect]).spec)
+                    problem.workload.ready(engine_task(task, [effect]).spec)
                 except SpecError as error:
                     if error.key == f"train.settings.{knob.name}":
                         raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
@@ -160,31 +125,31 @@ def rows_by_time(problem: Problem) -> IntArray:
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
-    breaks_limit = ~predictions.keeps_limits(problem.platform.task.spec.limits)[rows]
+    breaks_limit = ~predictions.keeps_limits(problem.task.spec.limits)[rows]
     order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit))]
     return order
 
 
-def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candidate:
+def _baseline(platform: Platform, legal: Legality) -> Candidate:
     """Return the baseline of the spec, or the candidate that an expert would choose without measuring.
 
     The candidate is from the engine's usual space, or from the whole space if the usual space has no legal candidate.
     Candidates that the chip's pruning rules remove are avoided.
     """
-    task, baseline = platform.task, platform.task.spec.baseline
+    task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
         usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
-        for searched in (legality(usual_task, workload, platform.value_rules), legal):
+        for searched in (legality(replace(platform, task=usual_task)), legal):
             space = build(searched.axes, searched.rules, searched.merges)
             if len(space):
                 break
         else:
             raise NothingFits(_nothing_legal(space, legal))
-        predictions = predict(task, workload, space, platform.costs)
-        open_rows = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
+        predictions = predict(platform, space)
+        open_rows = prune(space, predictions, platform.pruning_rules).open_rows
         rows = open_rows if open_rows.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
-    columns, broken = check(candidate_columns(task, workload, baseline), legal.rules, legal.merges)
+    columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Launcher, Platform, RunningLaunch, TrialStore, Workload
+from flagcore.contracts import Launcher, Platform, Problem, RunningLaunch, TrialStore
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Exit
 from flagcore.domain.search_state import SearchTime
@@ -22,78 +22,68 @@ from flagcore.domain.space import BoolArray
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import LaunchError, UsageError
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
 from flagcore.tuner.stages.limit import search_time, time_limit
 from flagcore.tuner.stages.measure import measure
-from flagcore.tuner.stages.predict import GIB, predict_columns, predict_stage_layers, record
+from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
 from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 
-def predicted_trial(problem: Problem, workload: Workload, candidate: Candidate, role: Role, fidelity: str) -> Trial:
+def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
     """Return a trial of a candidate with its prediction."""
-    row, platform = _row(problem, candidate), problem.platform
-    layers = predict_stage_layers(platform.task, workload, problem.space.columns(np.array([row])), platform.costs)
+    row = _row(problem, candidate)
+    layers = predict_stage_layers(problem.platform, problem.space.columns(np.array([row])))
     return Trial(
         number=0,
         candidate=candidate,
         role=role,
         state=TrialState.RUNNING,
-        predicted=record(platform.task, problem.predictions.row(row), layers.get(0, ())),
+        predicted=record(problem.task, problem.predictions.row(row), layers.get(0, ())),
         fidelity=fidelity,
     )
 
 
-def plan_time_limit(
-    problem: Problem, workload: Workload, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None
-) -> TimeLimit:
+def plan_time_limit(problem: Problem, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None) -> TimeLimit:
     """Return the time limit of a trial, given the `earlier` trials of the run.
 
     `ranks` is the number of ranks of a probe; None: as many as `ranks_to_probe` returns.
     """
-    platform = problem.platform
     if trial.fidelity != PROBE:
-        return time_limit(platform.task, workload, trial, earlier)
-    launches = ranks or len(ranks_to_probe(platform, workload, trial.candidate))
-    return time_limit(platform.task, workload, trial, (), launches)
+        return time_limit(problem.platform, trial, earlier)
+    launches = ranks or len(ranks_to_probe(problem.platform, trial.candidate))
+    return time_limit(problem.platform, trial, (), launches)
 
 
 def plan_shortened_steps(
-    problem: Problem, workload: Workload, trial: Trial, runs: int = 0, most_nodes: int | None = None
+    problem: Problem, trial: Trial, runs: int = 0, most_nodes: int | None = None
 ) -> Shortened | None:
     """Return how the steps of a trial are shortened; None if they are whole.
 
     Its candidate already has `runs` runs. The trial uses at most `most_nodes` nodes if others were lost.
     """
-    row, task = _row(problem, trial.candidate), problem.platform.task
+    row, task = _row(problem, trial.candidate), problem.task
     columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
     nodes = min(sizes[min(runs, len(sizes) - 1)], most_nodes or task.spec.cluster.nodes)
     if task.spec.control.trial_nodes or nodes < task.spec.cluster.nodes:
-        smaller = SmallerTask(task, workload, nodes)
-        return smaller.shortened(columns, problem.platform.costs, problem.predictions.row(row))
+        return SmallerTask(problem.platform, nodes).shortened(columns, problem.predictions.row(row))
     if trial.role is Role.REPEAT:
         return None
-
-    def predict_step(task: Task) -> float:
-        return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
-
-    return shorten(task, workload, trial.candidate, trial.expected_step_s, predict_step)
+    return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
 
 
-def can_run_on(problem: Problem, workload: Workload, nodes: int) -> BoolArray:
+def can_run_on(problem: Problem, nodes: int) -> BoolArray:
     """Return which rows of the space can run on `nodes` of the nodes, with fewer replicas."""
-    return SmallerTask(problem.platform.task, workload, nodes).runs(problem.space.columns(), problem.platform.costs)
+    return SmallerTask(problem.platform, nodes).runs(problem.space.columns())
 
 
-def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
+def candidate_to_run(problem: Problem, trial: Trial) -> Candidate:
     """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
     if not (trial.shortened and trial.shortened.nodes):
         return trial.candidate
     columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
-    smaller = SmallerTask(problem.platform.task, workload, trial.shortened.nodes)
-    return smaller.candidate(columns, problem.legality.axes)
+    return SmallerTask(problem.platform, trial.shortened.nodes).candidate(columns, problem.legality.axes)
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
@@ -108,13 +98,13 @@ def memory_needed(task: Task, trial: Trial) -> float:
     return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 
-def estimate_search_time(problem: Problem, workload: Workload) -> SearchTime:
+def estimate_search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
-    rows, max_trials = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
+    rows, max_trials = problem.pruned.open_rows, problem.task.spec.control.max_trials
     if rows.size > max_trials:
         step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
         rows = rows[np.argpartition(step, max_trials)[:max_trials]]
-    return search_time(problem.platform.task, workload, problem.predictions, rows)
+    return search_time(problem.platform, problem.predictions, rows)
 
 
 def _row(problem: Problem, candidate: Candidate) -> int:
@@ -132,7 +122,6 @@ class TrialRunner:
     """
 
     problem: Problem
-    workload: Workload
     launcher: Launcher
     store: TrialStore
     groups: Sequence[Platform]
@@ -184,12 +173,12 @@ class TrialRunner:
         folder, limit = self.store.folder(trial), trial.time_limit
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
-        ran = replace(trial, candidate=candidate_to_run(self.problem, self.workload, trial))
+        ran = replace(trial, candidate=candidate_to_run(self.problem, trial))
 
         def started(*, cold: bool) -> Trial:
             with _pinned_to(platform.cores):
-                running = launch(platform, self.workload, self.launcher, ran.candidate, folder, limit, cold=cold)
-                return measure(self.pool.interruptible(running), platform, self.workload, ran, folder, best)
+                running = launch(platform, self.launcher, ran.candidate, folder, limit, cold=cold)
+                return measure(self.pool.interruptible(running), platform, ran, folder, best)
 
         outcome = started(cold=cold)
         if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
@@ -208,7 +197,6 @@ class TrialRunner:
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
         result = probe(
             platform,
-            self.workload,
             self.launcher,
             trial.candidate,
             self.store.folder(trial),
@@ -217,8 +205,7 @@ class TrialRunner:
             finish=False,
             devices=self.probe_devices,
         )
-        work_parts = self.workload.work_parts
-        combined = combine(self.problem.predictions.row(row), result, platform.costs.memory, work_parts)
+        combined = combine(self.problem.predictions.row(row), result, platform)
         return trial_of_probe(platform.task, trial, result, combined)
 
 

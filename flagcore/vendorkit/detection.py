@@ -124,7 +124,7 @@ class DeviceDetector:
             LOG.warning("%s", line)
         if listing.rows:
             return self._selected(tuple(row.device for row in listing.rows), environment)
-        if machine.has_device_files(self.device_file, root):
+        if any(root.glob(self.device_file)):  # without one, no process here can use a device
             own = {name: environment[name] for name in (self.outer, *self.visible) if name in environment}
             report = machine.query_torch(self.torch_device, self.torch_attributes, environment={**os.environ, **own})
             if report is None:
@@ -217,6 +217,8 @@ class DeviceDetector:
 
 
 FRESH_SECONDS = 0.9
+DESCRIPTIONS_SECONDS = 60.0
+"""Seconds for which UUIDs, addresses and links of devices are cached."""
 
 
 class Shared(Generic[T]):
@@ -237,26 +239,33 @@ class Shared(Generic[T]):
             return self._answers.get(index)
 
 
+class Readings:
+    """What a vendor's tool prints about all devices, for the readers of single devices."""
+
+    def __init__(self, detector: DeviceDetector) -> None:
+        self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
+        self.uses = Shared(detector.uses_now)
+        self.descriptions = Shared(detector.descriptions, fresh_seconds=DESCRIPTIONS_SECONDS)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """`flagcore.contracts.Telemetry` of one device, and `DeviceUseReporter` if the tool reports users."""
+    """`flagcore.contracts.Telemetry` of one device."""
 
-    table: Shared[Row]
+    readings: Readings
     index: int
-    uses: Shared[DeviceUse] | None = None
-    descriptions: Shared[Mapping[str, str]] | None = None
 
     def sample(self) -> Mapping[str, float]:
-        """Return the device's figures now. Raises LookupError if it does not list it."""
-        row = self.table.of(self.index)
+        """Return the device's figures now. Raises LookupError if the tool does not list it."""
+        row = self.readings.rows.of(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")
         return row.reading
 
     def use(self) -> DeviceUse:
         """Return the users of the device, as far as the tool reports them."""
-        return (self.uses and self.uses.of(self.index)) or DeviceUse()
+        return self.readings.uses.of(self.index) or DeviceUse()
 
     def describe(self) -> Mapping[str, str]:
         """Return the device's UUID, PCI address and links, as far as the tool prints them."""
-        return (self.descriptions and self.descriptions.of(self.index)) or {}
+        return self.readings.descriptions.of(self.index) or {}

@@ -85,11 +85,6 @@ def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator
             yield folder
 
 
-def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
-    """Return whether a device file such as `dev/acme*` exists. Without one, no process here can use a device."""
-    return any(root.glob(pattern))
-
-
 def query_torch(
     kind: str,
     attributes: Sequence[str] = (),

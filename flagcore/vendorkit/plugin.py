@@ -10,7 +10,6 @@ from importlib.resources import files
 from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Maturity, Support
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.devices import DeviceUse
 from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -20,15 +19,11 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.costs import topology_of
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
-from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Shared
+from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import KNOBS, SUPPORT, environment, knobs, read_engines
 from flagcore.vendorkit.fields import S, applicable
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
-from flagcore.vendorkit.rows import Row
-
-DESCRIPTIONS_SECONDS = 60.0
-"""Seconds for which UUIDs, addresses and links of devices are cached."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,17 +46,8 @@ class VendorPlugin:
         return chip.vendor == self.vendor
 
     @cached_property
-    def _table(self) -> Shared[Row]:
-        rows = self.detector.rows if self.detector else tuple
-        return Shared(lambda: {row.device.index: row for row in rows()})
-
-    @cached_property
-    def _uses(self) -> Shared[DeviceUse]:
-        return Shared(self.detector.uses_now if self.detector else dict)
-
-    @cached_property
-    def _descriptions(self) -> Shared[Mapping[str, str]]:
-        return Shared(self.detector.descriptions if self.detector else dict, fresh_seconds=DESCRIPTIONS_SECONDS)
+    def _readings(self) -> Readings | None:
+        return Readings(self.detector) if self.detector else None
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
@@ -173,7 +159,7 @@ class VendorPlugin:
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
-        return DeviceReading(self._table, device.index, self._uses, self._descriptions) if known else None
+        return DeviceReading(self._readings, device.index) if self._readings and known else None
 
 
 def _with_source(note: Note) -> str:

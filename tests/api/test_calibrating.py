@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
+from flagcore_testing import fakes
 
 from flagcore.api.calibrated_plugins import Load, busy
 from flagcore.api.managing import calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.testing import fakes
 from flagcore.tuner.calibration import Calibration
 from tests.vendors.test_simulated_nodes import METAX
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_kubernetes.job import KINDS
+from flagcore_testing import fakes
 
 from flagcore import api
 from flagcore.errors import UsageError
 from flagcore.launchers import network
-from flagcore.launchers.kubernetes_job import KINDS
-from flagcore.testing import fakes
 from tests.api.test_manifest import checked, found
 from tests.engines.megatron.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from tests.pages import ROOT

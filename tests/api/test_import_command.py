@@ -80,8 +80,8 @@ def test_the_baseline_of_a_server_starts_with_the_same_arguments(engine: str, tm
     assert imported.data["cluster"]["devices_per_node"] == 2
     assert any("port" in key for key in keys(imported))
     imported.data["serve"]["command"] = ["true"]  # the engine is not installed
-    problem, workload = build_problem_of_spec(imported.data, None, (), plan=True)
-    launch = planned_launch(problem.platform, workload, problem.baseline, str(tmp_path), for_real=True)
+    problem, _ = build_problem_of_spec(imported.data, None, (), plan=True)
+    launch = planned_launch(problem.platform, problem.baseline, str(tmp_path), for_real=True)
     words = [word.lstrip("-") for word in launch.argv]
     assert "64" in words
     assert "2" in words

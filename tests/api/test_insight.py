@@ -10,8 +10,8 @@ import pytest
 from flagcore.api.managing import report as what_if_module
 from flagcore.api.managing.report import insight, what_if
 from flagcore.api.snapshot import build_problem_of_spec
+from flagcore.contracts import Problem
 from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
-from flagcore.tuner.problem import Problem
 from tests.cli.conftest import MODEL
 
 SPEC: dict[str, Any] = {

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_kubernetes.job import KINDS
 
 from flagcore import api
 from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.errors import SpecError, UsageError
-from flagcore.launchers.kubernetes_job import KINDS
 from flagcore.launchers.script import shell_quoted
+from flagcore.plugins import launcher
 from tests.hosts.bed import HOST, missing
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
@@ -129,6 +130,13 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
         api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data")
     with pytest.raises(SpecError, match="kubernetes"):
         api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "ray"])
+def test_an_extra_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.plugins.entry_points.installed", lambda group: {})
+    with pytest.raises(SpecError, match=rf'pip install "flagcore\[{name}\]"'):
+        launcher(name)
 
 
 def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.flagscale_rules import FlagScale, grid_order
-from flagcore.engines.flagscale.grid import AXES, RULES, Entry, History
+from benchmarks.flagscale_rules import AXES, RULES, Entry, FlagScale, History, grid_order
 
 PLAIN: dict[str, Any] = {
     "data_parallel_size": 2,

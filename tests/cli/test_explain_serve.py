@@ -20,7 +20,7 @@ from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data
 from flagcore.tuner.stages.rank import learn
 from tests.cli.conftest import Ran
-from tests.report.page.reading import run_result
+from tests.report.page.reading import run_data
 from tests.serving import trial
 
 Flag = Callable[..., Ran]
@@ -83,7 +83,7 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     limits = {"limits": snapshot.task.spec.limits, "fastest": late_trials[0].number}
     objective = {"name": snapshot.task.spec.objective}
     trials = [as_data(each) for each in late_trials]
-    data = run_result(stopped_because="all is tried", objective=objective, trials=trials, **limits).to_json()
+    data = run_data(stopped_because="all is tried", objective=objective, trials=trials, **limits).data
     run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
     run.folder, run.data, run.knobs, run.stopped_because = Path("run"), data, {}, data["stopped_because"]
     learned_snapshot = replace(snapshot, search_state=learn(late_trials), run=run)

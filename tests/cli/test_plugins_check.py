@@ -92,7 +92,7 @@ def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, 
 
 @pytest.mark.slow
 def test_a_hanging_check_is_aborted(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.testing.runner.CHECK_SECONDS", 8.0)
+    monkeypatch.setattr("flagcore_testing.runner.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
     endless = """
 

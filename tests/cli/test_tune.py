@@ -22,7 +22,7 @@ from fixed_machine import PINS
 from flagcore import i18n
 from flagcore.cli.tune import _resuming_command, tune_command
 from flagcore.i18n import Message, choose
-from flagcore.report.result import RunResult
+from flagcore.report.result import stop_reason
 from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Project, Ran
 
@@ -219,7 +219,7 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
     assert result["stopped_message"]["values"] == {"count": 3}
     choose("zh")
     try:
-        assert RunResult.from_json(result).stop_reason == i18n._(Message("max_trials = {count} reached", count=3))
+        assert stop_reason(result) == i18n._(Message("max_trials = {count} reached", count=3))
     finally:
         choose("en")
     assert len(result["repeats"]) in (0, 4)

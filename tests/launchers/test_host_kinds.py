@@ -21,7 +21,7 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import parse_spec
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import require_devices
 from flagcore.tuner.stages.launch import host_lines, planned_launch
 from tests import small
@@ -87,14 +87,14 @@ def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
 def platform(given: Spec) -> Platform:
     loaded = LoadedPlugins.of({"x": plugin("x"), "y": plugin("y")})
     assert loaded.failures == ()
-    return complete(given, loaded)
+    return complete_by_plugins(given, loaded, small.ENGINES[given.work.engine])
 
 
 @pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
 def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
     chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
     there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
-    planned = planned_launch(there, small.ENGINES["megatron"], small.candidate(), str(tmp_path))
+    planned = planned_launch(there, small.candidate(), str(tmp_path))
     on_host = there.prepared(planned).on_host
     assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
     assert on_host["a"].environment["X_VISIBLE"] == "0,1"
@@ -106,7 +106,7 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     there = platform(spec(tmp_path, HOSTS.replace("a ", "127.0.0.1 "), groups=groups))
     folder = tmp_path / "trial"
     folder.mkdir()
-    planned = planned_launch(there, small.ENGINES["megatron"], small.candidate(), str(folder))
+    planned = planned_launch(there, small.candidate(), str(folder))
     exit_record = SHELL.start(there.prepared(planned)).wait(30)
     assert exit_record is not None
     assert exit_record.code == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_testing.examples import group_of, task_on
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
@@ -19,7 +20,6 @@ from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import group_of, task_on
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")

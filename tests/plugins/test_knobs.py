@@ -13,19 +13,19 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import PastMeasurements, features
+from flagcore.domain.experience import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import strategy, workload_of
+from flagcore.plugins import workload_of
 from flagcore.spec import parse_spec
-from flagcore.tuner.problem import Problem, build_problem, candidate_columns
+from flagcore.tuner.problem import build_problem, candidate_columns
 from flagcore.tuner.stages.build import build, legality
 from flagcore.tuner.stages.predict import predict, predict_columns, predict_components
-from flagcore.tuner.stages.prune import prune
-from flagcore.tuner.stages.rank import learn, search_context
+from flagcore.tuner.stages.prune import prune, prune_by_trials
 from tests import small
 from tests.plugins.conftest import Install
 from tests.small import ENGINES
@@ -105,9 +105,8 @@ def predicted(*knobs: Knob, **values: Any) -> Any:
     """Predict one candidate of TP 2 and PP 2 with values of knobs."""
     task = small.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=knobs)
-    engine = workload_of(task.spec.work)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    return predict_columns(task, engine, candidate_columns(task, engine, {**own, **values}), small.costs(task)).row(0)
+    return predict_columns(small.platform(task), candidate_columns(small.platform(task), {**own, **values})).row(0)
 
 
 def test_an_effect_on_a_part_of_the_step_shifts_that_part_and_widens_the_interval() -> None:
@@ -122,11 +121,10 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="zb-h1")
     assert on.time_s["pp_bubble_s"] < off.time_s["pp_bubble_s"]
     task = small.task(settings={"pipeline_schedule": "zb-h1"})
-    engine = workload_of(task.spec.work)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     assert (
         on.step_time_s
-        == predict_columns(task, engine, candidate_columns(task, engine, own), small.costs(task)).row(0).step_time_s
+        == predict_columns(small.platform(task), candidate_columns(small.platform(task), own)).row(0).step_time_s
     )
 
 
@@ -136,7 +134,7 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
     engine = workload_of(task.spec.work)
     for value, schedule in ((None, "interleaved"), ("zb-h1", "zb-h1")):
         values = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "acme_schedule": value}
-        columns = candidate_columns(task, engine, values)
+        columns = candidate_columns(small.platform(task), values)
         (passes,) = engine.pipelines(engine_task(task, effects_of_row(task, columns)), columns, small.costs(task))
         assert passes.schedule == schedule
 
@@ -146,12 +144,11 @@ def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> Non
     knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
     task = small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8)
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
-    engine = workload_of(task.spec.work)
-    (rule,) = [each for each in legality(task, engine).rules if each.name == "acme_schedule_pipeline_schedule"]
+    (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_schedule_pipeline_schedule"]
     own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
     cases = {(None, 8): False, ("dualpipev", 1): False, ("dualpipev", 2): True}
     for (value, size), broken in cases.items():
-        columns = candidate_columns(task, engine, {**own, "micro_batch_size": size, "acme_schedule": value})
+        columns = candidate_columns(small.platform(task), {**own, "micro_batch_size": size, "acme_schedule": value})
         assert rule.broken(columns).tolist() == [broken]
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
@@ -162,11 +159,10 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
     knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": extra})
     task = small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4)
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
-    engine = workload_of(task.spec.work)
 
     def broken(value: str | None, **sizes: int) -> set[str]:
-        columns = candidate_columns(task, engine, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
-        return {rule.name for rule in legality(task, engine).rules if rule.broken(columns).any()}
+        columns = candidate_columns(small.platform(task), {"micro_batch_size": 1, **sizes, "acme_schedule": value})
+        return {rule.name for rule in legality(small.platform(task)).rules if rule.broken(columns).any()}
 
     four = {"pipeline_model_parallel_size": 4}
     assert "pipeline_schedule" in broken(None, **four)
@@ -182,15 +178,19 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
     engine, costs, first = workload_of(task.spec.work), small.costs(task), np.array([0])
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    off, on = (candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
+    off, on = (candidate_columns(small.platform(task), {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
-    held = predict_components(task, engine, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
-    ffn_bytes = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
+    held = predict_components(small.platform(task), both, np.array([0, 0]))["ffn"]["activation_bytes"]
+    ffn_bytes = [
+        predict_components(small.platform(task), one, first)["ffn"]["activation_bytes"][0] for one in (on, off)
+    ]
     assert held.tolist() == ffn_bytes
     assert held[0] == 1.5 * held[1]
     with_setting = small.task(settings={"pipeline_schedule": "zb-2p"})
     bare = workload_of(with_setting.spec.work)
-    expected = bare.rank(with_setting, candidate_columns(with_setting, bare, own), 0, small.costs(with_setting))
+    expected = bare.rank(
+        with_setting, candidate_columns(small.platform(with_setting), own), 0, small.costs(with_setting)
+    )
     ranks = [engine.rank(engine_task(task, effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
     assert ranks[0] == expected != ranks[1]
 
@@ -204,18 +204,20 @@ def test_an_effect_on_memory_changes_the_memory_in_use() -> None:
 def test_many_rows_are_predicted_in_their_own_order() -> None:
     task = small.task(space={"acme_schedule": (None, "zb-h1", "wait")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
-    engine = workload_of(task.spec.work)
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    each = [candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
+    each = [
+        candidate_columns(small.platform(task), {**own, "acme_schedule": value})
+        for value in ("wait", None, "zb-h1", None)
+    ]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    expected = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
-    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(expected)
+    expected = [predict_columns(small.platform(task), one).row(0).step_time_s for one in each]
+    assert predict_columns(small.platform(task), columns).step_time_s.tolist() == pytest.approx(expected)
 
 
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules
+    rules = legality(small.platform(_with(problem, KNOB))).rules
     (rule,) = [each for each in rules if each.name == "acme_fused_needs_tensor_model_parallel_size"]
     columns = {"acme_fused": np.array([0, 1, 1]), "tensor_model_parallel_size": np.array([1, 1, 2])}
     assert rule.broken(columns).tolist() == [False, True, False]
@@ -224,9 +226,7 @@ def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
 def test_a_knob_of_experts_is_illegal_for_dense_models() -> None:
     task = small.task(space={"acme_fused": (False, True)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, experts_only=True),))
-    (rule,) = [
-        each for each in legality(task, workload_of(task.spec.work)).rules if each.name == "acme_fused_without_experts"
-    ]
+    (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_fused_without_experts"]
     assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
 
 
@@ -284,13 +284,13 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
     engine = workload_of(task.spec.work)
-    legal = legality(task, engine)
+    legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
-    predictions = predict(task, engine, space, small.costs(task))
-    without_trials = prune(space, predictions, engine, (), ())
+    predictions = predict(small.platform(task), space)
+    without_trials = prune(space, predictions, ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune(space, predictions, engine, (), [full], without_trials)
+    pruned = prune_by_trials(small.problem(small.platform(task), space, predictions), [full])
     removed = np.setdiff1d(without_trials.open_rows, pruned.open_rows)
     assert removed.size
     assert space.columns(removed)["acme_fused"].all()
@@ -304,29 +304,9 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
 def test_a_setting_of_the_spec_can_meet_a_requirement(settings: dict[str, bool], allowed: set[bool]) -> None:
     knob = replace(KNOB, requires=(Requirement(knob="overlap_grad_reduce", one_of=(True,)),))
     task = small.task(space={"acme_fused": (False, True)}, settings=settings)
-    legal = legality(Task(spec=task.spec, cluster=task.cluster, knobs=(knob,)), workload_of(task.spec.work))
+    legal = legality(small.platform(replace(task, knobs=(knob,))))
     columns = build(legal.axes, legal.rules, legal.merges).columns()
     assert set(columns["acme_fused"].astype(bool)) == allowed
-
-
-def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
-    task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
-    engine = workload_of(task.spec.work)
-    legal = legality(task, engine)
-    space = build(legal.axes, legal.rules, legal.merges)
-    predictions = predict(task, engine, space, small.costs(task))
-    pruned = prune(space, predictions, engine, (), ())
-    off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
-    failed = [
-        Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-        for place, row in enumerate(off)
-    ]
-    seen = search_context(task, engine, space, predictions, pruned, learn(failed), PastMeasurements.empty())
-    choice = strategy("grid").next(seen)
-    assert choice.row is not None
-    assert space.candidate(choice.row).as_dict()["acme_fused"]
-    assert "grid" in choice.because
 
 
 SERVES = """

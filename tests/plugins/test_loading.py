@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flagcore_testing.examples import FOREIGN_CHIP
 
-from flagcore import hooks
-from flagcore.api.managing.inspection import plugin_table
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
-from flagcore.plugins.loader import HOOKS
-from flagcore.testing.examples import FOREIGN_CHIP
 
 Install = Callable[..., None]
 
@@ -218,51 +215,6 @@ def test_a_plugin_for_a_newer_hook_version_is_left_out_with_the_reason(install: 
 def test_an_invalid_hooks_version_is_reported(install: Install, number: str) -> None:
     found = load_with_good(install, f"{GOOD}\nHOOKS_API = {number}\n")
     assert "HOOKS_API = 1" in found.reason
-
-
-OLD = """
-from flagcore.hooks import hookimpl
-
-HOOKS_API = 1
-
-@hookimpl
-def flagcore_variables(chip):
-    return {"OLD": chip.name}
-
-@hookimpl
-def flagcore_failure_patterns(chip, engine):
-    return None
-"""
-
-
-def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed = {"flagcore_variables": hooks.RenamedHook(new_name="flagcore_environment", removed_in="99.0")}
-    monkeypatch.setattr(hooks, "RENAMED_HOOKS", renamed)
-    install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": OLD})
-    loaded = load_plugins()
-    assert loaded.environment(FOREIGN_CHIP, "megatron", "1.0", None) == {"OLD": FOREIGN_CHIP.name}
-    (record,) = [record for record in plugin_table() if record["name"] == "old"]
-    assert record["status"] == "loaded"
-    assert record["warnings"] == [
-        "flagcore_variables is deprecated; use flagcore_environment, the old name will be removed in flagcore 99.0"
-    ]
-    assert not [failure for failure in loaded.failures if failure.name == "old"]
-
-
-def test_a_removed_hook_name_disables_the_plugin_and_reports_the_new_name(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed = {"flagcore_variables": hooks.RenamedHook(new_name="flagcore_environment", removed_in="0.0.1")}
-    monkeypatch.setattr(hooks, "RENAMED_HOOKS", renamed)
-    found = load_with_good(install, OLD)
-    assert all(part in found.reason for part in ("flagcore_variables", "0.0.1", "flagcore_environment"))
-
-
-def test_every_old_hook_name_maps_to_a_current_hook() -> None:
-    assert {renamed.new_name for renamed in hooks.RENAMED_HOOKS.values()} <= set(HOOKS)
-    assert not set(hooks.RENAMED_HOOKS) & set(HOOKS)
 
 
 def test_a_plugin_with_old_hook_arguments_still_works(install: Install) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,9 @@ from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.page.markdown import result_text
+from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import MAX_RIVALS
-from flagcore.report.result import RunResult
+from flagcore.report.result import result
 from flagcore.tuner.stages.rank import learn
 
 NONE: dict[str, object] = {"illegal": {}, "pruned": {}}
@@ -28,8 +30,12 @@ def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial
     )
 
 
+def run_data(plan: Plan) -> RunData:
+    return RunData.from_json(result(plan, "run"), Path("run"), called="run", knobs=plan.knobs)
+
+
 def plan_text(plan: Plan) -> str:
-    return result_text(RunResult.of(plan, "run"), plan.knobs)
+    return result_text(run_data(plan))
 
 
 def plan(trials: list[Trial], rivals: int) -> Plan:

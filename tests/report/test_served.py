@@ -11,7 +11,7 @@ from flagcore.domain.trial import Role, Trial
 from flagcore.report.page.markdown import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import RunResult, result
+from flagcore.report.result import result
 from flagcore.report.text import candidate_line, load_text
 from flagcore.tuner.stages.rank import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
@@ -30,12 +30,16 @@ COUNTS = Counts(
 )
 
 
+def run_data(plan: Plan) -> RunData:
+    return RunData.from_json(result(plan, "run"), Path("run"), called="run", knobs=plan.knobs)
+
+
 def plan_text(plan: Plan) -> str:
-    return result_text(RunResult.of(plan, "run"), plan.knobs)
+    return result_text(run_data(plan))
 
 
 def reason(plan: Plan) -> str:
-    return no_best(RunData(result=RunResult.of(plan, "run"), folder=Path("run"), knobs=plan.knobs))
+    return no_best(run_data(plan))
 
 
 def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = LIMITS) -> Plan:

@@ -293,13 +293,13 @@ def test_each_engine_of_a_list_has_its_own_knobs() -> None:
     space = {"instances": [1], "vllm": {"n_gpu_layers": [1]}, "sglang": {"page_size": [0]}, "block_size": ["x"]}
     data = {**SEVERAL, "auto_tuner": {"space": space}}
     with pytest.raises(SpecError) as refused:
-        check_engines(data, file="x", engines=ENGINES)
+        check_engines(data, file="x", base=Path(), engines=ENGINES)
     assert {each.key for each in refused.value.problems} == {
         "auto_tuner.space.vllm.n_gpu_layers",
         "auto_tuner.space.sglang.page_size[0]",
         "auto_tuner.space.block_size[0]",
     }
-    check_engines(SEVERAL, file="x", engines=ENGINES)
+    check_engines(SEVERAL, file="x", base=Path(), engines=ENGINES)
 
 
 def test_wrong_knobs_are_reported_with_all_other_errors() -> None:

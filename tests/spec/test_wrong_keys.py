@@ -224,7 +224,7 @@ def test_problems_of_several_sections_are_listed(read_error: ReadError) -> None:
         "cluster: {nodes: 1000000, devices_per_node: 8}\nauto_tuner: {control: {warmup_iters: 5}}\n"
         "envs: {A B: x, 1C: y}\n"
     )
-    keys = ["cluster.nodes", "auto_tuner.control.warmup_iters", "envs['A B']", "envs['1C']"]
+    keys = ["cluster.nodes", "envs['A B']", "envs['1C']", "auto_tuner.control.warmup_iters"]
     assert [each.key for each in error.problems] == keys
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_testing.kit import Subject
+from flagcore_testing.scaffold import new_plugin
 
-from flagcore import api
-from flagcore.testing.kit import Subject
 from flagcore.vendorkit import chip_file, engines, maturity, quirks
 
 CACHES: Any = (
@@ -125,7 +125,7 @@ class Fault:
 
 def healthy(folder: Path) -> Path:
     """Write the healthy plugin, with every hook and every file that one may have, and return its folder."""
-    plugin_folder = api.new_plugin("acme", vendor="ACME", directory=str(folder))
+    plugin_folder = new_plugin("acme", vendor="ACME", directory=str(folder))
     append(plugin_folder / HOOKS, MORE_HOOKS)
     append(plugin_folder / QUIRKS, MORE_QUIRKS)
     (plugin_folder / KNOBS).write_text(MORE_KNOBS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flagcore_testing.checks import CHECKS, module, trials
+from flagcore_testing.kit import run
 
-from flagcore.testing.checks import CHECKS, module, trials
-from flagcore.testing.kit import run
 from tests.testing.faults import FAULTS, hook
 from tests.testing.faulty import Fault, broken, healthy, imported
 

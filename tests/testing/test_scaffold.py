@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flagcore_testing import fakes
+from flagcore_testing.scaffold import new_plugin
 
-from flagcore import api
-from flagcore.testing import fakes
 from flagcore.vendorkit.machine import TorchReport
 from tests.testing.faulty import imported
 
@@ -16,7 +16,7 @@ from tests.testing.faulty import imported
     ("device", "trusted"), [("cuda", {"version": "2.10.0+acme"}), ("tpx", {"attributes": {"tpx"}})]
 )
 def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted: dict[str, object]) -> None:
-    folder = api.new_plugin(
+    folder = new_plugin(
         "acme",
         chips=("A1", "777"),
         tool="ac-gmi info",

@@ -21,7 +21,6 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.engines.flagscale import grid
 from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.hooks import hookimpl
@@ -29,7 +28,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies import learned, predicted
+from flagcore.tuner.strategies import learned, predicted, random_search
 from tests import small
 from tests.tuner.test_loop import SPACE, Ended
 
@@ -327,11 +326,11 @@ def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
 
 
 def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_the_strategy(bench: Bench) -> None:
-    bench.strategy, bench.prober = grid.STRATEGY, learned.STRATEGY
+    bench.strategy, bench.prober = random_search.STRATEGY, learned.STRATEGY
     plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
     fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
     assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
-    assert "grid" in (plan.trials[1].chosen_because or "")
+    assert "random" in (plan.trials[1].chosen_because or "")
 
 
 def test_ranks_of_a_candidate_are_probed_on_all_available_devices(bench: Bench) -> None:

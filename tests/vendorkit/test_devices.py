@@ -1,13 +1,13 @@
 """What a tool prints of devices, and how often it is asked."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
-from flagcore.vendorkit.detection import DeviceReading, Shared
-from flagcore.vendorkit.rows import Row, cells
+from flagcore.vendorkit.detection import DeviceReading, Readings
+from flagcore.vendorkit.rows import Listing, Row, cells
 
 
 def test_a_line_without_its_last_bar_has_no_cells() -> None:
@@ -15,25 +15,19 @@ def test_a_line_without_its_last_bar_has_no_cells() -> None:
     assert cells("| 0  A1 | o") == cells("|") == cells("+---+") == cells("") == []
 
 
-def test_all_devices_share_one_run_of_the_tool_per_second() -> None:
-    calls = []
-
-    def read() -> dict[int, Row]:
-        calls.append(time.monotonic())
-        rows = (Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(calls))}) for i in (0, 1))
-        return {row.device.index: row for row in rows}
-
-    table = Shared(read, fresh_seconds=60)
-    assert [DeviceReading(table, index).sample() for index in (0, 1, 0)] == [{"power_watts": 1.0}] * 3
-    assert len(calls) == 1
+def test_all_devices_share_one_run_of_the_tool_until_it_is_old() -> None:
+    answers = [Listing((row(0, 1.0), row(1, 2.0))), Listing((row(0, 3.0),))]
+    read = SimpleNamespace(rows=lambda: answers.pop(0).rows, descriptions=dict, uses_now=dict)
+    readings = Readings(read)  # type: ignore[arg-type]
+    assert [DeviceReading(readings, index).sample()["power_watts"] for index in (0, 1, 0)] == [1.0, 2.0, 1.0]
+    readings.rows._until = 0.0
+    assert DeviceReading(readings, 0).sample() == {"power_watts": 3.0}
+    with pytest.raises(LookupError, match="device 1"):
+        DeviceReading(readings, 1).sample()
 
 
-def test_an_old_answer_is_requested_again_and_a_lost_device_is_an_error() -> None:
-    answers: list[dict[int, Row]] = [{0: Row(device=Device(index=0, chip="A1"), reading={})}, {}]
-    table = Shared(lambda: answers.pop(0), fresh_seconds=0)
-    assert DeviceReading(table, 0).sample() == {}
-    with pytest.raises(LookupError, match="device 0"):
-        DeviceReading(table, 0).sample()
+def row(index: int, watts: float) -> Row:
+    return Row(device=Device(index=index, chip="A1"), reading={"power_watts": watts})
 
 
 @pytest.mark.parametrize(

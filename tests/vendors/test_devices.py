@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore import api
 from flagcore.domain.cluster import NodeGroup
-from flagcore.testing import fakes
 from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX, PAIRS
 
 PROCESSES = """\
@@ -51,8 +51,7 @@ HT_MESH = "\n".join(
 def clear_caches() -> None:
     """Forget the answers of earlier tests' tools, which plugins keep for a while."""
     for vendor in ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin"):
-        for name in ("_table", "_uses", "_descriptions"):
-            import_module(f"flagcore_{vendor}.hooks").plugin.__dict__.pop(name, None)
+        import_module(f"flagcore_{vendor}.hooks").plugin.__dict__.pop("_readings", None)
 
 
 def found(tools: dict[str, str]) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore import api
-from flagcore.testing import fakes
 from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 from tests.vendors.test_without_tool import VENDORS
 

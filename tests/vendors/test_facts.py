@@ -4,11 +4,11 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+from flagcore_testing.examples import task_on
 
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import task_on
 
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
 PLUGINS = LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks").plugin for name in VENDORS})

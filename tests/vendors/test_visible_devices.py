@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore import plugins
 from flagcore.contracts import Platform
@@ -19,8 +20,7 @@ from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch.start import instances_of
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
-from flagcore.testing import fakes
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.rows import Listing, Row
@@ -173,7 +173,8 @@ def test_variables_of_the_spec_go_before_those_of_the_shell() -> None:
     with fakes.machine({"mx-smi": fakes.prints(METAX)}, CUDA_VISIBLE_DEVICES="0,1"):
         loaded = plugins.load_plugins()
         assert [each.index for each in loaded.devices() if each.chip == "MetaX C500"] == [0, 1]
-        here, there = complete(replace(spec, envs={}), loaded), complete(spec, loaded)
+        engine = small.ENGINES[spec.work.engine]
+        here, there = (complete_by_plugins(each, loaded, engine) for each in (replace(spec, envs={}), spec))
     assert [each.index for each in here.devices] == [0, 1]
     assert [each.index for each in there.devices] == [each.index for each in there.telemetry] == [3, 1]
     chosen = there.selecting().task.spec.envs

@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from flagcore_testing import fakes
 
 from flagcore.domain.chip import Device
-from flagcore.testing import fakes
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.machine import TorchReport

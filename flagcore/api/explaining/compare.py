@@ -31,7 +31,6 @@ from flagcore.report.candidate_report import (
     parts_text,
 )
 from flagcore.report.explanation import memory_parts
-from flagcore.report.result import Predicted
 from flagcore.tuner.store.directory import differences
 
 MAX_DIFFERENCES = 12
@@ -72,9 +71,9 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     gap, certainty = _gap(a, b)
-    both = [Predicted(side.predicted if a.predicted and b.predicted and side.predicted else {}) for side in (a, b)]
-    time = figure_pairs(*(each.time for each in both))
-    latencies = [f"{name}.p50" for name in LATENCIES]
+    both = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
+    time = figure_pairs(*(each.get("time", {}) for each in both))
+    latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in both]
     data = [_side(side) for side in (a, b)]
     return Comparison(
         a=data[0],
@@ -83,8 +82,8 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
         time=time,
-        memory=figure_pairs(*(memory_parts(each.memory) if each.memory else {} for each in both)),
-        figures=figure_pairs(*({name: each.figure(name) for name in latencies} for each in both)),
+        memory=figure_pairs(*(memory_parts(each["memory"]) if each else {} for each in both)),
+        figures=figure_pairs(*latencies),
         gap=gap,
         certainty=certainty,
         because=tuple(_reasons(a, b, data, time, gap, certainty)),

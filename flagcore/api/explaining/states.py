@@ -21,7 +21,7 @@ from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown
-from flagcore.report.result import RunResult
+from flagcore.report.result import stop_reason
 from flagcore.report.text import candidate_text, role_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
@@ -178,12 +178,8 @@ def _why_open(subject: Subject) -> list[str]:
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=_stop_reason(run)), *lines]
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
     return [_("untried: the run has not ended"), *lines]
-
-
-def _stop_reason(run: Run) -> str | None:
-    return RunResult.from_json(run.data).stop_reason if run.stopped_because else None
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
@@ -194,13 +190,13 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     snapshot = load_snapshot(where, chip, without)
     problem, run, nothing_fits = snapshot.problem, snapshot.run, None
     try:
-        require_candidate(problem, snapshot.workload)
+        require_candidate(problem)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(
         counts=_counts(snapshot, run) if run else before_trials(problem),
         messages=problem.messages,
-        ended_because=_stop_reason(run) if run else None,
+        ended_because=stop_reason(run.data) if run and run.stopped_because else None,
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(snapshot.task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),

@@ -13,11 +13,10 @@ from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState, step_value
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.report.candidate_report import causes_text, figure_pairs
-from flagcore.report.result import Predicted
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
@@ -60,7 +59,7 @@ class Subject:
         self.requested, self.candidate = as_candidate(axes, columns), as_candidate(axes, self.columns)
         self.row = None if self.broken else problem.space.find(self.candidate)
         self.predicted = None if self.broken else snapshot.record(self.columns)
-        self.predicted_s = Predicted(self.predicted or {}).step_s
+        self.predicted_s = step_value(self.predicted)
         self.trials = [trial for trial in all_trials(snapshot.run) if trial.candidate == self.candidate]
         self.runs = snapshot.search_state.runs_of(self.candidate)
 
@@ -109,7 +108,7 @@ class Subject:
             return self.measured_s or self.scaled_s
         least = _stopped_at(self.snapshot, self.candidate)
         predicted_s = self.snapshot.problem.predictions.row(self.row).step_time_s
-        step = Predicted(self.believed).step_s if self.believed else predicted_s
+        step = step_value(self.believed) if self.believed else predicted_s
         return max((each for each in (step, least) if each is not None), default=None)
 
     def differing(self, other: Candidate) -> dict[str, tuple[KnobValue, KnobValue]]:
@@ -138,7 +137,7 @@ class Subject:
             name,
             (other.expected_s, self.expected_s),
             (other.predicted_s, self.predicted_s),
-            figure_pairs(*(Predicted(each.predicted or {}).time for each in (other, self))),
+            figure_pairs(*((each.predicted or {}).get("time", {}) for each in (other, self))),
             _("measured") if are_measured else expected,
             has_rounds=is_best and are_measured,
         )
@@ -181,7 +180,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
     """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
     candidate = _by_name(snapshot, name.strip().casefold())
     if candidate is None:
-        return parse_candidate(name, snapshot.problem, snapshot.workload)
+        return parse_candidate(name, snapshot.problem)
     return columns_of(snapshot, candidate), frozenset()
 
 

@@ -12,7 +12,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
+from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
@@ -25,7 +25,7 @@ from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.spec.serving import engines_of
 from flagcore.tuner.calibration import Experience
-from flagcore.tuner.problem import Problem, candidate_columns
+from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import record
 from flagcore.tuner.store.directory import RunDirectory
@@ -169,7 +169,7 @@ class _RowConverter:
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in allowed_values:
                 raise UsageError(_("{knob} = {value} is not a size", knob=knob, value=value))
         try:
-            columns = candidate_columns(task, self.workload, values)
+            columns = candidate_columns(self.problem.platform, values)
         except SpecError as error:
             raise UsageError(str(error)) from None
         if broken := broken_rules_of(self.problem, columns):

@@ -52,13 +52,12 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
                 "status": "loaded",
                 "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
                 "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
-                "warnings": list(plugin.warnings),
                 "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
                 "undetected": undetected_vendors.get(plugin.name),
             }
         )
     names = {record["name"] for record in records}
-    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
+    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": []}
     for failure in loaded_plugins.failures:
         if failure.name not in names:
             identity = {"name": failure.name, "distribution": failure.distribution}

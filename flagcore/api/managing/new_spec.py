@@ -16,10 +16,11 @@ from flagcore.contracts import ImportNote
 from flagcore.domain.secrets import REDACTED, is_secret, redact_arguments, redact_text
 from flagcore.errors import SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
+from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.importing import commented_yaml
 from flagcore.spec.models import model_from
-from flagcore.spec.schema import ClusterSection, CommonSection, TrainSection
-from flagcore.spec.serve_schema import ProfileSection, ServeSection
+from flagcore.spec.schema import CommonSection, TrainSection
+from flagcore.spec.serving import ProfileSection, ServeSection
 from flagcore.spec.validate import Section
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")

@@ -15,13 +15,14 @@ import yaml
 from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.api.snapshot import Snapshot, load_snapshot, run_home
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.files import read_regular
 from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
+from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
@@ -33,11 +34,9 @@ from flagcore.report.page.assembly import page
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
-from flagcore.report.result import RunResult
+from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.stages.predict import in_gib, record
-from flagcore.tuner.stages.prune import LEARNED_MESSAGES
 from flagcore.tuner.store.directory import write
 
 REPORT = "report.html"
@@ -68,12 +67,11 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         insight_data = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
-            "folder": run_dir,
             "called": _called(run_dir),
             "knobs": ending.plan.knobs,
             "labels": workload.labels,
         }
-        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), **rest)))
+        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), run_dir, **rest)))
 
     return _is_written(run_dir, made)
 
@@ -118,7 +116,7 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
         elif not found or new_trials > 0:
             task, space = loaded.task, loaded.problem.space
             plan = summarize(task, space, loaded.pruned, loaded.search_state, "", loaded.problem.knobs)
-            found, insight_data = RunResult.of(plan, str(folder)).to_json(), {}
+            found, insight_data = result(plan, str(folder)), {}
             notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
         if loaded is not None and not insight_data:
             insight_data = _predicted_again(loaded, found)
@@ -127,8 +125,8 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    rest: dict[str, Any] = {"folder": home, "called": _called(folder), "notes": shown_notes}
-    return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+    rest: dict[str, Any] = {"called": _called(folder), "warnings": shown_notes}
+    return RunData.redacted(found, insight_data, secrets, home, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
 
 
 def _called(folder: Path) -> str:
@@ -163,7 +161,7 @@ def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, 
         row, predicted = problem.space.find(best), found["best"]["predicted"]
         if row is None or not _predicts_same(predicted, problem, row):
             return {}
-    return insight(problem, snapshot.workload, best)
+    return insight(problem, snapshot.problem.workload, best)
 
 
 def _predicts_same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:

@@ -19,12 +19,10 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import _
-from flagcore.report.page.configurations import figures_of
 from flagcore.report.page.markdown import result_text
-from flagcore.report.page.run import RunData, json_file
+from flagcore.report.page.run import RunData, json_file, predicted
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import RunResult
-from flagcore.report.text import heading, values_text
+from flagcore.report.text import heading
 from flagcore.spec import spec_as_data
 from flagcore.tuner.store.directory import IDENTITY, LOCK
 
@@ -73,8 +71,8 @@ def compare_runs(folders: Sequence[Path | str]) -> list[dict[str, Any]]:
 def show_run(folder: Path | str, without: Collection[str] = ()) -> tuple[Mapping[str, Any], str]:
     """Return the result of a run, also of one in progress, as data and as text. Raises RunError."""
     run = report_data(_required(Path(folder)), without)
-    text = result_text(replace(run.result, run_dir=str(folder)), run.knobs)
-    return run.result.to_json(), "\n".join([*run.notes, text])
+    text = result_text(replace(run, called=str(folder), warnings=()))
+    return run.data, "\n".join([*run.warnings, text])
 
 
 def remove_run(folder: Path | str) -> None:
@@ -125,19 +123,19 @@ def run_record(folder: Path) -> dict[str, Any]:
 
 def _facts(folder: Path, result: Mapping[str, Any], state: str) -> dict[str, Any]:
     home = folder / str(result["engine"]) if result.get("engines") else folder
-    run = RunData(result=RunResult.from_json(result), folder=home, called=str(folder), knobs=_knobs(folder, result))
-    trials, best, speedup = run.all_trials, run.best, run.result.speedup
-    figures = figures_of(run, best) if best else None
-    measured_gib = best.measured.device_used_gib if best and best.measured else None
-    predicted_gib = best.predicted.figure("memory.device_used_gib") if best else None
+    run = RunData.from_json(result, home, called=str(folder), knobs=_knobs(folder, result))
+    trials, best, speedup = run.all_trials, run.best, run.speedup
+    figures = run.figures(best) if best else None
+    used = best.measurement.device_used_bytes if best and best.measurement else None
+    memory_gib = predicted(best, "memory.device_used_gib") if best else None
     return {
-        "state": state if state == RUNNING else state_of_ended(run.result),
+        "state": state if state == RUNNING else state_of_ended(run),
         "hardware": run.hardware,
         "fidelity": run.fidelity,
         "trials": len(trials),
-        "seconds": sum(float(each.duration_s or 0.0) for each in trials),
-        "candidate": dict(best.candidate) if best else None,
-        "best": values_text(best.candidate, run.knobs) if best else None,
+        "seconds": sum(each.duration_s for each in trials),
+        "candidate": best.candidate.as_dict() if best else None,
+        "best": run.configuration(best) if best else None,
         "unit": heading(run.objective) if run.serves else run.unit,
         "more_is_better": run.is_rate,
         "value": figures and figures[0],
@@ -145,9 +143,9 @@ def _facts(folder: Path, result: Mapping[str, Any], state: str) -> dict[str, Any
         "high": figures and figures[2],
         "speedup": None if speedup is None else speedup.median,
         "significant": None if speedup is None else speedup.significant,
-        "memory_gib": predicted_gib if measured_gib is None else measured_gib,
-        "cost_per_million_tokens": ((best and best.cost) or {}).get("cost_per_million_tokens"),
-        "stopped_because": run.result.stopped_because,
+        "memory_gib": memory_gib if used is None else used / 2**30,
+        "cost_per_million_tokens": run.cost.get("cost_per_million_tokens"),
+        "stopped_because": result.get("stopped_because"),
         "no_best": None if best else no_best(run),
     }
 

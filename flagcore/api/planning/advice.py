@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore.api.inputs import loaded_plugins
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import size_text
-from flagcore.tuner.problem import Problem, build_problem, rows_by_time
+from flagcore.tuner.problem import build_problem, rows_by_time
 from flagcore.tuner.stages.predict import record
 
 DOUBLINGS = 4

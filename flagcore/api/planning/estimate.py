@@ -13,7 +13,7 @@ from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_object
 from flagcore.api.planning.advice import bottleneck_text, cheapest_change, mfu_warning
 from flagcore.api.planning.mixing import mixing_of
 from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
-from flagcore.contracts import Platform, Workload
+from flagcore.contracts import Platform, Problem, Workload
 from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -29,7 +29,7 @@ from flagcore.report.estimate import Estimate
 from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
-from flagcore.tuner.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.problem import candidate_columns, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.predict import model_table, record
 from flagcore.tuner.trial_runner import estimate_search_time
 
@@ -57,7 +57,7 @@ def estimate(
         cluster = problem.platform.task.spec.cluster
         is_detected = cluster.chip == AUTO and not cluster.groups
         fix = None if is_detected else partial(cheapest_change, problem, workload, without)
-        raise NothingFits(nothing_fits_text(problem, workload, fix))
+        raise NothingFits(nothing_fits_text(problem, fix))
     order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
@@ -74,7 +74,7 @@ def estimate(
         counts=before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
         defaults=_engine_defaults(problem, workload),
-        unmet=unmet_text(problem, workload) or only_baseline_text(problem),
+        unmet=unmet_text(problem) or only_baseline_text(problem),
         candidates=_candidates(problem, workload, order, top, distinct=distinct),
         model=model,
         bottleneck=bottleneck_text(fastest),
@@ -84,7 +84,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=estimate_search_time(problem, workload),
+        search=estimate_search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
         labels=workload.labels,
@@ -168,7 +168,7 @@ def before_trials(problem: Problem) -> Counts:
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions and the memory of their worst stages by component."""
     space, platform = problem.space, problem.platform
-    records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
+    records = prediction_records(platform, space.columns(rows))
     if limits := platform.task.spec.limits:
         records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
@@ -190,8 +190,8 @@ def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | N
     values = {**problem.baseline.as_dict(), **workload.defaults(task)}
     if values == problem.baseline.as_dict():
         return None
-    columns = candidate_columns(platform.task, workload, values)
-    return {"candidate": values, **prediction_records(platform.task, workload, columns, platform.costs)[0]}
+    columns = candidate_columns(platform, values)
+    return {"candidate": values, **prediction_records(platform, columns)[0]}
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.snapshot import prediction_records
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Platform, Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -71,14 +71,6 @@ def _rejection(error: FlagError) -> Answer:
     return {"status": "unknown", "reason": str(error)}
 
 
-class _Platform(NamedTuple):
-    """The answers of plugins about a cluster."""
-
-    group: NodeGroup
-    costs: Costs
-    value_rules: tuple[ValueRule, ...] = ()
-
-
 class _Row(NamedTuple):
     """One valid job. `noted` are the settings that the notes of its source mention."""
 
@@ -96,13 +88,13 @@ class _Jobs:
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
-        self._platform = lru_cache(maxsize=None)(self._load_platform)
+        self._hardware = lru_cache(maxsize=None)(self._load_hardware)
         self._value_rules: dict[Hashable, tuple[ValueRule, ...]] = {}
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return the status and the figures of each line."""
         answers: dict[int, Answer] = {}
-        groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
+        groups: dict[Hashable, tuple[Platform, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
                 if isinstance(line, SpecError):
@@ -110,17 +102,17 @@ class _Jobs:
                 self._group_jobs(place, read_job(line, self._engines), groups)
             except FlagError as error:
                 answers[place] = _rejection(error)
-        for platform, workload, rows in groups.values():
+        for platform, rows in groups.values():
             try:
-                answers |= _predicted(platform, workload, rows)
+                answers |= _predicted(platform, rows)
                 if self._with_model:
                     for row in rows:
-                        answers[row.place] |= _job_description(workload, row)
+                        answers[row.place] |= _job_description(platform.workload, row)
             except FlagError as error:
                 answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[Platform, list[_Row]]]) -> None:
         """Group jobs by task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
@@ -139,37 +131,36 @@ class _Jobs:
             job.cpus_per_node,
             job.work.engine,
         )
-        platform, workload = self._platform(*cluster), self._engines[job.work.engine]
+        (group, group_costs), workload = self._hardware(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
-        plan_task = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
+        plan_task = Task(spec=spec, cluster=Cluster(groups=(group,)))
         if cluster not in self._value_rules:
             self._value_rules[cluster] = self._loaded.pruning_rules(plan_task)[0]
-        platform = platform._replace(value_rules=self._value_rules[cluster])
         task, values, noted = workload.published(plan_task, job.candidate, job.notes)
         settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
         warnings = tuple(workload.job_warnings(task, values, settings, noted))
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr((task.spec.work, task.spec.space))
-        groups.setdefault(key, (platform, workload, []))[2].append(row)
+        platform = Platform(task=task, workload=workload, costs=group_costs, value_rules=self._value_rules[cluster])
+        groups.setdefault(key, (platform, []))[1].append(row)
 
-    def _load_platform(
+    def _load_hardware(
         self, chip: str, nodes: int, devices: int, network: float | None, cpus: int | None, engine: str
-    ) -> _Platform:
+    ) -> tuple[NodeGroup, Costs]:
         known_chip = self._loaded.find_chip(chip)
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
         group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices, cpus_per_node=cpus)
         group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
-        return _Platform(group, group_costs)
+        return group, group_costs
 
 
-def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
-    task = rows[0].task
+def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
-    for rule in legality(task, workload, platform.value_rules).rules:
+    for rule in legality(platform).rules:
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)
@@ -180,7 +171,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     }
     legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
     if legal.size:
-        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _parse_job(columns, legal))
+        answers |= _figures(platform, [rows[int(number)] for number in legal], _parse_job(columns, legal))
     return answers
 
 
@@ -197,10 +188,10 @@ def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], colu
     return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
-def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
-    task = rows[0].task
+def _figures(platform: Platform, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
+    task, workload = platform.task, platform.workload
     columns = canonical(columns, workload.merges(task))
-    records = prediction_records(task, workload, columns, platform.costs)
+    records = prediction_records(platform, columns)
     answers: dict[int, Answer] = {}
     for number, (row, known) in enumerate(zip(rows, records, strict=True)):
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}

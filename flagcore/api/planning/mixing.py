@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Plugins, Workload
+from flagcore.contracts import Plugins, Problem, Workload
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import Passes, idle_of
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec
 from flagcore.errors import FlagError
-from flagcore.tuner.problem import Problem, build_problem, rows_by_time
+from flagcore.tuner.problem import build_problem, rows_by_time
 from flagcore.tuner.stages.predict import limit
 
 

@@ -13,7 +13,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.inputs import loaded_plugins, warn_about_problem
 from flagcore.api.snapshot import read_spec
-from flagcore.contracts import Workload
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
@@ -25,7 +25,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.tuner.feasibility import require_candidate
-from flagcore.tuner.problem import Problem, build_problem, require_launchable, rows_by_time
+from flagcore.tuner.problem import build_problem, require_launchable, rows_by_time
 from flagcore.tuner.stages.devices import parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.predict import in_gib, rank_record, record
 from flagcore.tuner.stages.probe import combine
@@ -88,7 +88,7 @@ def probe(
         last_rank = probed[-1].ranks[-1]
         failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
         raise EveryTrialFailed(_("no rank has a result; the last one: {reason}", reason=failure))
-    return [_probed_record(problem, workload, each) for each in probed]
+    return [_probed_record(problem, each) for each in probed]
 
 
 def _problem(
@@ -97,10 +97,10 @@ def _problem(
     """Return the problem of a spec and the name of the candidate in it; knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
-        columns, _named = parse_candidate(candidate, problem, workload)
+        columns, _named = parse_candidate(candidate, problem)
         given_values = as_candidate(problem.space.axes, columns).as_dict()
         problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
-    require_launchable(problem, workload)
+    require_launchable(problem)
     warn_about_problem(problem, workload)
     return problem, candidate
 
@@ -119,12 +119,10 @@ def _probe(
     def report(rank: int) -> None:
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
-    trial = predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE)
-    limit, launcher = plan_time_limit(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
+    trial = predicted_trial(problem, candidate, Role.SEARCH, PROBE)
+    limit, launcher = plan_time_limit(problem, trial, (), len(ranks)), plugins.launcher("local")
     try:
-        return probe_candidate(
-            problem.platform, workload, launcher, candidate, folder, limit, ranks, report, devices=devices
-        )
+        return probe_candidate(problem.platform, launcher, candidate, folder, limit, ranks, report, devices=devices)
     except KeyboardInterrupt:
         raise Interrupted(_("interrupted")) from None
 
@@ -132,7 +130,7 @@ def _probe(
 def _choose_candidates(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
-    require_candidate(problem, workload)
+    require_candidate(problem)
     order = rows_by_time(problem)
     if candidate is not None:
         number = int(candidate)
@@ -142,15 +140,15 @@ def _choose_candidates(problem: Problem, workload: Workload, candidate: str | No
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
 
-def _probed_record(problem: Problem, workload: Workload, probed: Probe) -> Probed:
-    task, memory = problem.platform.task, problem.platform.costs.memory
+def _probed_record(problem: Problem, probed: Probe) -> Probed:
+    task = problem.task
     row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"
     prediction = problem.predictions.row(row)
     return Probed(
         candidate=probed.candidate.as_dict(),
         predicted=record(task, prediction),
-        combined=record(task, combine(prediction, probed, memory, workload.work_parts)),
+        combined=record(task, combine(prediction, probed, problem.platform)),
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.tuning.run_best import RENDEZVOUS
-from flagcore.contracts import ExportJob, Workload
+from flagcore.contracts import ExportJob, Problem, Workload
 from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.files import read_regular
@@ -31,14 +31,14 @@ from flagcore.domain.spec import KIND, TrainSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
-from flagcore.launchers.kubernetes_job import job_name
-from flagcore.launchers.script import batch_script, multi_line, shell_quoted
+from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
-from flagcore.report.result import RunResult
+from flagcore.report.page.run import RunData
+from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.problem import Problem, no_launch_reason
+from flagcore.tuner.problem import no_launch_reason
 from flagcore.tuner.stages.launch import planned_launch
 from flagcore.tuner.store.directory import writable, write
 
@@ -58,11 +58,20 @@ class Outcome(Notebook):
     can_start: bool = True
     reported: bool = False
 
+    @property
+    def shown(self) -> RunData:
+        """The result without secrets, for texts."""
+        return _run_data(self.data, self.run_dir, self.plan)
+
     def __str__(self) -> str:
-        return result_text(RunResult.from_json(self.data), self.plan.knobs)
+        return result_text(self.shown)
 
     def __repr__(self) -> str:
         return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.speedup, self.plan.knobs)}>"
+
+
+def _run_data(data: Mapping[str, Any], run_dir: Path, plan: Plan) -> RunData:
+    return RunData.from_json(data, run_dir, called=str(run_dir), knobs=plan.knobs)
 
 
 def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
@@ -83,7 +92,7 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     """Write the result and, if there is one, the best configuration as a spec, a launch and a script."""
     plan, problem = ending.plan, ending.problem
     cannot = ""
-    data = redact_data(RunResult.of(plan, str(run_dir)).to_json(), secrets_in_environment(os.environ))
+    data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
     precision_reason, work = problem.platform.precision_reason, problem.platform.task.spec.work
     if precision_reason:
         data = {**data, "precision": {"value": work.precision, "reason": precision_reason}}
@@ -94,7 +103,7 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", result_text(RunResult.from_json(data), plan.knobs) + "\n")
+        write(run_dir / "report.txt", result_text(_run_data(data, run_dir, plan)) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
@@ -132,7 +141,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
         require_startable(problem, workload, best)
-        planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
+        planned = planned_launch(problem.platform, best, str(folder), for_real=True)
     except UsageError as error:
         cannot = str(error)
         (folder / "launch.json").unlink(missing_ok=True)

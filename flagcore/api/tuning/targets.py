@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
-from flagcore.contracts import Exporter, ExportJob, Platform
-from flagcore.contracts.exchange import claim_and_mount, device_limits
+from flagcore.contracts import Exporter, ExportJob, ManifestWriter
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
-from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.launchers.join import TOKEN
-from flagcore.launchers.kubernetes import HOSTS
-from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
-from flagcore.launchers.kubernetes_job import KINDS, Pods, checked_name, job_name
-from flagcore.launchers.script import start_script
+from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import candidate_text
 from flagcore.tuner.stages.build import canonical
@@ -68,7 +62,7 @@ def export(
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-    require_startable(snapshot.problem, snapshot.workload, chosen, elsewhere=exporter is not None)
+    require_startable(snapshot.problem, snapshot.problem.workload, chosen, elsewhere=exporter is not None)
     with writable(folder), _removed_on_failure(folder):
         job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
         _require_equal_nodes(job, target)
@@ -127,7 +121,8 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
         problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
-        raise UsageError("; ".join(filter(None, [problem, did_you_mean(target, exporters)])))
+        fix = plugins.missing_extra(plugins.LAUNCHERS, target) or did_you_mean(target, exporters)
+        raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]
 
 
@@ -150,13 +145,13 @@ def _job(
     options: Mapping[str, str],
 ) -> ExportJob:
     """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
-    engine: object = snapshot.workload
+    engine: object = snapshot.problem.workload
     if exporter is not None and exporter is not engine:
         problem = replace(snapshot.problem, platform=snapshot.problem.platform.elsewhere())
         snapshot = replace(snapshot, problem=problem)
     one, replicas, platform = candidate, 1, snapshot.problem.platform
     if exporter is not None and exporter.per_server:
-        if servers := snapshot.workload.groups(platform, candidate, name):
+        if servers := snapshot.problem.workload.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
             return ExportJob(
                 name=name,
@@ -168,7 +163,7 @@ def _job(
                 options=options,
                 servers=replace(servers, groups=groups),
             )
-        one, replicas = snapshot.workload.replica(candidate)
+        one, replicas = snapshot.problem.workload.replica(candidate)
     return ExportJob(
         name=name,
         comments=_comments(snapshot, candidate),
@@ -183,7 +178,7 @@ def _job(
 
 def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
     platform = snapshot.problem.platform
-    launch = platform.prepared(planned_launch(platform, snapshot.workload, candidate, str(folder), for_real=True))
+    launch = platform.prepared(planned_launch(platform, candidate, str(folder), for_real=True))
     if secrets_in_arguments(launch.argv):
         raise UsageError(_("the command contains a secret; pass it in a variable"))
     return replace(launch, directory=None) if launch.directory == str(folder) else launch
@@ -192,7 +187,9 @@ def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
 def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
     """Return the devices of a node that a candidate uses."""
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    return min(per_node, int(snapshot.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0]))
+    return min(
+        per_node, int(snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0])
+    )
 
 
 def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
@@ -218,36 +215,14 @@ def manifest(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes for the user.
 
-    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and its mount point. All files must have
-    the same paths in the image or on the volume. Raises the errors of `flagcore.errors`.
+    Requires the extra `kubernetes`. `kind` is jobset, pytorchjob or volcano, `volume` CLAIM:PATH, a persistent volume
+    claim and its mount point. All files must have the same paths in the image or on the volume. Raises the errors of
+    `flagcore.errors`.
     """
     place = Path(where)
     if place.is_dir():
         raise UsageError(_("{run} is a run; `flag export {run} --to kubernetes` writes a job with its best", run=place))
     name = job_name(place.stem) if name is None else checked_name(name)
-    claim, mount = claim_and_mount(volume or "")
+    writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
     platform = load_snapshot(place, None, without).problem.platform
-    group = platform.task.cluster.groups[0]
-    limits, count = device_limits(platform, group.devices_per_node), group.nodes
-    hosts = KINDS[kind].hosts(name, count)
-    common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
-    common = replace(common, claim=claim, mount=mount)
-    pods = _tuning_pods(common, place, hosts, platform)
-    secrets = {secret for secret, _key in pods.secrets.values()}
-    return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
-
-
-def _tuning_pods(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
-    """Return the pods of a tuning job: the first pod tunes, and the others join it."""
-    launcher = platform.task.spec.launcher
-    if len(hosts) > 1 and launcher != KUBERNETES.name:
-        problem = _("does not start trials in pods")
-        raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))
-    return replace(
-        common,
-        first=f"exec flag tune {shlex.quote(str(spec.resolve()))}",
-        others=f"exec python3 -m flagcore.launchers.join {hosts[0]}",
-        environment={HOSTS: " ".join(hosts)},
-        secrets={TOKEN: (f"{common.name}-token", "token")} if len(hosts) > 1 else {},
-        first_ends=True,
-    )
+    return writer.manifest(platform, place, name=name, kind=kind, image=image, volume=volume or "")

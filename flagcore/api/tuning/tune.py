@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -35,13 +36,14 @@ from flagcore.api.tuning.watch import Watchers
 from flagcore.contracts import (
     Event,
     OnEvent,
+    Problem,
     Telemetry,
     TrialStore,
     Workload,
 )
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
-from flagcore.domain.objective import is_rate
+from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
@@ -49,14 +51,12 @@ from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFit
 from flagcore.i18n import _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
-from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import Noise, RunResult
+from flagcore.report.result import noise_warnings
 from flagcore.spec.serving import engines_of, select_engine
 from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
-from flagcore.tuner.problem import Problem
 from flagcore.tuner.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
@@ -239,7 +239,7 @@ class _EngineRun:
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
-        warn(filter(None, Noise.from_json(outcome.data["noise"]).warnings))
+        warn(noise_warnings(result.plan))
         warn(outcome.data.get("notes", ()))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
@@ -274,11 +274,7 @@ def _raise_failure(ending: TuneResult, outcome: Outcome) -> None:
         raise ending.error
     if plan.best is None:
         error = EveryTrialFailed if plan.fastest is None else NothingFits
-        raise error(
-            no_best(
-                RunData(result=RunResult.from_json(outcome.data), folder=run_dir, called=str(run_dir), knobs=plan.knobs)
-            )
-        )
+        raise error(no_best(outcome.shown))
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
@@ -324,8 +320,7 @@ def each_engine(
         warn_of_skipped()
         raise first
     warn_of_skipped()
-    sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
-    order = sorted(done, key=lambda engine: sign * _best_figure(done[engine].data))
+    order = sorted(done, key=lambda engine: _best_s(done[engine].plan))
     winner = done[order[0]]
     parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}
     result = {**winner.data, "run_dir": str(run_dir), "engine": order[0], "engines": parts}
@@ -354,13 +349,8 @@ def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
-def _best_figure(data: Mapping[str, Any]) -> float:
-    """Return the objective of a run's best: a median in seconds, or a rate."""
-    best = data["best"]
-    medians = {each["trial"]: each for each in data["noise"]["medians"]}
-    name = data["objective"]["name"]
-    if best["number"] in medians:
-        return float(medians[best["number"]][name])
-    measurement = best["measured"]
-    figure = measurement["step_time_s"]["median"] if measurement else best["predicted"]["step_time_s"]["value"]
-    return 1.0 / figure if is_rate(name) else float(figure)
+def _best_s(plan: Plan) -> float:
+    """Return the seconds of a run's best, the median of its runs; for a rate, its inverse."""
+    best = plan.best
+    times = (plan.medians.get(best.number), best.step_seen_s, best.predicted_step_s) if best else ()
+    return next(filter(None, times), math.inf)

@@ -81,7 +81,7 @@ class Watchers(AbstractContextManager["Watchers"]):
 class _Watcher:
     """Calls a watcher in a thread, one event after the other."""
 
-    def __init__(self, name: str, call: Callable[[RunEvent], None], max_seconds: float) -> None:
+    def __init__(self, name: str, call: Callable[[RunEvent], object], max_seconds: float) -> None:
         self._name, self._call, self._max_seconds = name, call, max_seconds
         self._events: SimpleQueue[RunEvent | None] = SimpleQueue()
         self._began: float | None = None

@@ -108,7 +108,7 @@ def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[
         section["baseline"] = baseline
     steps = source.take(f"{_TUNER}.control.train_iters", 5)
     section |= {"control": {"train_iters": steps, **control(source, "train")}, "objective": _objective(source)}
-    reason = "the default strategy is learned, which stops when little can be gained; grid tries all"
+    reason = "the default strategy is learned, which stops when little can be gained; predicted tries all"
     source.drop(f"{_TUNER}.algo", reason, "auto_tuner")
     return section
 

@@ -14,10 +14,10 @@ from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, R
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.flags import implementation_of_command
-from flagcore.engines.megatron.layers.fastest import ends, layouts, split_layers
+from flagcore.engines.megatron.layers.fastest import layouts, split_layers
 from flagcore.engines.megatron.layers.memory_fit import fit_splits
 from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
-from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES, parse_layout
+from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout
 from flagcore.engines.megatron.mixed.meshes import (
     ALL_REPLICAS,
     MESHES,
@@ -35,7 +35,7 @@ from flagcore.engines.megatron.mixed.meshes import (
 from flagcore.engines.megatron.mixed.trials import plain_values
 from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.space.knobs import columns as row_of
-from flagcore.engines.megatron.space.options import options, precision, settings_in_force, takes_layouts
+from flagcore.engines.megatron.space.options import options, precision, settings_in_force
 from flagcore.engines.training import parameters
 from flagcore.engines.training.layout import Layout, Mesh, Placement, Training
 from flagcore.engines.training.memory.training import component_table, memory_in_use, rank_memory, used_bytes
@@ -379,22 +379,15 @@ def _sum(parts: Mapping[str, FloatArray]) -> float:
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
     """Return a candidate's values with the layout of its stages in place of `balanced`; an even split needs none.
 
-    A layout includes the virtual stages: Megatron accepts no number of layers with it. Releases without layouts take
-    the number of layers of the first stage and, with more than two stages, of the last.
+    A layout includes the virtual stages: Megatron accepts no number of layers with it.
     """
     task = platform.task
     values = plain_values(task, candidate)
     if values.pop(SPLIT, None) != "balanced":
         return values
     _, row, costs = next(by_groups(task, row_of(task, candidate.as_dict()), platform.costs))
-    if takes_layouts(task.spec):
-        (text,) = layout_texts(task, row, costs)
-        return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
-    train, layout = inputs(task, row, costs)
-    ((first, last),) = ends(layout, train.options.splits)
-    virtual = int(layout.virtual[0])
-    number = {VIRTUAL_STAGES: virtual, LAYERS_PER_VIRTUAL: None} if virtual > 1 else {}
-    return values | ({FIRST: first, LAST: last if layout.pipeline[0] > 2 else None, **number} if first else {})
+    (text,) = layout_texts(task, row, costs)
+    return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
 
 
 def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:

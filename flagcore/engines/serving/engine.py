@@ -166,7 +166,7 @@ class Engine(EngineProfile, Workload):
         return importing.spec_of_command(self, command, directory, model)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        return rules.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
+        return rules.usual_space(task, self.program, self.defaults(task))
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         return rules.rule_of_thumb(columns, predictions, self.split_by)

@@ -93,8 +93,8 @@ class Options:
     """Settings of a job as inputs of the formulas; each engine derives them from its own settings.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `splits` are the splits to which `Layout.split` refers. With `equal_stages`, derived splits have equal stages
-    between the first and the last; with `early_mtp`, they may have multi-token prediction on the stage before the last.
+    `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may have multi-token
+    prediction on the stage before the last.
     `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages
     offload. Fields in bytes are per element. With `adapters` the model's weights have no gradients and no optimizer.
     `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". The flex dispatcher sends a
@@ -104,7 +104,6 @@ class Options:
 
     schedule: str | None = None
     splits: Splits | None = None
-    equal_stages: bool = False
     early_mtp: bool = False
     account_for_embedding: bool = False
     account_for_loss: bool = False

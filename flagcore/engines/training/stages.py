@@ -123,7 +123,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
     """Return stage `index` of each candidate, which has the contents `part`."""
     deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
     uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
-    if uneven.size and not options.equal_stages:
+    if uneven.size:
         flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
     if options.schedule:
         deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)

@@ -8,7 +8,7 @@ from typing import Any
 from flagcore import __version__
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, cell, table
+from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, table
 from flagcore.report.page.improvements import improvements
 from flagcore.report.page.resources import memory, step_time
 from flagcore.report.page.run import RunData
@@ -21,21 +21,8 @@ from flagcore.report.page.trials import trials
 
 def page(run: RunData) -> Page:
     """Return the page of a run; empty sections are omitted."""
-    sections = (
-        summary(run),
-        serving(run),
-        trials(run),
-        funnel(run),
-        improvements(run),
-        kinds(run),
-        step_time(run),
-        memory(run),
-        pipeline(run),
-        progress(run),
-        accuracy(run),
-        environment(run),
-        chips(run),
-    )
+    resources = (kinds, step_time, memory, pipeline)
+    sections = (summary, serving, trials, funnel, improvements, *resources, progress, accuracy, environment, chips)
     title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
     return Page(
         title=_(title, hardware=run.hardware, run=run.folder.resolve().name),
@@ -43,10 +30,10 @@ def page(run: RunData) -> Page:
             "{count} candidate, {how}; objective: {objective}",
             "{count} candidates, {how}; objective: {objective}",
             len(run.trials),
-            how=_("not measured") if run.result.is_unmeasured else _(NAMES["trials_made"][run.fidelity]),
+            how=_("not measured") if run.is_unmeasured else _(NAMES["trials_made"][run.fidelity]),
             objective=run.unit,
         ),
-        sections=tuple(section for section in sections if section is not None),
+        sections=tuple(section for make in sections if (section := make(run)) is not None),
     )
 
 
@@ -55,29 +42,25 @@ UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "T
 
 def environment(run: RunData) -> Section:
     """Return versions, environment variables and the spec."""
-    trial = next((each for each in [run.best, *run.all_trials] if each and each.measured), None)
-    measured = trial.measured if trial else None
+    trial = next((each for each in [run.best, *run.all_trials] if each and each.measurement), None)
+    measured = trial.measurement if trial else None
     facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
-    facts += [
-        (str(name), Cell(str(version))) for name, version in (measured.versions if measured else {}).items() if version
-    ]
-    blocks: list[Block] = [Facts(tuple(facts))]
-    variables = run.insight.get("environment") or {}
-    if variables:
+    facts += [(str(name), Cell(str(version))) for name, version in (measured.versions if measured else {}).items()]
+    blocks: list[Block] = [Facts([each for each in facts if each[1].text])]
+    if variables := run.insight.get("environment"):
         rows: list[list[Any]] = [[str(name), str(value)] for name, value in variables.items()]
         blocks.append(table(_("Environment variables set by plugins"), [_("variable"), _("value")], rows))
     if trial and measured and measured.telemetry:
-        rows = [[str(name), cell(float(value))] for name, value in measured.telemetry.items()]
+        rows = [[str(name), float(value)] for name, value in measured.telemetry.items()]
         blocks.append(table(_("Telemetry of trial {number}", number=trial.number), [_("metric"), _("value")], rows))
     if trial and measured and measured.effective:
         rows = [[str(name), str(value)] for name, value in measured.effective.items()]
         caption = _("Effective values reported by the engine, trial {number}", number=trial.number)
         blocks.append(table(caption, [_("name"), _("value")], rows))
-    spec = run.text_of(run.folder / "spec.yaml")
-    if spec:
+    if spec := run.text_of(run.folder / "spec.yaml"):
         title = _("Spec (spec.yaml)")
-        blocks.append(Collapsed(anchor="spec", title=title, blocks=(Code(title, spec.rstrip()),)))
-    return Section(anchor="environment", title=_("Environment"), blocks=tuple(blocks))
+        blocks.append(Collapsed("spec", title, (Code(title, spec.rstrip()),)))
+    return Section("environment", _("Environment"), blocks)
 
 
 def chips(run: RunData) -> Section:
@@ -90,23 +73,14 @@ def chips(run: RunData) -> Section:
         blocks.append(Text(text, warning=True))
     for chip in run.insight.get("chips") or []:
         rows = [_fact(fact) for fact in chip["facts"]]
-        budget = chip.get("memory_budget_bytes")
-        if budget:
-            rows.append(
-                [
-                    _("memory limit per device"),
-                    Cell(size_text(budget / 2**30), float(budget)),
-                    _("spec or driver"),
-                    "",
-                ]
-            )
+        if budget := chip.get("memory_budget_bytes"):
+            limit = Cell(size_text(budget / 2**30), float(budget))
+            rows.append([_("memory limit per device"), limit, _("spec or driver"), ""])
         devices = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
         blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
         if chip.get("notes"):
             blocks.append(Text(str(chip["notes"])))
-    if not blocks:
-        blocks.append(Text(_("This run has no facts about the chip.")))
-    return Section(anchor="chips", title=_("Chips"), blocks=tuple(blocks))
+    return Section("chips", _("Chips"), blocks or (Text(_("This run has no facts about the chip.")),))
 
 
 PEAK = NAMES["facts"]["peak"]

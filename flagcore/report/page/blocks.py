@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from flagcore.i18n.width import columns, pieces
@@ -60,7 +60,7 @@ class Text:
 class Facts:
     """Names with values, the most important first. `lead` shows them large, as the answer of the page."""
 
-    items: tuple[tuple[str, Cell], ...]
+    items: Sequence[tuple[str, Cell]]
     lead: bool = False
 
 
@@ -79,30 +79,30 @@ class Chart:
 
     title: str
     summary: str
-    traces: tuple[Mapping[str, Any], ...]
+    traces: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any]
     table: Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collapsed:
     """Blocks that are hidden until a click on a line of text."""
 
     anchor: str
     title: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
 Block: TypeAlias = "Text | Facts | Code | Table | Chart | Collapsed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """A heading with blocks; `anchor` is its id in the page."""
 
     anchor: str
     title: str
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Page:
 
     title: str
     subtitle: str
-    sections: tuple[Section, ...] = field(default=())
+    sections: tuple[Section, ...] = ()
 
 
 def cell(value: Any, text: str | None = None) -> Cell:
@@ -182,6 +182,18 @@ def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
     return points(name, series, x, y, mode="lines", **more)
 
 
+def stars(name: str, places: Sequence[tuple[float, str]]) -> list[dict[str, Any]]:
+    """Return a star on each horizontal bar of `places`, its value and its position."""
+    trace = points(name, 5, *zip(*places, strict=True)) if places else {}
+    return [trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}}] if places else []
+
+
+def error_bars(bounds: Sequence[tuple[float, float, float]], **more: Any) -> dict[str, Any]:
+    """Return error bars of values with their lowest and highest bounds."""
+    above, below = ([each[2] - each[0] for each in bounds], [each[0] - each[1] for each in bounds])
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "width": 4, **more}
+
+
 def limit_line(name: str, x: float) -> dict[str, Any]:
     """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
@@ -195,8 +207,7 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
         "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
     }
-    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-    legend["traceorder"] = "normal"
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
     return {"height": height, "margin": MARGIN, "legend": legend, "dragmode": False, **axes, **more}
 
 

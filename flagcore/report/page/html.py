@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
 
 from flagcore import __version__
 from flagcore.errors import UsageError
@@ -83,31 +82,3 @@ def _policy(scripts: list[str]) -> str:
 def _inside_script(text: str) -> str:
     """Return JSON that cannot end the enclosing script element or start a comment."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def overview_page(root: str, lines: Sequence[Any], links: Mapping[str, str], refresh: int, now: float) -> str:
-    """Return the page of some runs. `links` are the paths of their reports by name, `now` is the time in seconds.
-
-    All text is escaped.
-    """
-    from jinja2 import Environment, StrictUndefined
-
-    from flagcore.i18n import _
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    template = environment.from_string((TEMPLATES / "overview.html").read_text(encoding="utf-8"))
-    return template.render(
-        root=root,
-        lines=lines,
-        links=links,
-        refresh=refresh,
-        language=language(),
-        words={name: _(text) for name, text in NAMES["overview"].items()},
-        ago=lambda then: _ago(now - then),
-    )
-
-
-def _ago(seconds: float) -> str:
-    """Return a duration in its largest unit."""
-    units = (("d", 86400), ("h", 3600), ("min", 60))
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{max(seconds, 0):.0f} s")

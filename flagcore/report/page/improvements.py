@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from flagcore.domain.trial import Trial
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown, size_text
@@ -22,109 +22,87 @@ from flagcore.report.page.blocks import (
     size,
     table,
 )
-from flagcore.report.page.run import Record, RunData
-from flagcore.report.result import Predicted, TrialResult, number
+from flagcore.report.page.run import Record, RunData, memory_of, predicted, predicted_s, time_parts
+from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
 
 MAX_CHANGES = 8
 """Maximum number of listed changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """The bottleneck of a candidate: its name, the key of its figure in a prediction, and its column heading."""
-
-    name: str
-    key: str
-    heading: str
+STEP = "step_time_s.value"
 
 
 def improvements(run: RunData) -> Section | None:
     """Return the bottleneck of the best and changes that reduce it; None without a best or a predicted time."""
-    if run.best is None or run.best.predicted.step_s is None:
+    if run.best is None or predicted_s(run.best) is None:
         return None
-    limit, knobs = _limit(run.best.predicted), run.insight.get("knobs") or []
-    blocks: list[Block] = [Text(_bottleneck(run, run.best, limit))]
-    if knobs:
-        blocks += [_changes(run, run.best, limit), _sensitivity(run, knobs)]
-    return Section(anchor="improvements", title=_("Bottleneck"), blocks=tuple(blocks))
+    blocks: list[Block] = [Text(_bottleneck(run, run.best))]
+    if knobs := run.insight.get("knobs") or []:
+        blocks += [_changes(run, run.best, knobs), _sensitivity(run, knobs)]
+    return Section("improvements", _("Bottleneck"), blocks)
 
 
-def _limit(predicted: Predicted) -> _Limit:
-    name = predicted.limit
-    if name == "memory":
-        return _Limit("memory", "memory.device_used_gib", _("~in use, GiB"))
-    part = next((key for key in predicted.time if part_name(key) == name), None)
-    return (
-        _Limit(str(name), f"time.{part}", f"~{_(part_name(part))}, s") if part else _Limit("", "step_time_s.value", "")
-    )
+def _limiting_part(best: Trial) -> str:
+    """Return the part of the predicted time that is the bottleneck; empty if it is the memory, or unknown."""
+    limit = lookup(best.predicted, "limit")
+    return next((part for part in time_parts(best) if part_name(part) == limit), "")
 
 
-def _bottleneck(run: RunData, best: TrialResult, limit: _Limit) -> str:
-    prediction = best.predicted
-    if not limit.name:
-        return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    figure, step = prediction.figure(limit.key) or 0.0, prediction.step_s or 0.0
-    if limit.name == "memory":
-        capacity = size_text(prediction.memory["capacity_gib"])
+def _bottleneck(run: RunData, best: Trial) -> str:
+    memory, step, part = memory_of(best), predicted_s(best) or 0.0, _limiting_part(best)
+    if lookup(best.predicted, "limit") == "memory":
         return _(
-            "Bottleneck: memory, ~{used} of {capacity} in use (predicted).", used=size_text(figure), capacity=capacity
+            "Bottleneck: memory, ~{used} of {capacity} in use (predicted).",
+            used=size_text(memory["device_used_gib"]),
+            capacity=size_text(memory["capacity_gib"]),
         )
+    if not part:
+        return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
+    figure = time_parts(best)[part]
     return _(
         "Bottleneck: {limit}, ~{seconds} s of a step of ~{step} s, or {share:.1%} (predicted).",
-        limit=_(limit.name),
+        limit=_(part_name(part)),
         seconds=shown(figure),
         step=shown(step),
         share=figure / step,
     )
 
 
-def _changes(run: RunData, best: TrialResult, limit: _Limit) -> Block:
+def _changes(run: RunData, best: Trial, knobs: Sequence[Record]) -> Block:
     """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
-    step, own = (best.predicted.figure(key) or 0.0 for key in ("step_time_s.value", limit.key))
+    is_memory, part = lookup(best.predicted, "limit") == "memory", _limiting_part(best)
+    key = "memory.device_used_gib" if is_memory else f"time.{part}" if part else STEP
+    step, own = (predicted(best, name) or 0.0 for name in (STEP, key))
     nearest = {
         _key(value["nearest"]["candidate"]): value["nearest"]
-        for knob in run.insight.get("knobs") or []
+        for knob in knobs
         for value in knob["values"]
         if value["value"] != knob["best"]
     }
     faster = [
-        each
+        (lookup(each["predicted"], STEP), number(lookup(each["predicted"], key)), each)
         for each in nearest.values()
         if _changes_one_knob(each, run)
-        and each["predicted"]["step_time_s"]["value"] < step
-        and (number(lookup(each["predicted"], limit.key)) or own) < own
     ]
-    faster.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
+    faster = sorted((each for each in faster if each[0] < step and (each[1] or own) < own), key=lambda each: each[:2])
     if not faster:
         return Text(_("Changes of one knob that help: none. No such change is predicted to be faster and to fit."))
-    trials = {_key(trial.candidate): trial for trial in run.trials}
-    tried = [trials[_key(each["candidate"])] for each in faster if _key(each["candidate"]) in trials]
-    faster = [each for each in faster if _key(each["candidate"]) not in trials]
-    if not faster:
-        ran = ", ".join(f"{_('trial')} {trial.number}" for trial in tried)
+    trials = {_key(trial.candidate.as_dict()): trial for trial in run.trials}
+    untried = [each for each in faster if _key(each[2]["candidate"]) not in trials]
+    if not untried:
+        ran = ", ".join(f"{_('trial')} {trials[_key(each['candidate'])].number}" for *_figures, each in faster)
         return Text(_("Changes of one knob that help: none. Those predicted to be faster ran: {trials}.", trials=ran))
     rows = []
-    for each in faster[:MAX_CHANGES]:
+    for seconds, figure, each in untried[:MAX_CHANGES]:
         changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
-        predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
-        part = number(lookup(predicted, limit.key))
-        figures = [] if limit.name in ("", "memory") else [cell(part)]
-        figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
-        figures.append(percent(seconds / step - 1.0, signed=True))
-        used = size(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([", ".join(changed), *figures, used])
-    own_heading = [] if limit.name in ("", "memory") else [limit.heading]
+        time = lookup(each["predicted"], "objective.value") if run.serves else seconds
+        used = size(number(lookup(each["predicted"], "memory.device_used_gib")))
+        over = percent(seconds / step - 1.0, signed=True)
+        rows.append([", ".join(changed), *([cell(figure)] if part else []), cell(time), over, used])
+    own_heading = [f"~{_(part_name(part))}, s"] if part else []
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
         _("Untried changes of one knob that are predicted to be faster"),
-        [
-            _("change"),
-            *own_heading,
-            seconds_heading,
-            _("~time vs best"),
-            _("~in use"),
-        ],
+        [_("change"), *own_heading, seconds_heading, _("~time vs best"), _("~in use")],
         rows,
         sortable=True,
     )
@@ -146,25 +124,26 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     spans = [(knob, [_seconds(value) / fastest_s - 1.0 for value in knob["values"]]) for knob in knobs]
     spans.sort(key=lambda span: -max(span[1]))
     rows: list[list[Any]] = []
-    marks: dict[bool, list[tuple[str, float, str]]] = {True: [], False: []}
+    marks: dict[bool, list[tuple[float, str, str]]] = {True: [], False: []}
+    ranges: list[tuple[float | None, str | None]] = []
     for knob, slower in spans:
         name = knob_of(str(knob["knob"]), run.knobs).title
+        ranges += [(min(slower), name), (max(slower), name), (None, None)]
         for value, over in zip(knob["values"], slower, strict=True):
             chosen, fastest = value["value"] == knob["best"], value["fastest"]
             figure = lookup(fastest, "predicted.objective.value") if run.serves else _seconds(value)
             text = value_text(value["value"])
             row = [name, text, _("yes") if chosen else "", percent(over, signed=True), cell(figure)]
             rows.append([*row, cell(value["candidates"]), values_text(fastest["candidate"], run.knobs)])
-            marks[chosen].append((name, over, f"{name} = {text}"))
+            marks[chosen].append((over, name, f"{name} = {text}"))
     figure = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure, _("candidates that fit"), _("fastest")]
+    x, y = zip(*ranges, strict=True)
+    grey = {"line": {"color": "#888888", "width": 2}, "showlegend": False, "hoverinfo": "skip"}
+    slower_by, names, texts = zip(*marks[True], *marks[False], strict=True)
+    hover = {"text": list(texts), "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
+    best = points(_("value of the best"), 1, *[[each[place] for each in marks[True]] for place in (0, 1)])
     ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
-    all_marks = [*marks[True], *marks[False]]
-    hover = {"text": [text for *_, text in all_marks], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
-    values = points(
-        _("value of the knob"), 0, [over for _, over, _ in all_marks], [name for name, *_ in all_marks], **hover
-    )
-    best = points(_("value of the best"), 1, [over for _, over, _ in marks[True]], [name for name, *_ in marks[True]])
     return Chart(
         title=_("Influence of each knob (predicted)"),
         summary=_(
@@ -173,7 +152,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
             knob=rows[0][0],
             share=max(spans[0][1]),
         ),
-        traces=(_ranges(run, spans), values, best | {"marker": ring}),
+        traces=(
+            {"type": "scatter", "mode": "lines", "x": x, "y": y, **grey},
+            points(_("value of the knob"), 0, slower_by, names, **hover),
+            best | {"marker": ring},
+        ),
         layout=rows_layout(_("slower than the fastest"), len(spans), xaxis={"tickformat": "+.0%"}),
         table=table(
             _("The fastest predicted candidate with each value, compared to the fastest of all"),
@@ -186,12 +169,3 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
 
 def _seconds(value: Record) -> float:
     return float(lookup(value["fastest"], "predicted.step_time_s.value"))
-
-
-def _ranges(run: RunData, spans: Sequence[tuple[Record, Sequence[float]]]) -> dict[str, Any]:
-    """Return a line per knob from its smallest to its largest figure."""
-    x = [each for _, slower in spans for each in (min(slower), max(slower), None)]
-    names = [knob_of(str(knob["knob"]), run.knobs).title for knob, _ in spans]
-    y = [each for name in names for each in (name, name, None)]
-    grey = {"color": "#888888", "width": 2}
-    return {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}

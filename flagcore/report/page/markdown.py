@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import failed_repeats
+from flagcore.domain.trial import TrialState
 from flagcore.i18n import _
 from flagcore.report import formats
 from flagcore.report.page.blocks import Block, Chart, Code, Collapsed, Facts, Page, Table, Text
@@ -15,7 +15,6 @@ from flagcore.report.page.search import learning
 from flagcore.report.page.serving import front_table
 from flagcore.report.page.summary import stopped, summary
 from flagcore.report.page.trials import trial_table
-from flagcore.report.result import RunResult
 from flagcore.report.text import funnel, repeats_text
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
@@ -66,18 +65,17 @@ def _code_block(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def result_text(result: RunResult, knobs: Knobs) -> str:
+def result_text(run: RunData) -> str:
     """Return a result as text."""
-    run = RunData(result=result, folder=Path(result.run_dir), called=result.run_dir, knobs=knobs)
     ending = stopped(run)
     blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
     parts = [text for block in blocks for text in _plain_text(block)]
     if run.all_trials:
-        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state != "stopped" and run.best]
-        reasons = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
-        parts.append("\n".join([_plain_table(trial_table(run)), *reasons]))
+        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
+        texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
+        parts.append("\n".join([_plain_table(trial_table(run)), *(texts if run.best else [])]))
     parts += [text for block in (front_table(run), learning(run)) for text in _plain_text(block)]
-    parts.append("\n".join([funnel(result.counts, run.fidelity), *repeats_text(result.lost_repeats)]))
+    parts.append("\n".join([funnel(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
     return "\n\n".join([*parts, *(each.text for each in ending)])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from flagcore.domain.prediction import Labels
+from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import by_component, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
@@ -21,17 +21,17 @@ from flagcore.report.page.blocks import (
     cell,
     limit_line,
     percent,
-    points,
     rows_layout,
     size,
+    stars,
     table,
 )
-from flagcore.report.page.run import Record, RunData
-from flagcore.report.result import Measured, TrialResult, number
+from flagcore.report.page.run import Record, RunData, measured_s, memory_of, served, time_parts
+from flagcore.report.result import number
 
 LEVELS = NAMES["memory_levels"]
-MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
-"""Keys of levels that have another name in a measurement."""
+MEASURED = {name: f"{name.removesuffix('_gib')}_bytes" for name in LEVELS} | {"reserved_gib": "peak_reserved_bytes"}
+"""Names of the levels in a measurement."""
 GIB = 2**30
 STEP = {
     "title": N_("Step time"),
@@ -58,14 +58,25 @@ def memory(run: RunData) -> Section | None:
     """Return the memory of one device per stage of the best; None without a best."""
     if run.best is None:
         return None
-    prediction = run.best.predicted.memory
+    prediction, measured = memory_of(run.best), run.best.measurement
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
-        blocks.append(_by_stage(run, stages, prediction))
         title = _("By component and kind (predicted)")
-        blocks.append(Collapsed(anchor="components", title=title, blocks=(_components(stages, run.labels, title),)))
-    blocks.append(_levels(run.best, stages, prediction))
+        blocks += [_by_stage(run, stages, prediction), Collapsed("components", title, (_components(run, title),))]
+    if prediction:
+        sizes = {level: getattr(measured, name, None) for level, name in MEASURED.items()}
+        used = {level: value / GIB for level, value in sizes.items() if value is not None}
+        rows = [
+            [_(text), size(prediction.get(level)), size(used.get(level))]
+            for level, text in {**LEVELS, "capacity_gib": N_("capacity")}.items()
+        ]
+        caption = _("Device with the highest memory")
+        if len(stages) > 1:
+            caption = _("Device with the highest memory (stage {number})", number=prediction["worst_stage"])
+        blocks.append(table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows))
+    else:
+        blocks.append(Text(_("The memory was not predicted.")))
     if run.serves and prediction:
         parts = [
             [_(text), cell(prediction[name]) if name.endswith("tokens") else size(prediction[name])]
@@ -73,7 +84,7 @@ def memory(run: RunData) -> Section | None:
             if name in prediction
         ]
         blocks.append(table(_("Parts"), [_("part"), _("size or tokens")], parts))
-    return Section(anchor="memory", title=_("Memory"), blocks=tuple(blocks))
+    return Section("memory", _("Memory"), blocks)
 
 
 def groups_of(stage: Record) -> dict[str, float]:
@@ -98,16 +109,7 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Char
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
     groups = [groups_of(stage) for stage in stages]
     present = list(dict.fromkeys(name for each in groups for name in each))
-    traces = [
-        bars(_(name), place, [each.get(name, 0.0) for each in groups], names, width=0.5)
-        for place, name in enumerate(present)
-    ]
-    measured_by_stage = _measured_by_stage(run, len(stages))
-    level = "device_used_gib"
-    measured = [(each[level], name) for each, name in zip(measured_by_stage, names, strict=True) if level in each]
-    if measured:
-        trace = points(_("in use, measured"), 5, *zip(*measured, strict=True))
-        traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
+    measured, level = _measured_by_stage(run, len(stages)), "device_used_gib"
     capacity = number(predicted.get("capacity_gib"))
     shapes = [] if capacity is None else [limit_line(_("capacity {size}", size=size_text(capacity)), capacity)]
     worst = max(stages, key=lambda stage: float(stage[level]))
@@ -119,63 +121,48 @@ def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Char
             *(size(stage[name]) for name in LEVELS),
             *(size(figures.get(name)) for name in LEVELS),
         ]
-        for stage, each, figures in zip(stages, groups, measured_by_stage, strict=True)
+        for stage, each, figures in zip(stages, groups, measured, strict=True)
     ]
-    headings = [_("stage"), *(f"~{_(name)}" for name in present), *(f"~{_(text)}" for text in LEVELS.values())]
+    headings = [_("stage"), *(f"~{_(text)}" for text in (*present, *LEVELS.values()))]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
     return Chart(
         title=_("Memory of a device by stage"),
         summary=_("Stage {number} needs the most memory: {used} (predicted).", number=worst["stage"], used=used),
-        traces=tuple(traces),
+        traces=[
+            *(bars(_(n), p, [each.get(n, 0.0) for each in groups], names, width=0.5) for p, n in enumerate(present)),
+            *stars(
+                _("in use, measured"),
+                [(each[level], name) for each, name in zip(measured, names, strict=True) if level in each],
+            ),
+        ],
         layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
         | {"height": 190 + 46 * len(stages)},
         table=table(_("Memory of a device of each stage"), headings, rows),
     )
 
 
-def _components(stages: Sequence[Record], labels: Labels, title: str) -> Table:
+def _components(run: RunData, title: str) -> Table:
+    stages, labels = run.insight["stages"], run.labels
     names = {**NAMES["component_states"], "activation_gib": N_("activations")}
     keys = [key for key in names if any(key in part for stage in stages for part in stage["components"].values())]
     rows = [
-        [
-            cell(stage["stage"]),
-            labels.components.get(name, name),
-            *(size(stage["components"][name].get(k)) for k in keys),
-        ]
+        [cell(stage["stage"]), labels.components.get(name, name), *(size(parts[name].get(key)) for key in keys)]
         for stage in stages
-        for name in by_component(stage["components"], labels)
+        for parts in [stage["components"]]
+        for name in by_component(parts, labels)
     ]
     return table(title, [_("stage"), _("component"), *(_(names[key]) for key in keys)], rows, sortable=True)
-
-
-def _levels(best: TrialResult, stages: Sequence[Record], predicted: Record) -> Block:
-    """Return the memory of the device with the highest use: allocated, reserved, in use, capacity."""
-    if not predicted:
-        return Text(_("The memory was not predicted."))
-    measurement = best.measured
-    levels = {**LEVELS, "capacity_gib": N_("capacity")}
-    rows = [[_(text), size(predicted.get(level)), size(_level(measurement, level))] for level, text in levels.items()]
-    caption = _("Device with the highest memory")
-    if len(stages) > 1:
-        caption = _("Device with the highest memory (stage {number})", number=predicted["worst_stage"])
-    return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
-
-
-def _level(measured: Measured | None, level: str) -> float | None:
-    """Return a level of the memory as measured; None for the capacity, and without a measurement."""
-    return getattr(measured, MEASURED_LEVELS.get(level, level), None)
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
     """Return the maximum of the measured figures over the ranks of each stage; ranks are in the order of stages."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
-    ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measured else None
+    ranks = run.metrics(run.best).get("ranks") if run.best and run.best.measurement else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
         return found
     for place, rank in enumerate(ranks):
         largest = found[place // (len(ranks) // count)]
-        for level in LEVELS:
-            key = MEASURED_LEVELS.get(level, level).replace("_gib", "_bytes")
+        for level, key in MEASURED.items():
             figure = number(lookup(rank, key))
             if figure is not None:
                 largest[level] = max(largest.get(level, 0.0), figure / GIB)
@@ -187,7 +174,7 @@ def step_time(run: RunData) -> Section | None:
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
     if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
-    predicted_trials = {name: trial for name, trial in trials.items() if trial.predicted.time}
+    predicted_trials = {name: trial for name, trial in trials.items() if time_parts(trial)}
     if not predicted_trials:
         return None
     blocks: list[Block] = [_step_parts(run, predicted_trials)]
@@ -195,29 +182,25 @@ def step_time(run: RunData) -> Section | None:
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
-    return Section(anchor="step", title=_((REQUEST if run.serves else STEP)["title"]), blocks=tuple(blocks))
+    return Section("step", _((REQUEST if run.serves else STEP)["title"]), blocks)
 
 
-def _step_parts(run: RunData, trials: Mapping[str, TrialResult]) -> Chart:
+def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
     texts = REQUEST if run.serves else STEP
-    times = {name: trial.predicted.time for name, trial in trials.items()}
+    times = {name: time_parts(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
-    steps = {name: _measured_seconds(run, trial) for name, trial in trials.items()}
-    parts = list(dict.fromkeys(part for time in times.values() for part in time))
-    traces, rows = [], list[list[Any]]()
-    for place, part in enumerate(parts):
-        seconds = [float(time.get(part, 0.0)) for time in times.values()]
-        shares = [percent(each / total if total else 0.0) for each, total in zip(seconds, totals.values(), strict=True)]
-        pairs = zip(map(cell, seconds), shares, strict=True)
-        rows.append([_(part_name(part)), *(each for pair in pairs for each in pair)])
-        if any(seconds):
-            traces.append(bars(_(part_name(part)), place, seconds, list(times), width=0.5))
+    # of a server the mean of a request
+    steps = {n: served(trial, "e2e_s.mean") if run.serves else measured_s(trial) for n, trial in trials.items()}
+    traces, rows = list[dict[str, Any]](), list[list[Any]]()
+    for place, part in enumerate(dict.fromkeys(part for time in times.values() for part in time)):
+        seconds, name = {each: float(time.get(part, 0.0)) for each, time in times.items()}, _(part_name(part))
+        shares = [(cell(s), percent(s / totals[each] if totals[each] else 0.0)) for each, s in seconds.items()]
+        rows.append([name, *(each for pair in shares for each in pair)])
+        if any(seconds.values()):
+            traces.append(bars(name, place, list(seconds.values()), list(times), width=0.5))
     for name, figures in ((_(texts["predicted"]), totals), (_(texts["measured"]), steps)):
         rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
-    present = [(step, name) for name, step in steps.items() if step is not None]
-    if present:
-        trace = points(_(texts["star"]), 5, *zip(*present, strict=True))
-        traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
+    traces += stars(_(texts["star"]), [(step, name) for name, step in steps.items() if step is not None])
     title = _(texts["parts"])
     first, time = next(iter(times.items()))
     largest_part = max(time, key=lambda part: float(time[part]))
@@ -230,30 +213,20 @@ def _step_parts(run: RunData, trials: Mapping[str, TrialResult]) -> Chart:
             share=time[largest_part] / (totals[first] or 1.0),
             seconds=shown(totals[first]),
         ),
-        traces=tuple(traces),
+        traces=traces,
         layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
         table=table(title, [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
     )
 
 
-def _measured_seconds(run: RunData, trial: TrialResult) -> float | None:
-    """Return the measured seconds of a step, of a server the mean of a request."""
-    if run.serves:
-        return trial.figure("e2e_s.mean")
-    return trial.measured_s
-
-
-def _measured_parts(run: RunData, trial: TrialResult) -> list[Any]:
+def _measured_parts(run: RunData, trial: Trial) -> list[Any]:
     """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
-    count = trial.measured.step_time_s.n if trial.measured else 0
-    steps = run.metrics(trial).get("steps")
-    if not count or not isinstance(steps, list) or trial.fidelity != "run" or not run.labels.measured_parts:
+    count = len(trial.measurement.step_times_s) if trial.measurement else 0
+    steps, parts = run.metrics(trial).get("steps"), run.labels.measured_parts
+    if not count or not isinstance(steps, list) or trial.fidelity != RUN or not parts:
         return []
     counted_steps = [step for step in steps if isinstance(step, Mapping)][-count:]
-    figures = [
-        [each for step in counted_steps if (each := number(step.get(key))) is not None]
-        for key in run.labels.measured_parts
-    ]
+    figures = [[each for step in counted_steps if (each := number(step.get(key))) is not None] for key in parts]
     if not counted_steps or any(len(values) < len(counted_steps) for values in figures):
         return []
-    return [*(cell(median(values)) for values in figures), cell(trial.measured_s)]
+    return [*map(median, figures), measured_s(trial)]

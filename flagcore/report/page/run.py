@@ -10,19 +10,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from statistics import median_high
-from typing import Any
+from statistics import median, median_high
+from typing import Any, TypeAlias
 
 from flagcore.domain.files import open_regular, read_regular
-from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
+from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _
-from flagcore.report.formats import hardware_text, shown
+from flagcore.report.formats import hardware_text, lookup
 from flagcore.report.page.blocks import Cell
-from flagcore.report.result import RunResult, TrialResult
-from flagcore.report.text import heading, values_text
+from flagcore.report.result import number, read_plan, stop_reason
+from flagcore.report.text import candidate_text, heading, state_name
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
@@ -35,38 +36,57 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """Paths that are not a part of another name."""
 
-Record = Mapping[str, Any]
+Record: TypeAlias = Mapping[str, Any]
+Figures: TypeAlias = "tuple[float, float, float]"
+"""The objective of a configuration: its median or prediction, its lowest and its highest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """The result of a run, and its `insight` (`flagcore.api.managing.report`), empty if missing.
+class RunData(Plan):
+    """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
 
     `folder` has the files of trials. `called` is the folder in commands, relative to the working directory; `.` if it
-    is elsewhere. `notes` are warnings at the top of the page. `secrets` are values that must not be shown. `knobs` are
-    those of the task, `labels` those of its engine.
+    is elsewhere. `warnings` are shown at the top of the page. `secrets` are values that must not be shown. `labels` are
+    those of the engine. `data` is the content of result.json; `stop_reason` (in the selected language), `notes`, the
+    `cost` of the best and the results of several `engines`, or their errors, are from it.
     """
 
-    result: RunResult
     folder: Path
     called: str = ""
     insight: Record = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
-    knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
+    data: Record = field(default_factory=dict)
+    stop_reason: str = ""
+    notes: Sequence[str] = ()
+    cost: Record = field(default_factory=dict)
+    engines: Mapping[str, RunData | str] = field(default_factory=dict)
 
     @classmethod
-    def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
-        """Return a run without its secrets, because users share reports. `result` has the format of result.json."""
-        paths = own_paths(rest["folder"])
-        plain, insight = (_shortened(redact_data(each, secrets), paths) for each in (result, insight))
-        return cls(result=RunResult.from_json(plain), insight=insight, secrets=tuple(secrets), **rest)
+    def from_json(cls, data: Record, folder: Path, **context: Any) -> RunData:
+        """Return the run of a result.json. Raises TypeError, LookupError, ValueError, AttributeError for other data."""
+        engines = {
+            name: each["error"] if "error" in each else cls.from_json(each, folder / name)
+            for name, each in (data.get("engines") or {}).items()
+        }
+        return cls(
+            **read_plan(data),
+            folder=folder,
+            data=data,
+            stop_reason=stop_reason(data),
+            notes=data.get("notes") or (),
+            cost=(data.get("best") or {}).get("cost") or {},
+            engines=engines,
+            **context,
+        )
 
-    @property
-    def objective(self) -> str:
-        """The objective's name."""
-        return self.result.objective.name
+    @classmethod
+    def redacted(cls, data: Record, insight: Record, secrets: Sequence[str], folder: Path, **context: Any) -> RunData:
+        """Return a run without its secrets, because users share reports. `data` has the format of result.json."""
+        paths = own_paths(folder)
+        plain, insight = (_shortened(redact_data(each, secrets), paths) for each in (data, insight))
+        return cls.from_json(plain, folder, insight=insight, secrets=tuple(secrets), **context)
 
     @property
     def serves(self) -> bool:
@@ -86,95 +106,132 @@ class RunData:
     @property
     def hardware(self) -> str:
         """The number of devices and their chip."""
-        return hardware_text(self.result.devices, self.result.chip)
+        return hardware_text(self.devices, self.chip)
 
     @property
-    def fidelity(self) -> str:
-        """The fidelity of its trials."""
-        return self.result.fidelity
-
-    @property
-    def best(self) -> TrialResult | None:
-        """The best trial."""
-        return self.result.best
-
-    @property
-    def baseline(self) -> TrialResult | None:
-        """The trial of the baseline."""
-        return self.result.baseline
-
-    @property
-    def trials(self) -> Sequence[TrialResult]:
-        """One trial per candidate, in their order."""
-        return self.result.trials
-
-    @property
-    def all_trials(self) -> Sequence[TrialResult]:
+    def all_trials(self) -> list[Trial]:
         """Probes, trials and repeats in their order."""
-        return self.result.all_trials
+        return sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
 
     @property
-    def limits(self) -> Mapping[str, float]:
-        """The latency limits in seconds."""
-        return self.result.limits or {}
+    def was_interrupted(self) -> bool:
+        """Whether the run is in progress, was interrupted or was killed."""
+        return self.stopped_because in ("", TrialState.INTERRUPTED.value)
 
-    def figure(self, trial: TrialResult) -> float | None:
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether no measurement could be the best, or exceeds the latency limits."""
+        return self.best is None and self.fastest is None
+
+    def figure(self, trial: Trial) -> float | None:
         """Return the measured objective of a trial, None without a measurement."""
-        if not trial.measured:
+        if not trial.measurement:
             return None
         if not self.serves:
-            return float(trial.measured.tokens_per_second_per_device)
-        return objective_value(self.objective, float(trial.measured.step_time_s.median))
+            return trial.measurement.tokens_per_second_per_device
+        return objective_value(self.objective, trial.measurement.step_time_s)
 
-    def predicted(self, trial: TrialResult, bound: str = "value") -> float | None:
+    def predicted(self, trial: Trial, bound: str = "value") -> float | None:
         """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
-        return trial.predicted.figure(f"{key}.{bound}")
+        return predicted(trial, f"{key}.{bound}")
 
-    def runs(self, trial: TrialResult) -> list[TrialResult]:
+    def runs(self, trial: Trial) -> list[Trial]:
         """Return a trial and its repeats."""
-        same_candidate = (each for each in self.result.repeats if each.candidate == trial.candidate)
+        same_candidate = (each for each in self.repeats if each.candidate == trial.candidate)
         return [trial, *(each for each in same_candidate if each.number != trial.number)]
 
-    def broken_limits(self, trial: TrialResult) -> str:
+    def final_runs(self, trial: Trial) -> list[Trial]:
+        """Return the measured runs of a trial's configuration; scaled ones only if there are no others."""
+        runs = [each for each in self.runs(trial) if each.state is TrialState.MEASURED]
+        whole = [each for each in runs if each.measurement and each.measurement.scaled_from is None]
+        return whole or [each for each in runs if each.measurement]
+
+    def figures(self, trial: Trial) -> Figures | None:
+        """Return the median of a configuration's runs with their range, or its prediction with its 80% interval."""
+        if self.fidelity == ESTIMATE:
+            value, low, high = (self.predicted(trial, bound) for bound in ("value", "low", "high"))
+            return None if value is None or low is None or high is None else (value, low, high)
+        values = [value for each in self.final_runs(trial) if (value := self.figure(each)) is not None]
+        if not values:
+            return None
+        # of times, as in the search
+        middle = 1.0 / median(1.0 / each for each in values) if self.is_rate else median(values)
+        return middle, min(values), max(values)
+
+    def median_s(self, trial: Trial) -> float | None:
+        """Return the median step time of the runs of a trial's configuration, or its predicted step time."""
+        if self.fidelity == ESTIMATE:
+            return seconds(trial)
+        times = [time for each in self.final_runs(trial) if (time := seconds(each))]
+        return median(times) if times else None
+
+    def broken_limits(self, trial: Trial) -> str:
         """Return the limits that a trial, or else its repeats, exceeded; empty if none."""
-        by_trial = {each.number: "; ".join(each.broken) for each in self.runs(trial)}
-        if own := by_trial.pop(trial.number):
+        broken = {each.number: "; ".join(each.measurement.broken) for each in self.runs(trial) if each.measurement}
+        if own := broken.pop(trial.number, ""):
             return own
-        repeat_texts = [
-            _("trial {number}: {reason}", number=number, reason=why) for number, why in by_trial.items() if why
-        ]
-        return _("exceeded when repeated ({runs})", runs=", ".join(repeat_texts)) if repeat_texts else ""
+        texts = [_("trial {number}: {reason}", number=number, reason=why) for number, why in broken.items() if why]
+        return _("exceeded when repeated ({runs})", runs=", ".join(texts)) if texts else ""
 
     @property
-    def nearest(self) -> TrialResult | None:
+    def nearest(self) -> Trial | None:
         """The trial nearest to the limits if none meets them, by the median of its runs (of two runs, the worse)."""
         if self.best is not None or not self.limits:
             return None
         ranked = []
         for trial in self.trials:
             missed_limits = [
-                max((each.figure(name) or inf) / most for name, most in self.limits.items())
+                max((each.measurement.figures.get(name) or inf) / most for name, most in self.limits.items())
                 for each in self.runs(trial)
-                if each.measured
+                if each.measurement
             ]
-            if trial.measured and missed_limits:
-                ranked.append((median_high(missed_limits), int(trial.number), trial))
+            if trial.measurement and missed_limits:
+                ranked.append((median_high(missed_limits), trial.number, trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
+
+    @property
+    def listed(self) -> frozenset[int]:
+        """The numbers of the trials that tables list: the best, the baseline, the first failed, and the fastest."""
+        own = [each for each in (self.best, self.baseline) if each]
+        failed = [each for each in self.all_trials if seconds(each) is None][:MAX_FAILED]
+        fastest = sorted(self.all_trials, key=lambda each: seconds(each) or inf)
+        return frozenset(list(dict.fromkeys(each.number for each in (*own, *failed, *fastest)))[:MAX_LISTED])
+
+    def name(self, trial: Trial) -> str:
+        """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
+        role = "" if trial.role is Role.SEARCH else trial.role.value
+        if trial.fidelity != self.fidelity:
+            role = trial.fidelity
+        imported = _("imported") if trial.source and role != "imported" else ""
+        best = _("best") if self.best and trial.number == self.best.number else ""
+        return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
+
+    def cell(self, trial: Trial) -> Cell:
+        """Return the name of a trial as a link to its details."""
+        return Cell(self.name(trial), float(trial.number), f"#trial-{trial.number}")
+
+    def configuration(self, trial: Trial) -> str:
+        """Return the candidate of a trial in one line."""
+        return candidate_text(trial.candidate, self.knobs)
+
+    def state_text(self, trial: Trial) -> str:
+        """Return the displayed name of the state of a trial."""
+        return state_name(trial.state.value, trial.fidelity)
 
     def text_of(self, file: Path) -> str:
         """Return a text file without secrets and without absolute paths; empty if it is missing or too large."""
         return str(_shortened(text_file(file, self.secrets), own_paths(self.folder)))
 
-    def trial_folder(self, trial: TrialResult) -> Path:
+    def trial_folder(self, trial: Trial) -> Path:
         """Return the folder of a trial."""
-        return self.folder / "trials" / str(int(trial.number))
+        return self.folder / "trials" / str(trial.number)
 
-    def metrics(self, trial: TrialResult) -> Record:
+    def metrics(self, trial: Trial) -> Record:
         """Return the metrics.json of a trial, empty if it cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
 
-    def tails(self, trial: TrialResult) -> list[tuple[str, str]]:
+    def tails(self, trial: Trial) -> list[tuple[str, str]]:
         """Return names and ends of the logs of a trial and of its probed ranks.
 
         Empty logs and links out of the folder are omitted.
@@ -192,38 +249,44 @@ class RunData:
         return [(name, text) for name, text in log_ends if text.strip()]
 
 
-def name_of(run: RunData, trial: TrialResult) -> str:
-    """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
-    role = "" if trial.role == "search" else trial.role
-    if trial.fidelity != run.fidelity:
-        role = trial.fidelity
-    imported = _("imported") if trial.source and role != "imported" else ""
-    best = _("best") if run.best and trial.number == run.best.number else ""
-    return " ".join(filter(None, [str(trial.number), _(role), imported, best]))
+def predicted(trial: Trial, key: str) -> float | None:
+    """Return the number at a dotted key of the prediction of a trial; None if it is unknown."""
+    return number(lookup(trial.predicted, key))
 
 
-def trial_cell(run: RunData, trial: TrialResult) -> Cell:
-    """Return the name of a trial as a link to its details."""
-    return Cell(name_of(run, trial), float(trial.number), f"#trial-{trial.number}")
+def believed(trial: Trial, key: str) -> float | None:
+    """Return the number at a dotted key of the corrected prediction of a trial; None if it is unknown."""
+    return number(lookup(trial.believed or {}, key))
 
 
-def configuration(run: RunData, trial: TrialResult) -> str:
-    """Return the candidate of a trial in one line."""
-    return values_text(trial.candidate, run.knobs)
+def predicted_s(trial: Trial) -> float | None:
+    """Return the predicted seconds of a step, for servers the objective in seconds; None if unknown."""
+    return predicted(trial, "step_time_s.value")
 
 
-def listed(run: RunData) -> frozenset[int]:
-    """Return the numbers of the trials that tables list: the best, the baseline, the first failed, and the fastest."""
-    own = [each for each in (run.best, run.baseline) if each]
-    failed = [each for each in run.all_trials if each.seconds is None][:MAX_FAILED]
-    fastest = sorted(run.all_trials, key=lambda each: each.seconds or inf)
-    numbers = dict.fromkeys(int(each.number) for each in (*own, *failed, *fastest))
-    return frozenset(list(numbers)[:MAX_LISTED])
+def time_parts(trial: Trial) -> Mapping[str, float]:
+    """Return the predicted seconds of each part of a step or request; empty if unknown."""
+    return lookup(trial.predicted, "time") or {}
 
 
-def objective_text(run: RunData, figure: float | None) -> str:
-    """Return a value of the objective with its unit, rounded."""
-    return "-" if figure is None else f"{shown(figure)} {run.unit}"
+def memory_of(trial: Trial) -> Record:
+    """Return the predicted memory of a device in GiB by level; empty if unknown."""
+    return lookup(trial.predicted, "memory") or {}
+
+
+def measured_s(trial: Trial) -> float | None:
+    """Return the measured seconds of a step; None without a measurement."""
+    return trial.measurement.step_time_s if trial.measurement else None
+
+
+def seconds(trial: Trial) -> float | None:
+    """Return the measured step time; for an estimate, the predicted step time."""
+    return predicted_s(trial) if trial.state is TrialState.PREDICTED else measured_s(trial)
+
+
+def served(trial: Trial, name: str) -> float | None:
+    """Return a measured figure of servers; None if it is unknown."""
+    return number(trial.measurement.figures.get(name)) if trial.measurement else None
 
 
 def tail(file: Path) -> str:
@@ -267,16 +330,11 @@ def _shortened(data: Any, paths: Mapping[str, str]) -> Any:
     pattern = re.compile(WHOLE_PATH.replace("{}", "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))))
 
     def shorten(each: Any) -> Any:
-        if each is None or isinstance(each, (int, float)):
-            return each
         if isinstance(each, Mapping):
             return {key: shorten(value) for key, value in each.items()}
         if isinstance(each, (list, tuple)):
             return [shorten(value) for value in each]
-        if not isinstance(each, str):
-            return each
-        text = pattern.sub(lambda match: paths[match[0]], each)
-        return each if text == each else text  # an unchanged Message can still be translated
+        return pattern.sub(lambda match: paths[match[0]], each) if isinstance(each, str) else each
 
     return shorten(data)
 

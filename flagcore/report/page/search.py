@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from flagcore.domain.objective import is_rate, objective_value
-from flagcore.domain.trial import ESTIMATE
+from flagcore.domain.plan import failed_repeats, measured_to_predicted
+from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.page.blocks import (
     MARGIN,
@@ -17,6 +18,7 @@ from flagcore.report.page.blocks import (
     Text,
     bars,
     cell,
+    error_bars,
     label,
     layout,
     line,
@@ -26,93 +28,69 @@ from flagcore.report.page.blocks import (
     spread_axis,
     table,
 )
-from flagcore.report.page.run import MAX_LISTED, RunData, configuration, listed, name_of, trial_cell
-from flagcore.report.result import TrialResult
-from flagcore.report.text import Removed, funnel_stages, repeats_text, state_name
+from flagcore.report.page.run import MAX_LISTED, RunData, measured_s, predicted
+from flagcore.report.text import Removed, funnel_stages, repeats_text
 
 
 def progress(run: RunData) -> Section | None:
     """Return the best so far over time; None without trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
-    history = _read_progress(run)
+    first, listed = {trial.number for trial in run.trials}, run.listed
+    rows, spent, best = list[list[Any]](), 0.0, None
+    measured: dict[str, list[tuple[float, float, str]]] = {_("trial"): [], _("repeat"): [], _("stopped early"): []}
+    failed, steps = list[tuple[float, str]](), list[tuple[float, float]]()
+    for trial in run.all_trials:
+        spent += trial.duration_s
+        figure, name = run.figure(trial), run.name(trial)
+        if trial.number in first:
+            if figure is not None and trial.state is TrialState.MEASURED and not _broken(trial):
+                best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
+            steps += [] if best is None else [(spent, best)]
+        if figure is None:
+            failed.append((spent, name))
+        else:
+            kind = _("repeat") if trial.role is Role.REPEAT else _("trial")
+            kind = _("stopped early") if trial.state is TrialState.STOPPED else kind
+            measured[kind].append((spent, figure, name))
+        if trial.number in listed:
+            row = [run.cell(trial), run.configuration(trial), run.state_text(trial), cell(spent), cell(figure)]
+            rows.append([*row, cell(best)])
     data = table(
         _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
         [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
-        history.rows,
+        rows,
     )
-    if not history.steps:
-        return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
+    if not steps:
+        return Section("progress", _("Search"), (Text(_("No trial was measured.")), data))
+    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
+    traces[0]["line"] |= {"shape": "hv"}
+    for series, (kind, of_kind) in enumerate(measured.items(), start=1):
+        if of_kind:
+            x, y, numbers = zip(*of_kind, strict=True)
+            traces.append(points(kind, series, x, y, text=list(numbers)))
+    if failed:
+        lowest = min(y for of_kind in measured.values() for _x, y, _name in of_kind)
+        x, numbers = zip(*failed, strict=True)
+        traces.append(points(_("not measured"), 4, x, [lowest] * len(x), text=list(numbers)))
     summary = [
-        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=history.spent_s),
-        _improvement(run, history.steps[0][1], history.steps[-1][1]),
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(run.all_trials), seconds=spent),
+        _improvement(run, steps[0][1], steps[-1][1]),
     ]
-    if "repeat" in history.ran:
+    if measured[_("repeat")]:
         summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
     chart = Chart(
         title=_("Best so far over time"),
         summary=" ".join(summary),
-        traces=tuple(_progress_traces(history)),
+        traces=traces,
         layout=layout(_("total time of trials, s"), run.unit),
         table=data,
     )
-    return Section(anchor="progress", title=_("Search"), blocks=(chart,))
+    return Section("progress", _("Search"), (chart,))
 
 
-@dataclass
-class _Progress:
-    """Trials in their order: table rows, measured points by kind, failures, and the best so far, over seconds."""
-
-    rows: list[list[Any]] = field(default_factory=list)
-    ran: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
-    failed: list[tuple[float, str]] = field(default_factory=list)
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    spent_s: float = 0.0
-
-
-def _read_progress(run: RunData) -> _Progress:
-    history, best = _Progress(), None
-    first, shown_numbers = {trial.number for trial in run.trials}, listed(run)
-    for trial in run.all_trials:
-        history.spent_s += float(trial.duration_s)
-        spent, figure = history.spent_s, run.figure(trial)
-        if trial.number in first:
-            if figure is not None and trial.state == "measured" and not trial.broken:
-                best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
-            if best is not None:
-                history.steps.append((spent, best))
-        if figure is not None:
-            kind = "stopped" if trial.state == "stopped" else "repeat" if trial.role == "repeat" else "trial"
-            history.ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
-        else:
-            history.failed.append((spent, name_of(run, trial)))
-        if trial.number in shown_numbers:
-            history.rows.append(
-                [
-                    trial_cell(run, trial),
-                    configuration(run, trial),
-                    state_name(trial.state, trial.fidelity),
-                    cell(float(spent)),
-                    cell(figure),
-                    cell(best),
-                ]
-            )
-    return history
-
-
-def _progress_traces(history: _Progress) -> Iterator[dict[str, Any]]:
-    best = line(_("best so far (first runs)"), 0, *zip(*history.steps, strict=True))
-    best["line"] |= {"shape": "hv"}
-    yield best
-    names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
-    for series, kind in enumerate(names, start=1):
-        if of_kind := history.ran.get(kind):
-            x, y, numbers = zip(*of_kind, strict=True)
-            yield points(names[kind], series, x, y, text=list(numbers))
-    if history.failed:
-        lowest = min(y for of_kind in history.ran.values() for _, y, _ in of_kind)
-        seconds, numbers = zip(*history.failed, strict=True)
-        yield points(_("not measured"), 4, seconds, [lowest] * len(seconds), text=list(numbers))
+def _broken(trial: Trial) -> Sequence[str]:
+    return trial.measurement.broken if trial.measurement else ()
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
@@ -124,38 +102,29 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 def funnel(run: RunData) -> Section:
     """Return the counts from all combinations to the candidates, and from these to the untried ones."""
-    counts, reasons = run.result.counts, run.insight.get("messages", {})
+    counts, reasons = run.counts, run.insight.get("messages", {})
     illegal, states = funnel_stages(counts, run.fidelity)
     combinations, candidates = (_("combinations"), counts.combinations), (_("candidates"), counts.candidates)
     blocks = (
-        _chart(_("From combinations to candidates"), combinations, illegal, candidates, reasons),
-        _chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), reasons),
+        _funnel_chart(_("From combinations to candidates"), combinations, illegal, candidates, reasons),
+        _funnel_chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), reasons),
     )
     counted = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
-    folded = Collapsed(anchor="rules", title=counted, blocks=blocks)
-    notes = (Text(line) for line in repeats_text(run.result.lost_repeats))
-    return Section(anchor="funnel", title=_("Search space"), blocks=(folded, *notes))
+    notes = (Text(line) for line in repeats_text(failed_repeats(run.repeats)))
+    return Section("funnel", _("Search space"), (Collapsed("rules", counted, blocks), *notes))
 
 
-def _chart(
+def _funnel_chart(
     title: str, start: tuple[str, int], removed: Sequence[Removed], end: tuple[str, int], messages: Mapping[str, str]
 ) -> Chart:
-    data = table(
-        _("{title}; removed counts are negative", title=title),
-        [_("stage"), _("number"), _("why")],
-        [
-            [*start, ""],
-            *([name, cell(-count), messages.get(rule, "")] for rule, name, count in removed),
-            [*end, ""],
-        ],
-    )
+    removed_rows = [[name, cell(-count), messages.get(rule, "")] for rule, name, count in removed]
     visible_bars = [(name, count) for _, name, count in removed if count]
     names = [start[0], *(name for name, _ in visible_bars), end[0]]
     counts = [count for _, count in visible_bars]
     offsets = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
     labels = {"text": text, "textposition": "outside", "cliponaxis": False}
-    lines = max(label(name).count("<br>") + 1 for name in names)
+    each = 14 + 15 * max(label(name).count("<br>") + 1 for name in names)
     summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
     if visible_bars:
         name, count = max(visible_bars, key=lambda each: each[1])
@@ -167,63 +136,44 @@ def _chart(
             bars(_("left"), 0, [*offsets, end[1]], names),
             bars(_("removed"), 1, [0, *counts, 0], names, **labels),
         ),
-        layout=rows_layout(
-            start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start[1], 1)]}
-        )
+        layout=rows_layout(start[0], len(names), each=each, barmode="stack", xaxis={"range": [0, max(start[1], 1)]})
         | {"margin": MARGIN | {"r": 8 * max(map(len, text)) + 6}},
-        table=data,
+        table=table(
+            _("{title}; removed counts are negative", title=title),
+            [_("stage"), _("number"), _("why")],
+            [[*start, ""], *removed_rows, [*end, ""]],
+        ),
     )
 
 
 def accuracy(run: RunData) -> Section | None:
     """Return the errors of predictions; None if no trial is both predicted and measured."""
-    pairs = [(trial, both) for trial in run.trials if (both := _measured_and_predicted(run, trial)) is not None]
-    if not pairs:
-        return None
-    blocks = (_scatter(run, pairs), learning(run))
-    return Section(anchor="accuracy", title=_("Predictions"), blocks=tuple(filter(None, blocks)))
-
-
-def _measured_and_predicted(run: RunData, trial: TrialResult) -> tuple[float, ...] | None:
-    """Return the measured figure of a trial, and the predicted figure with its interval."""
     key = "objective" if run.serves else "step_time_s"
-    predicted, seconds = trial.predicted.interval(key), trial.measured_s
-    if seconds is None or predicted is None:
-        return None
-    figure = objective_value(run.objective, seconds) if run.serves else seconds
-    return figure, predicted.value, predicted.low, predicted.high
+    pairs = []
+    for trial in run.trials:
+        step = measured_s(trial)
+        value, low, high = (predicted(trial, f"{key}.{bound}") for bound in ("value", "low", "high"))
+        if step is not None and value is not None and low is not None and high is not None:
+            figure = objective_value(run.objective, step) if run.serves else step
+            pairs.append((trial, figure, (value, low, high)))
+    blocks = (_scatter(run, pairs), learning(run)) if pairs else ()
+    return Section("accuracy", _("Predictions"), tuple(filter(None, blocks))) if blocks else None
 
 
-def _scatter(run: RunData, pairs: list[tuple[TrialResult, tuple[float, ...]]]) -> Chart:
+def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, float, float]]]) -> Chart:
     unit = run.unit if run.serves else _("s/step")
-    rows, shown_numbers = [], listed(run)
-    for trial, (measured, value, low, high) in (pair for pair in pairs if pair[0].number in shown_numbers):
-        is_inside = low <= measured <= high
-        figures = [cell(each) for each in (measured, value, low, high)]
+    rows, listed = [], run.listed
+    for trial, measured, (value, low, high) in (pair for pair in pairs if pair[0].number in listed):
         deviation = percent(measured / value - 1.0 if value else None, signed=True)
-        verdict = _("inside") if is_inside else _("outside")
-        rows.append([trial_cell(run, trial), configuration(run, trial), *figures, deviation, verdict])
+        verdict = _("inside") if low <= measured <= high else _("outside")
+        figures = map(cell, (measured, value, low, high))
+        rows.append([run.cell(trial), run.configuration(trial), *figures, deviation, verdict])
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
-    data = table(
-        _("Measured and predicted {unit}, with 80% intervals", unit=unit),
-        [*headings, _("80% interval")],
-        rows,
-        sortable=True,
-    )
-    values = [each for _, both in pairs for each in both]
-    value_range = [min(values), max(values)]
-    x, y = [both[0] for _, both in pairs], [both[1] for _, both in pairs]
-    errors = {
-        "visible": len(pairs) <= MAX_LISTED,  # thousands of bars are slow, and hide each other
-        "type": "data",
-        "symmetric": False,
-        "array": [both[3] - both[1] for _, both in pairs],
-        "arrayminus": [both[1] - both[2] for _, both in pairs],
-        "thickness": 1,
-        "width": 4,
-    }
-    hits = sum(low <= measured <= high for _, (measured, _, low, high) in pairs)
-    kind = spread_axis(values)
+    values = [each for _, measured, bounds in pairs for each in (measured, *bounds)]
+    value_range, kind = [min(values), max(values)], spread_axis(values)
+    errors = error_bars([bounds for *_, bounds in pairs], thickness=1)
+    errors["visible"] = len(pairs) <= MAX_LISTED  # thousands of bars are slow, and hide each other
+    hits = sum(low <= measured <= high for _, measured, (_value, low, high) in pairs)
     return Chart(
         title=_("Predicted against measured"),
         summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(pairs)),
@@ -232,10 +182,10 @@ def _scatter(run: RunData, pairs: list[tuple[TrialResult, tuple[float, ...]]]) -
             points(
                 _("trial, with 80% interval"),
                 0,
-                x,
-                y,
+                [measured for _, measured, _bounds in pairs],
+                [bounds[0] for *_, bounds in pairs],
                 error_y=errors,
-                text=[name_of(run, each) for each, _ in pairs],
+                text=[run.name(each) for each, *_ in pairs],
             ),
         ),
         layout=layout(
@@ -245,27 +195,32 @@ def _scatter(run: RunData, pairs: list[tuple[TrialResult, tuple[float, ...]]]) -
             xaxis=dict(kind),
             yaxis=dict(kind),
         ),
-        table=data,
+        table=table(
+            _("Measured and predicted {unit}, with 80% intervals", unit=unit),
+            [*headings, _("80% interval")],
+            rows,
+            sortable=True,
+        ),
     )
 
 
 def learning(run: RunData) -> Chart | None:
     """Return the errors of predictions before and after learning, per trial; None without learning."""
-    errors = run.result.predictions_off
+    errors = run.prediction_error
     pairs = [
-        (trial, over["predicted"] or 0.0, over["believed"] or 0.0)
+        (trial, before, after)
         for trial in run.trials
-        if (over := trial.measured_over).get("predicted") and over.get("believed")
+        if (before := measured_to_predicted(trial, "predicted")) and (after := measured_to_predicted(trial, "believed"))
     ]
     if not errors or not pairs:
         return None
-    rows, shown_numbers = [], listed(run)
-    for trial, before, after in (pair for pair in pairs if pair[0].number in shown_numbers):
-        step = trial.measured_s or 0.0
+    rows, listed = [], run.listed
+    for trial, before, after in (pair for pair in pairs if pair[0].number in listed):
+        step = measured_s(trial) or 0.0
         seconds = [step / before, step / after, step]
         figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds
         shares = [percent(each - 1.0, signed=True) for each in (before, after)]
-        rows.append([cell(trial.number), *map(cell, figures), *shares])
+        rows.append([cell(trial.number), *figures, *shares])
     heading = run.unit if run.serves else _("step s")
     headings = [_("trial"), f"~{heading}", _("~learned"), heading, _("error"), _("after learning")]
     numbers = [str(trial.number) for trial, _, _ in pairs]

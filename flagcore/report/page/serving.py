@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS
+from flagcore.domain.trial import Trial
 from flagcore.i18n import _
-from flagcore.report.formats import lookup, shown
+from flagcore.report.formats import shown
 from flagcore.report.page.blocks import (
     Block,
     Chart,
@@ -27,8 +28,8 @@ from flagcore.report.page.blocks import (
     points,
     table,
 )
-from flagcore.report.page.run import Record, RunData, configuration, listed, trial_cell
-from flagcore.report.result import TrialResult, number
+from flagcore.report.page.run import Record, RunData
+from flagcore.report.result import front, number
 from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -43,102 +44,83 @@ FRONT = {
 
 def serving(run: RunData) -> Section | None:
     """Return load points and latencies; None for training."""
-    if not run.serves or not any(trial.points for trial in run.trials):
+    if not run.serves or not any(_points(trial) for trial in run.trials):
         return None
     limits = limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
     unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited_names):
-        blocks += _latency_traces(run, latency, run.limits.get(latency))
-    return Section(anchor="serving", title=_("Load"), blocks=(*blocks, *_distributions(run)))
+        blocks += _rates(run, latency, run.limits.get(latency))
+    return Section("serving", _("Load"), [*blocks, *_distributions(run)])
+
+
+def _points(trial: Trial) -> Sequence[Record]:
+    return trial.measurement.points if trial.measurement else ()
 
 
 def front_table(run: RunData) -> Table | None:
     """Return the Pareto front of throughput and latency; None for one load point."""
-    if not any(len(trial.points) > 1 for trial in run.trials):
+    if not any(len(_points(trial)) > 1 for trial in run.trials):
         return None
     rows = [
-        [str(point["trial"]), load_text(point), *(cell(lookup(point, key)) for key in FRONT.values())]
-        for point in run.result.front or ()
+        [str(point["trial"]), load_text(point), *(cell(point.get(key)) for key in FRONT.values())]
+        for point in front(run)
     ]
     return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 
 
-_Point = tuple[TrialResult, Record, float, float]
-"""A trial, one of its load points, the latency and the rate."""
-
-
-def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
-    """Yield traces of output tokens per second and device against a latency, with one marker per load point."""
-    measured: list[_Point] = [
+def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
+    """Yield a chart of output tokens per second and device against a latency, with one marker per load point."""
+    measured = [
         (trial, point, x, y)
         for trial in run.trials
-        for point in trial.points
-        if (x := number(lookup(point, latency))) is not None and (y := number(point.get(RATE))) is not None
+        for point in _points(trial)
+        if (x := number(point.get(latency))) is not None and (y := number(point.get(RATE))) is not None
     ]
     if not measured:
         return
     name, short = latency_name(latency), SHORT_RATES[RATE]
-    front = _front([(x, y) for _, _, x, y in measured])
-    rows, shown_numbers = [], listed(run)
-    for trial, point, x, y in (each for each in measured if each[0].number in shown_numbers):
-        points = [] if limit is None else [cell(x <= limit)]
-        first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
-        rows.append([*first, cell(y), cell(x), cell((x, y) in front), *points])
+    best_points = list[tuple[float, float]]()
+    for x, y in sorted({(x, y) for *_trial, x, y in measured}, key=lambda point: (point[0], -point[1])):
+        if not best_points or y > best_points[-1][1]:
+            best_points.append((x, y))
+    rows, listed, limits = [], run.listed, [] if limit is None else [limit]
+    for trial, point, x, y in (each for each in measured if each[0].number in listed):
+        first = [run.cell(trial), run.configuration(trial), load_text(point)]
+        rows.append([*first, y, x, (x, y) in best_points, *(x <= each for each in limits)])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
-    data = table(
-        _("Load points by {rate} and {latency}", rate=short, latency=name),
-        [*headings, *([_("within {limit:g} s", limit=limit)] if limit is not None else [])],
-        rows,
-        sortable=True,
-    )
+    headings += [_("within {limit:g} s", limit=each) for each in limits]
+    traces = []
+    if len(best_points) > 1:
+        traces = [line(_("Pareto front"), 3, *zip(*best_points, strict=True))]
+        traces[0]["line"] |= {"shape": "hv"}
+    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
+        members = [each for each in measured if (run.best is not None and each[0].number == run.best.number) == series]
+        if members:
+            text = [f"{_('trial')} {trial.number}: {load_text(point)}" for trial, point, _x, _y in members]
+            trace = points(group, series, [x for *_, x, _y in members], [y for *_, y in members], text=text)
+            traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     top = max(measured, key=lambda each: each[3])
-    summary = _(
-        "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
-        count=len(front),
-        total=len(measured),
-        rate=shown(top[3]),
-        unit=short,
-        seconds=shown(top[2]),
-        latency=name,
-    )
-    limits = [] if limit is None else [limit]
     yield Chart(
         title=_("{rate} against {latency}", rate=short, latency=name),
-        summary=summary,
-        traces=tuple(_load_point_traces(run, measured, front)),
+        summary=_(
+            "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
+            count=len(best_points),
+            total=len(measured),
+            rate=shown(top[3]),
+            unit=short,
+            seconds=shown(top[2]),
+            latency=name,
+        ),
+        traces=traces,
         layout=layout(
             f"{name}, s",
             short,
             shapes=[limit_line(_("limit {seconds:g} s", seconds=each), each) for each in limits],
-            xaxis=clear_axis([*(x for *_, x, _ in measured), *limits]),
+            xaxis=clear_axis([*(x for *_, x, _y in measured), *limits]),
         ),
-        table=data,
+        table=table(_("Load points by {rate} and {latency}", rate=short, latency=name), headings, rows, sortable=True),
     )
-
-
-def _load_point_traces(
-    run: RunData, measured: Sequence[_Point], front: Sequence[tuple[float, float]]
-) -> Iterator[dict[str, Any]]:
-    if len(front) > 1:
-        trace = line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front])
-        trace["line"] |= {"shape": "hv"}
-        yield trace
-    best = run.best.number if run.best else None
-    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
-        members = [each for each in measured if (each[0].number == best) == (series == 1)]
-        if members:
-            text = [f"{_('trial')} {trial.number}: {load_text(point)}" for trial, point, _x, _y in members]
-            trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
-            yield trace | {"marker": {**trace["marker"], "size": size}}
-
-
-def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(all_points, key=lambda point: (point[0], -point[1])):
-        if not front or y > front[-1][1]:
-            front.append((x, y))
-    return front
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +132,7 @@ class _Run:
 
     who: str
     again: bool
-    trial: TrialResult
+    trial: Trial
     point: Record
     values: tuple[tuple[float, ...], ...]
 
@@ -172,35 +154,30 @@ def _distributions(run: RunData) -> Iterator[Block]:
         yield statistics
 
 
-def _trials(run: RunData) -> Iterator[tuple[str, bool, TrialResult]]:
+def _trials(run: RunData) -> Iterator[tuple[str, bool, Trial]]:
     """Yield the best (or else the trial nearest to the limits) and the baseline, each followed by its repeats."""
-    first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
-    for who, trial in (first, (_("baseline"), run.baseline)):
-        is_other_trial = (
-            trial is not first[1] and first[1] is not None and trial and trial.candidate == first[1].candidate
-        )
-        if trial and trial.measured and not is_other_trial:
-            yield from ((who, each is not trial, each) for each in run.runs(trial) if each.measured)
+    first, baseline = run.best or run.nearest, run.baseline
+    if first and baseline and baseline.candidate == first.candidate:
+        baseline = None
+    for who, trial in ((_("best") if run.best else _("nearest"), first), (_("baseline"), baseline)):
+        if trial and trial.measurement:
+            yield from ((who, each is not trial, each) for each in run.runs(trial) if each.measurement)
 
 
 def _runs(run: RunData, latency: str) -> Iterator[_Run]:
     """Yield the saved quantiles of the load point by which the best was rated."""
-    place = _deciding_point(run.best or run.nearest)
+    best = run.best or run.nearest
+    figures = best.measurement.figures if best and best.measurement else {}
+    names = [name for name in figures if name.partition(".")[0] in ("output_tokens_per_s", "e2e_s", "ttft_s")]
+    matches = (all(point.get(name) == figures[name] for name in names) for point in (_points(best) if best else ()))
+    place = next((place for place, is_same in enumerate(matches) if is_same), 0)
     for who, again, trial in _trials(run):
-        if place < len(trial.points):
+        if place < len(_points(trial)):
             values = tuple(_quantiles(run, trial, place, latency))
-            yield _Run(who=who, again=again, trial=trial, point=trial.points[place], values=values)
+            yield _Run(who=who, again=again, trial=trial, point=_points(trial)[place], values=values)
 
 
-def _deciding_point(best: TrialResult | None) -> int:
-    """Return the index of the load point with the figures of the measurement."""
-    figures = (best and best.measured and best.measured.figures) or {}
-    keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
-    matches = (all(point.get(key) == figures.get(key) for key in keys) for point in (best.points if best else ()))
-    return next((place for place, is_same in enumerate(matches) if is_same), 0)
-
-
-def _quantiles(run: RunData, trial: TrialResult, place: int, latency: str) -> Iterator[tuple[float, ...]]:
+def _quantiles(run: RunData, trial: Trial, place: int, latency: str) -> Iterator[tuple[float, ...]]:
     """Yield the valid quantiles in the metrics.json of a trial."""
     try:
         repeats = run.metrics(trial)["points"][place]["repeats"]
@@ -221,13 +198,12 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
         same_group = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
         if same_group:
-            trace = line(
-                _legend(same_group), series, *_curve_points([values for each in same_group for values in each.values])
-            )
+            curve = _curve([values for each in same_group for values in each.values])
+            trace = line(_legend(same_group), series, *zip(*curve, strict=True))
             trace["line"] |= {"width": 1.5 if again else 3}
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
-        marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
+        marks = [(number(each.point.get(f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
         present = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in present], [y for _, y in present]))
     shapes = [
@@ -239,7 +215,7 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short_name) + (f", {load}" if load else ""),
         summary=" ".join(_summary(latency, each, own_limits) for each in runs if not each.again),
-        traces=tuple(traces),
+        traces=traces,
         layout=layout(
             f"{short_name}, s",
             _("share of requests"),
@@ -257,19 +233,18 @@ def _legend(runs: Sequence[_Run]) -> str:
     return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
 
 
-def _curve_points(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
-    """Return lines of latency and share of requests, with a gap between two lines."""
-    x: list[float | None] = []
-    y: list[float | None] = []
+def _curve(several: Sequence[Sequence[float]]) -> list[tuple[float | None, float | None]]:
+    """Return the points of lines of latency and share of requests, with a gap between two lines."""
+    curve: list[tuple[float | None, float | None]] = []
     for values in several:
-        quantile_values = [values[0], values[0]] if len(values) == 1 else list(values)
-        x += [*quantile_values, None]
-        y += [*(float(share) for share in np.linspace(0.0, 1.0, len(quantile_values))), None]
-    return x[:-1], y[:-1]
+        quantiles = [*values, *values] if len(values) == 1 else values
+        shares = map(float, np.linspace(0.0, 1.0, len(quantiles)))
+        curve += [*zip(quantiles, shares, strict=True), (None, None)]
+    return curve[:-1]
 
 
 def _summary(latency: str, ran: _Run, limits: Mapping[str, float]) -> str:
-    median, p99 = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
+    median, p99 = (number(ran.point.get(f"{latency}.{name}")) for name in ("p50", "p99"))
     text = f"{ran.who.capitalize()}: {SHORT_LATENCIES[latency]} p50 {shown(median)} s, p99 {shown(p99)} s"
     for limit in sorted(set(limits.values())):
         share = min(_share_within(values, limit) for values in ran.values)
@@ -287,15 +262,12 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 def _statistics(run: RunData, latency: str) -> Table:
     rows = []
     for who, again, trial in _trials(run):
-        for point in trial.points:
-            figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
+        for point in _points(trial):
+            figures = [number(point.get(f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
-                parts = [who, _("repeat") if again else "", load_text(point)]
-                answered_count = number(point.get("answered"))
-                name = ", ".join(filter(None, parts))
-                rows.append(
-                    [name, trial_cell(run, trial), cell(answered_count and int(answered_count)), *map(cell, figures)]
-                )
+                name = ", ".join(filter(None, [who, _("repeat") if again else "", load_text(point)]))
+                answered = number(point.get("answered"))
+                rows.append([name, run.cell(trial), answered and int(answered), *figures])
     return table(
         _("{latency} of requests, s; median over repeats of a load point", latency=SHORT_LATENCIES[latency]),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
+from flagcore.domain.objective import figure_name, objective_value, seconds
 from flagcore.domain.plan import DAY, TDP
-from flagcore.domain.trial import ESTIMATE, RUN, TrialState
+from flagcore.domain.serving import nest_statistics
+from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.formats import NAMES, energy_text, lookup, shown, size_text
-from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Section, Text, cell, table
-from flagcore.report.page.configurations import configurations, figures_of, final_runs, median_s, why
-from flagcore.report.page.run import (
-    RunData,
-    configuration,
-    json_file,
-    listed,
-    objective_text,
-    trial_cell,
-)
-from flagcore.report.result import Interval, RunResult, StepTime, TrialResult, number
+from flagcore.report.formats import NAMES, energy_text, shown, size_text
+from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Section, Table, Text, cell, table
+from flagcore.report.page.configurations import configurations, why
+from flagcore.report.page.run import RunData, json_file, measured_s, memory_of, predicted, predicted_s, served
+from flagcore.report.result import noise_warnings, number, slow_devices
 from flagcore.report.text import (
     at_load,
     duration_text,
@@ -42,31 +36,30 @@ MAX_RIVALS = 5
 
 def summary(run: RunData) -> Section:
     """Return the section of the summary."""
-    blocks: list[Block] = [Text(note, warning=True) for note in run.notes]
+    blocks: list[Block] = [Text(note, warning=True) for note in run.warnings]
     best = run.best
     if best is None:
-        blocks += [*(Text(line, warning=True) for line in f"{no_best(run)}.".splitlines()), *_failures(run)]
+        blocks += [Text(line, warning=True) for line in f"{no_best(run)}.".splitlines()]
+        listed = [each for each in run.trials if each.number in run.listed]
+        rows = [[run.cell(each), run.state_text(each), run.broken_limits(each) or each.reason] for each in listed]
+        blocks += [table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else []
     else:
-        blocks.append(Facts(tuple(_answer(run, best)), lead=True))
+        blocks.append(Facts(list(_answer(run, best)), lead=True))
         blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
         blocks += [*_uncertainty_notes(run, best), *_commands(run, best)]
-        blocks += [each for each in [configurations(run)] if each]
-        blocks.append(Facts(tuple(_facts(run, best))))
-    if run.result.engines is not None:
-        blocks.append(_engines(run, run.result.engines))
-    for line, numbers in run.result.slow_devices.items():
-        trials = ", ".join(map(str, numbers))
-        blocks.append(
-            Text(_("Slow device, which delays all other devices: {line} (trial {trials}).", line=line, trials=trials))
-        )
-    blocks += [Text(_("Note: {note}.", note=note)) for note in run.result.notes]
-    return Section(anchor="summary", title=_("Summary"), blocks=(*blocks, *stopped(run)))
+        blocks += filter(None, [configurations(run)])
+        blocks.append(Facts(list(_facts(run, best))))
+    blocks += [_engines(run)] if run.engines else []
+    for line, numbers in slow_devices(run).items():
+        text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
+        blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
+    blocks += [Text(_("Note: {note}.", note=note)) for note in run.notes]
+    return Section("summary", _("Summary"), [*blocks, *stopped(run)])
 
 
 def stopped(run: RunData) -> list[Text]:
     """Return why the run stopped; empty while it is in progress, and without a best, where `no_best` says it."""
-    because = run.result.stop_reason if run.best else ""
-    return [Text(_("Stopped: {reason}.", reason=because))] if because else []
+    return [Text(_("Stopped: {reason}.", reason=run.stop_reason))] if run.best and run.stop_reason else []
 
 
 def no_best(run: RunData) -> str:
@@ -74,86 +67,86 @@ def no_best(run: RunData) -> str:
 
     Without a measurement, the most frequent failure and the command that continues follow.
     """
-    trials, closest = run.trials, run.nearest
-    if not trials:
+    count, closest, nearest = len(run.trials), run.nearest, ""
+    if not run.trials:
         text = _("No trial has finished")
-    elif run.result.is_unmeasured:
-        text = ngettext("{count} trial, not measured", "{count} trials, none measured", len(trials))
+    elif run.is_unmeasured:
+        text = ngettext("{count} trial, not measured", "{count} trials, none measured", count)
     else:
         text = ngettext(
             "{count} trial, not within the limits {limits}",
             "{count} trials, none within the limits {limits}",
-            len(trials),
+            count,
             limits=limits_text(run.limits),
         )
-    nearest, further = "", _ways_on(run) if run.result.is_unmeasured else ()
     if closest is not None:
-        values, reason = configuration(run, closest), run.broken_limits(closest)
+        values, reason = run.configuration(closest), run.broken_limits(closest)
         text_of_trial = N_("nearest: trial {number} ({values}): {reason}")
         nearest = _(text_of_trial, number=closest.number, values=values, reason=reason)
-    return "; ".join(filter(None, [text, nearest, run.result.stop_reason, *further]))
+    return "; ".join(filter(None, [text, nearest, run.stop_reason, *(_ways_on(run) if run.is_unmeasured else ())]))
 
 
 def _ways_on(run: RunData) -> Iterator[str]:
     """Yield the most frequent failure with its logs, unless it is why the run stopped, and the command that resumes the
     run or starts it again."""
-    because = str(run.result.stopped_because)
-    failures = [each for each in run.trials if each.state != TrialState.INTERRUPTED.value]
-    failures = [each for each in failures if str(each.reason) not in because]
+    failures = [each for each in run.trials if each.state is not TrialState.INTERRUPTED]
+    failures = [each for each in failures if str(each.reason) not in run.stopped_because]
     if failures:
-        counts = Counter((each.state, each.reason) for each in failures)
-        (state, reason), count = counts.most_common(1)[0]
+        (state, reason), count = Counter((each.state, each.reason) for each in failures).most_common(1)[0]
         log = next(each.log for each in failures if (each.state, each.reason) == (state, reason))
         yield _(
             "{part} of {count} {state}: {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
-            state=state_name(state),
+            state=state_name(state.value),
             reason=reason,
             folder=Path(run.called, log).parent,
         )
     command = f"flag tune SPEC --run-dir {shlex.quote(run.called)}"
-    if run.result.was_interrupted:
+    if run.was_interrupted:
         yield _("`{command}` resumes it", command=command)
     else:
         yield _("when the cause is fixed, `{command}` starts again", command=f"{command} --new")
 
 
-def _answer(run: RunData, best: TrialResult) -> Iterator[tuple[str, Cell]]:
+def _answer(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield what to run, the gain with its range, the speed and the cost."""
-    mark = "" if run.fidelity == RUN else "~"
-    yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
+    yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(run.configuration(best))
     yield _("Speedup over the baseline"), _gain(run, best)
     yield _("Speed"), _speed(run, best)
-    yield from _cost(best, mark if best.measured else "~")
+    yield from _cost(run, best)
 
 
-def _speed(run: RunData, best: TrialResult) -> Cell:
+def _mark(run: RunData) -> str:
+    """Return the mark of figures that are predicted or partly modelled."""
+    return "" if run.fidelity == RUN else "~"
+
+
+def _speed(run: RunData, best: Trial) -> Cell:
     """Return the median objective of the best with the range of its runs, or its 80% interval if it was not run."""
-    mark = "" if run.fidelity == RUN else "~"
-    middle, low, high = figures_of(run, best) or (run.figure(best) or run.predicted(best), None, None)
-    text = mark + at_load(objective_text(run, middle), _load_of_best(run, best))
-    count = len(final_runs(run, best))
-    if None in (low, high):
-        return Cell(text, middle)
-    note = ""
-    if run.fidelity == ESTIMATE:
-        note = _("(80%: {low} to {high})", low=shown(low), high=shown(high))
-    elif count > 1:
-        note = _("({count} runs: {low} to {high})", count=count, low=shown(low), high=shown(high))
-    return Cell(text, middle, note=note)
+    figures, count, note = run.figures(best), len(run.final_runs(best)), ""
+    value = figures[0] if figures else run.figure(best) or run.predicted(best)
+    name, points = figure_name(run.objective), best.measurement.points if best.measurement else ()
+    loads = [load_text(point) for point in points if number(point.get(name)) == served(best, name)]
+    load = loads[0] if len(points) > 1 and loads else ""  # at which the best was rated
+    if figures and run.fidelity == ESTIMATE:
+        note = _("(80%: {low} to {high})", low=shown(figures[1]), high=shown(figures[2]))
+    elif figures and count > 1:
+        note = _("({count} runs: {low} to {high})", count=count, low=shown(figures[1]), high=shown(figures[2]))
+    text = "-" if value is None else f"{shown(value)} {run.unit}"
+    return Cell(_mark(run) + at_load(text, load), value, note=note)
 
 
-def _facts(run: RunData, best: TrialResult) -> Iterator[tuple[str, Cell]]:
-    measured, memory, mark = best.measured, best.predicted.memory, "" if run.fidelity == RUN else "~"
+def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
+    measured, memory = best.measurement, memory_of(best)
     if run.serves and measured:
-        yield _("Also measured"), Cell(figures_text(measured.figures or {}, run.objective))
+        yield _("Also measured"), Cell(figures_text(nest_statistics(measured.figures), run.objective))
     if not run.serves:
-        yield _("Step time"), _step(run, best, mark)
-    own_gib = measured.device_used_gib if measured else None
-    used = memory.get("device_used_gib") if own_gib is None else own_gib
+        yield _("Step time"), _step(run, best)
+    own_bytes = measured.device_used_bytes if measured else None
+    used = memory.get("device_used_gib") if own_bytes is None else own_bytes / 2**30
     if used is not None:
-        approximate, capacity = "~" if own_gib is None else "", memory.get("capacity_gib")
+        approximate, capacity = "~" if own_bytes is None else "", memory.get("capacity_gib")
         limit = "" if capacity is None else f" / {size_text(capacity)}"
         yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used)
     if run.limits:
@@ -164,9 +157,9 @@ def _facts(run: RunData, best: TrialResult) -> Iterator[tuple[str, Cell]]:
     yield _("Source"), Cell(source, None, f"#trial-{best.number}")
 
 
-def _cost(best: TrialResult, mark: str) -> Iterator[tuple[str, Cell]]:
+def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     """Yield time, cost and energy of the planned job and of tokens, as far as they are known."""
-    cost = best.cost or {}
+    cost, mark = run.cost, _mark(run) if best.measurement else "~"
     source = _("(by the TDP of the devices)") if cost.get("energy_source") == TDP else _("(by telemetry)")
     if days := cost.get("planned_days"):
         text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
@@ -181,139 +174,112 @@ def _cost(best: TrialResult, mark: str) -> Iterator[tuple[str, Cell]]:
     ):
         if (energy := number(cost.get(key))) is not None:
             yield name, Cell(f"{mark}{energy_text(energy)}", energy, note=source)
-    if (joules := best.figure("joules_per_output_token")) is not None:
+    if (joules := served(best, "joules_per_output_token")) is not None:
         yield _("Joules per output token"), Cell(shown(joules), joules)
 
 
-def _step(run: RunData, best: TrialResult, mark: str) -> Cell:
+def _step(run: RunData, best: Trial) -> Cell:
     """Return the median step time of the best with the range of its runs, its spread, or its 80% interval."""
-    step = best.measured.step_time_s if best.measured else None
-    interval: StepTime | Interval | None = step or best.predicted.interval("step_time_s")
-    is_whole = step is not None and step.scaled_from is None and step.modelled is None
-    runs = [each.seconds or 0.0 for each in final_runs(run, best)]
-    if len(runs) > 1 and is_whole:
-        low, high = shown(min(runs)), shown(max(runs))
-        note = _("({count} runs: {low} to {high})", count=len(runs), low=low, high=high)
-        return Cell(f"{shown(median_s(run, best))} s", median_s(run, best), note=note)
-    value = step.median if step else best.predicted.step_s
-    text = f"{mark}{shown(value)} s"
-    if interval and interval.low and interval.high:
-        text += " " + _("(80%: {low} to {high} s)", low=shown(interval.low), high=shown(interval.high))
+    step = best.measurement
+    runs = [measured_s(each) or 0.0 for each in run.final_runs(best)]
+    if len(runs) > 1 and step is not None and step.scaled_from is None and step.modelled_s is None:
+        note = _("({count} runs: {low} to {high})", count=len(runs), low=shown(min(runs)), high=shown(max(runs)))
+        return Cell(f"{shown(run.median_s(best))} s", run.median_s(best), note=note)
+    value = step.step_time_s if step else predicted_s(best)
+    bounds = (predicted(best, f"step_time_s.{bound}") for bound in ("low", "high"))
+    low, high = (step.low_s, step.high_s) if step else bounds
+    text = f"{_mark(run)}{shown(value)} s"
+    if low and high:
+        text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
     if step and step.scaled_from is not None:
-        nodes = (int((best.shortened or {}).get(key) or 0) for key in ("nodes", "of_nodes"))
+        nodes = (best.shortened.nodes, best.shortened.of_nodes) if best.shortened else ()
         text += ", " + scaled_text(step.scaled_from, *nodes)
-    elif step and step.modelled is not None:
-        text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step.modelled))
+    elif step and step.modelled_s is not None:
+        text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step.modelled_s))
     elif step:
-        text += " " + _("(spread {spread} s over {count} steps)", spread=shown(step.spread), count=step.n)
+        steps = N_("(spread {spread} s over {count} steps)")
+        text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
     return Cell(text, value)
 
 
-def _gain(run: RunData, best: TrialResult) -> Cell:
-    baseline, gain = run.baseline, run.result.gain
+def _gain(run: RunData, best: Trial) -> Cell:
+    baseline, speedup = run.baseline, run.speedup
     if baseline is None:
         return Cell(_("unknown: the baseline was not run"))
-    values = configuration(run, baseline)
-    if gain is None:
-        if baseline.measured and baseline.state != "stopped":
+    values = run.configuration(baseline)
+    if speedup is None:
+        if baseline.measurement and baseline.state is not TrialState.STOPPED:
             return Cell(_("unknown: no whole steps of both were measured (baseline: {baseline})", baseline=values))
-        does_not_fit = run.fidelity == ESTIMATE and baseline.predicted.memory.get("fits") is False
-        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state)
+        does_not_fit = run.fidelity == ESTIMATE and memory_of(baseline).get("fits") is False
+        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
     if best.candidate == baseline.candidate:
         text = N_("this is the baseline: no trial was faster")
         if run.fidelity == ESTIMATE:
             text = N_("this is the baseline: no candidate is predicted to be faster")
-        elif not any(each.measured and each.candidate != baseline.candidate for each in run.trials):
+        elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
             text = N_("this is the baseline: no other candidate was measured")
-        return Cell(_(text), gain)
-    speedup = run.result.speedup
-    headline, note = _speedup_text(run.result)
-    over = _("over {baseline}", baseline=values)
-    return Cell(headline, speedup.median if speedup else None, note=f"{note} {over}" if note else over)
-
-
-def _speedup_text(result: RunResult) -> tuple[str, str]:
-    """Return the median speedup of a result, or that it is not significant, and its range; empty if unknown."""
-    speedup, objective = result.speedup, result.objective.name
-    if speedup is None:
-        return "", ""
-    mark = "" if result.fidelity == RUN else "~"
-    low, high = (mark + gain_text(objective, each).split()[0] for each in (speedup.low, speedup.high))
+        return Cell(_(text), run.gain)
+    low, high = (_mark(run) + gain_text(run.objective, each).split()[0] for each in (speedup.low, speedup.high))
     note = _("({count} rounds: {low} to {high})", count=speedup.rounds, low=low, high=high)
     if speedup.rounds == 1:
         note = "" if speedup.significant else f"({low})"
-    return (mark + gain_text(objective, speedup.median) if speedup.significant else _("no significant gain")), note
+    text = _mark(run) + gain_text(run.objective, speedup.median) if speedup.significant else _("no significant gain")
+    over = _("over {baseline}", baseline=values)
+    return Cell(text, speedup.median, note=f"{note} {over}".strip())
 
 
-def _load_of_best(run: RunData, best: TrialResult) -> str:
-    """Return the load at which the best was rated; empty for training, and if it has one load point."""
-    name, points = figure_name(run.objective), best.points
-    loads = [load_text(point) for point in points if number(lookup(point, name)) == best.figure(name)]
-    return loads[0] if len(points) > 1 and loads else ""
-
-
-def _fastest_without_limits(run: RunData, best: TrialResult) -> str:
+def _fastest_without_limits(run: RunData, best: Trial) -> str:
     """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
-    points_by_speed = [
-        (seconds(run.objective, float(value)), trial, point)
-        for trial in run.trials
-        for point in trial.points
-        if (value := lookup(point, name))
-    ]
-    best_s = best.measured_s or 0.0
-    step, trial, point = min(points_by_speed, key=lambda each: each[0], default=(best_s, best, {}))
+    points = [(trial, point) for trial in run.trials if trial.measurement for point in trial.measurement.points]
+    by_speed = [(seconds(run.objective, value), trial, point) for trial, point in points if (value := point.get(name))]
+    best_s = measured_s(best) or 0.0
+    step, trial, point = min(by_speed, key=lambda each: each[0], default=(best_s, best, {}))
     if best_s <= step:
         return _("no trial was better")
-    exceeded = [
-        f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
-    ]
-    load = load_text(point) if len(best.points) > 1 else ""
+    exceeded = [f"{key} = {shown(point[key])} s" for key, most in run.limits.items() if (point.get(key) or 0) > most]
+    load = load_text(point) if best.measurement and len(best.measurement.points) > 1 else ""
     return _(
         "trial {number} reached {value} ({reason})",
         number=trial.number,
-        value=at_load(objective_text(run, objective_value(run.objective, step)), load),
+        value=at_load(f"{shown(objective_value(run.objective, step))} {run.unit}", load),
         reason=", ".join(exceeded) or _("exceeded the limits when repeated"),
     )
 
 
-def _uncertainty_notes(run: RunData, best: TrialResult) -> Iterator[Block]:
-    numbers = run.result.noise.not_told_apart
-    rivals = [
-        f"{_('trial')} {trial.number} ({configuration(run, trial)})" for trial in run.trials if trial.number in numbers
-    ]
+def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Block]:
+    rivals = [f"{_('trial')} {each.number} ({run.configuration(each)})" for each in run.rivals]
     if rivals:
         remainder = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
         names = "; ".join([*rivals[:MAX_RIVALS], *remainder])
         yield Text(_("The best is not significantly faster than {trials}.", trials=names))
-    yield from (Text(text, warning=True) for text in run.result.noise.warnings)
-    fastest = run.result.fastest
-    if run.limits and fastest is not None and fastest != best.number:
-        yield Text(_("Trial {number} is faster, but not within the latency limits.", number=fastest))
+    yield from (Text(text, warning=True) for text in noise_warnings(run))
+    if run.limits and run.fastest is not None and run.fastest.number != best.number:
+        yield Text(_("Trial {number} is faster, but not within the latency limits.", number=run.fastest.number))
 
 
-def _commands(run: RunData, best: TrialResult) -> Iterator[Block]:
+def _commands(run: RunData, best: Trial) -> Iterator[Block]:
     script, launch = run.text_of(run.folder / "best.sh"), run.folder / "best" / "launch.json"
-    if json_file(launch).get("missing"):
-        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
-    elif launch.exists():
-        here = run.called == "."
-        caption = _("Start command, in the folder of the run") if here else _("Start command")
+    is_complete = launch.exists() and not json_file(launch).get("missing")
+    if is_complete:
+        caption = _("Start command, in the folder of the run") if run.called == "." else _("Start command")
         yield Code(caption, f"flag run {shlex.quote(run.called)}", copied=True)
+    elif launch.exists():
+        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script, copied=True)
     elif script:
         yield Code(_("Why it cannot be started here (best.sh)"), script)
     if flags := _flags(run, best):
         yield Code(_("Flags of the engine"), shlex.join(flags), copied=True)
-    if script and launch.exists() and not json_file(launch).get("missing"):
+    if script and is_complete:
         title = _("Start script without flagcore (best.sh)")
-        yield Collapsed(anchor="script", title=title, blocks=(Code(title, script),))
+        yield Collapsed("script", title, (Code(title, script),))
 
 
-def _flags(run: RunData, best: TrialResult) -> list[str]:
+def _flags(run: RunData, best: Trial) -> list[str]:
     """Return the flags of the engine that set the knobs of the best; empty if they do not set all of them."""
     flags: list[str] = []
-    for name, value in best.candidate.items():
+    for name, value in best.candidate.items:
         if knob := run.knobs.get(name):
             effect = knob.effect(value)
             flags += [*knob.arguments(value), *(effect.flags if effect else ())]
@@ -323,24 +289,12 @@ def _flags(run: RunData, best: TrialResult) -> list[str]:
     return flags
 
 
-def _failures(run: RunData) -> Iterator[Block]:
-    shown_numbers = listed(run)
-    rows = [
-        [trial_cell(run, trial), state_name(trial.state), run.broken_limits(trial) or trial.reason]
-        for trial in run.trials
-        if trial.number in shown_numbers
-    ]
-    if rows:
-        yield table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)
-
-
-def _engines(run: RunData, engines: Mapping[str, RunResult | str]) -> Block:
+def _engines(run: RunData) -> Table:
     rows = []
-    for engine, found in engines.items():
+    for engine, found in run.engines.items():
         if isinstance(found, str):
             rows.append([Cell(engine), cell(None), found])
-            continue
-        step = found.best.measured_s if found.best else None
-        figure = cell(None) if step is None else cell(1.0 / step if is_rate(run.objective) else step)
-        rows.append([Cell(engine, None, f"{engine}/report.html"), figure, found.stop_reason])
+        else:
+            figure = cell(found.figure(found.best) if found.best else None)
+            rows.append([Cell(engine, None, f"{engine}/report.html"), figure, found.stop_reason])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,13 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     bars,
-    cell,
     highlighted,
     percent,
     rows_layout,
     size,
     table,
 )
-from flagcore.report.page.run import RunData, configuration
-from flagcore.report.result import TrialResult
+from flagcore.report.page.run import RunData
 
 KINDS = NAMES["passes"]
 MAX_PASSES = 4200
@@ -45,209 +43,181 @@ LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", 
 
 def pipeline(run: RunData) -> Section | None:
     """Return the timelines of the best configuration; None without pipelines."""
-    pipelines = pipelines_of(run)
+    pipelines = _pipelines(run)
     blocks: list[Block] = []
     for passes in pipelines:
         if len(passes.forward_s) > 1:
-            if len(pipelines) > 1:
-                blocks.append(Text(kind_names(run)[passes.groups[0]]))
-            blocks += _blocks(passes)
-    return Section(anchor="pipeline", title=_("Pipeline"), blocks=tuple(blocks)) if blocks else None
+            blocks += [Text(_chip_names(run)[passes.groups[0]])] if len(pipelines) > 1 else []
+            blocks += Timeline(passes).blocks()
+    return Section("pipeline", _("Pipeline"), blocks) if blocks else None
 
 
-def pipelines_of(run: RunData) -> list[Passes]:
+def _pipelines(run: RunData) -> list[Passes]:
     """Return the passes of each different pipeline of the best configuration; empty if they are unknown."""
-    return [_passes(data) for data in run.insight.get("pipelines") or ()]
+    found: list[dict[str, Any]] = [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        for data in run.insight.get("pipelines") or ()
+    ]
+    return [Passes(**fields) for fields in found]
 
 
-def _passes(data: dict[str, Any]) -> Passes:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Passes(**fields)
-
-
-def kind_names(run: RunData) -> list[str]:
+def _chip_names(run: RunData) -> list[str]:
     """Return the names of the node groups."""
     return [str(chip.get("title") or chip["name"]) for chip in run.insight.get("chips") or ()]
 
 
-def microbatches_to_show(passes: Passes, most: int) -> int | None:
-    """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
-    `most` passes.
-    """
-    count = len(passes.forward_s)
-    number = min(passes.microbatches, max(2 * count, 8))
-    if passes.virtual > 1:
-        number = min(passes.microbatches, -(-number // count) * count)
-    return number if _passes_per_microbatch(passes) * number <= most else None
+class Timeline:
+    """The passes of one pipeline: `count` stages, on as many devices."""
 
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.schedule, self.count = passes, SCHEDULES[passes.schedule], len(passes.forward_s)
+        self.is_mirrored = self.schedule.copies > 1
+        """Whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
+        parts = 1 if self.is_mirrored else self.schedule.parts or passes.virtual
+        self.has_two_parts = not self.is_mirrored and parts == 2
+        self.passes_per_microbatch = (3 if self.schedule.splits_backward else 2) * self.count * parts
 
-def _passes_per_microbatch(passes: Passes) -> int:
-    """Return the largest number of passes of a micro-batch."""
-    schedule = SCHEDULES[passes.schedule]
-    parts = 1 if schedule.copies > 1 else schedule.parts or passes.virtual
-    return (3 if schedule.splits_backward else 2) * len(passes.forward_s) * parts
+    def microbatches_to_show(self, most: int) -> int | None:
+        """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
+        `most` passes.
+        """
+        number = min(self.passes.microbatches, max(2 * self.count, 8))
+        if self.passes.virtual > 1:
+            number = min(self.passes.microbatches, -(-number // self.count) * self.count)
+        return number if self.passes_per_microbatch * number <= most else None
 
+    def blocks(self) -> list[Block]:
+        """Return the chart, or why there is none and the seconds per micro-batch."""
+        number = self.microbatches_to_show(MAX_PASSES)
+        if self.schedule.splits_backward and not self.passes.weight_s:
+            text = _(
+                "No timeline: insight.json of this run is of an earlier version. Delete it to predict the run again."
+            )
+        elif number is None:
+            text = _("No timeline: {count} stages have too many passes to draw.", count=self.count)
+        else:
+            try:
+                return [self._chart(number)]
+            except NotModelled as error:
+                text = _("No timeline: {reason}.", reason=error)
+        return [Text(text), self._seconds(self.passes.microbatches)]
 
-def _blocks(passes: Passes) -> tuple[Block, ...]:
-    number = microbatches_to_show(passes, MAX_PASSES)
-    if SCHEDULES[passes.schedule].splits_backward and not passes.weight_s:
-        text = _("No timeline: insight.json of this run is of an earlier version. Delete it to predict the run again.")
-    elif number is None:
-        text = _("No timeline: {count} stages have too many passes to draw.", count=len(passes.forward_s))
-    else:
-        try:
-            return (_timeline(passes, number),)
-        except NotModelled as error:
-            text = _("No timeline: {reason}.", reason=error)
-    return Text(text), _seconds(passes, passes.microbatches)
+    def _chart(self, number: int) -> Chart:
+        passes, schedule = self.passes, self.schedule
+        simulated = simulate(passes, number)
+        is_short = self.passes_per_microbatch * passes.microbatches <= MAX_SIMULATED
+        counted = passes.microbatches if is_short else number
+        simulation = simulate(passes, counted) if counted != number else simulated
+        step, is_paired = step_seconds(passes, simulation), any(each.lane for each in simulated)
+        data = self._seconds(counted, simulation, step)
+        name = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
+        devices = _("{count} devices", count=self.count) if self.is_mirrored else _("{count} stages", count=self.count)
+        parts = [_("Schedule: {name}", name=name), devices]
+        if passes.virtual > 1 and not self.is_mirrored:
+            parts.append(_("{count} virtual stages per device", count=passes.virtual))
+        parts.append(self._micro_batches(counted))
+        idle = max(float(row[-1].value or 0.0) for row in data.rows)
+        summary = [f"{', '.join(parts)}.", _("Largest idle time: {share:.1%}.", share=idle)]
+        if counted == passes.microbatches:
+            times = {"seconds": shown(step), "formula": shown(passes.predicted_s)}
+            summary.append(_("Simulated step: {seconds} s; formula: {formula} s.", **times))
+            if schedule.post_validation:
+                text = _("Stages do not wait for each other before the optimizer, so the longest stage counts.")
+                summary.append(text)
+        if number < passes.microbatches:
+            summary.append(_("Shown: a step of {count} micro-batches.", count=number))
+        if is_paired:
+            summary.append(_("Forward and backward passes above each other run concurrently."))
+        if self.is_mirrored:
+            first = number - number // 2
+            summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
+        if len(simulated) <= MAX_NUMBERED:
+            summary.append(_("Numbers are micro-batches."))
+            summary += [_("A prime, as in 1′, marks the second part of a stage.")] * self.has_two_parts
+        of_kinds = [[each for each in simulated if each.kind == kind and each.end_s > each.start_s] for kind in KINDS]
+        return Chart(
+            title=_("Forward and backward passes of each stage (predicted)"),
+            summary=" ".join(summary),
+            traces=[self._bars(n, some, len(simulated), is_paired) for n, some in enumerate(of_kinds) if some],
+            layout=rows_layout(_("time in the step, s"), self.count, each=44 if is_paired else 30, **LAYOUT),
+            table=data,
+        )
 
+    def _bars(self, series: int, of_kind: Sequence[ExecutedPass], among: int, is_paired: bool) -> dict[str, Any]:
+        """Return the bars of the passes of one kind, `among` all that are drawn."""
+        trace = bars(
+            _(KINDS[of_kind[0].kind]),
+            series,
+            [each.end_s - each.start_s for each in of_kind],
+            [self._row(each.device) for each in of_kind],
+            base=[each.start_s for each in of_kind],
+            hovertext=[self._hover(each) for each in of_kind],
+            hoverinfo="text",
+            width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if is_paired else HIGH,
+        )
+        if is_paired:
+            trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
+        has_numbers = among <= MAX_NUMBERED
+        trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
+        if among > MAX_PATTERNED:
+            trace["marker"] |= {"pattern": {"shape": ""}}
+        if has_numbers:
+            primes = ["′" * (self.has_two_parts and each.part >= self.count) for each in of_kind]
+            numbers = [f"{each.microbatch}{prime}" for each, prime in zip(of_kind, primes, strict=True)]
+            trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+            trace |= {"textfont": {"color": "#000000", "size": 12}}
+        return trace
 
-def _timeline(passes: Passes, number: int) -> Chart:
-    simulated, count = simulate(passes, number), len(passes.forward_s)
-    simulated_count = (
-        passes.microbatches if _passes_per_microbatch(passes) * passes.microbatches <= MAX_SIMULATED else number
-    )
-    simulation = simulate(passes, simulated_count) if simulated_count != number else simulated
-    step, paired = step_seconds(passes, simulation), any(each.lane for each in simulated)
-    by_kind = {kind: [each for each in simulated if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
-    traces = [
-        _bars(passes, series, kind, of_kind, len(simulated), paired)
-        for series, (kind, of_kind) in enumerate(by_kind.items())
-        if of_kind
-    ]
-    data = _seconds(passes, simulated_count, simulation, step)
-    idle = max(float(row[-1].value or 0.0) for row in data.rows)
-    summary = [*_idle_text(passes, simulated_count, idle), *_durations(passes, simulated_count, step)]
-    if number < passes.microbatches:
-        summary.append(_("Shown: a step of {count} micro-batches.", count=number))
-    if paired:
-        summary.append(_("Forward and backward passes above each other run concurrently."))
-    if SCHEDULES[passes.schedule].copies > 1:
-        first = number - number // 2
-        summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
-    if len(simulated) <= MAX_NUMBERED:
-        summary.append(_("Numbers are micro-batches."))
-        summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _has_two_parts(passes)
-    return Chart(
-        title=_("Forward and backward passes of each stage (predicted)"),
-        summary=" ".join(summary),
-        traces=tuple(traces),
-        layout=rows_layout(_("time in the step, s"), count, each=44 if paired else 30, **LAYOUT),
-        table=data,
-    )
+    def _seconds(self, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
+        """Return the seconds per micro-batch and the busy time of each device and, of a simulated step, its idle
+        time.
+        """
+        passes = self.passes
+        columns: dict[str, Sequence[float]] = {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
+        if self.schedule.splits_backward and passes.weight_s:
+            columns[_("~weight gradients, s")] = passes.weight_s
+        if passes.paired_s:
+            columns[_("~concurrent, s")] = passes.paired_s
+        if self.is_mirrored:
+            columns = {n: [sum(pair) / 2.0 for pair in zip(s, s[::-1], strict=True)] for n, s in columns.items()}
+        busy_s = [counted * sum(pair) for pair in zip(*list(columns.values())[:2], strict=True)]
+        headings = [_("device") if self.is_mirrored else _("stage"), *columns, _("~busy, s")]
+        if played:
+            headings += [_("~idle, s"), _("~idle, %")]
+            busy_s = [
+                sum(each.end_s - each.start_s for each in played if each.device == device and each.lane <= 0)
+                for device in range(self.count)
+            ]
+        rows = [
+            [place, *row, busy, *([step - busy, percent((step - busy) / step)] if played else [])]
+            for place, (*row, busy) in enumerate(zip(*columns.values(), busy_s, strict=True))
+        ]
+        return table(
+            _(
+                "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",
+                micro_batches=self._micro_batches(counted),
+                seconds=shown(passes.send_s),
+            ),
+            headings,
+            rows,
+        )
 
+    def _micro_batches(self, counted: int) -> str:
+        if counted < self.passes.microbatches:
+            return _("{count} of {total} micro-batches", count=counted, total=self.passes.microbatches)
+        return _("{count} micro-batches", count=counted)
 
-def _bars(
-    passes: Passes, series: int, kind: str, of_kind: Sequence[ExecutedPass], among: int, paired: bool
-) -> dict[str, Any]:
-    trace = bars(
-        _(KINDS[kind]),
-        series,
-        [each.end_s - each.start_s for each in of_kind],
-        [_row(passes, each.device) for each in of_kind],
-        base=[each.start_s for each in of_kind],
-        hovertext=[_hover(passes, each) for each in of_kind],
-        hoverinfo="text",
-        width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if paired else HIGH,
-    )
-    if paired:
-        trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
-    has_numbers = among <= MAX_NUMBERED
-    trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
-    if among > MAX_PATTERNED:
-        trace["marker"] |= {"pattern": {"shape": ""}}
-    if has_numbers:
-        two_parts, count = _has_two_parts(passes), len(passes.forward_s)
-        numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]
-        trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-        trace |= {"textfont": {"color": "#000000", "size": 12}}
-    return trace
+    def _row(self, device: int) -> str:
+        return _("device {number}", number=device) if self.is_mirrored else _("stage {number}", number=device)
 
-
-def _idle_text(passes: Passes, counted: int, idle: float) -> list[str]:
-    schedule = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
-    count = len(passes.forward_s)
-    parts = [_("Schedule: {name}", name=schedule)]
-    parts.append(_("{count} devices", count=count) if _is_mirrored(passes) else _("{count} stages", count=count))
-    if passes.virtual > 1 and not _is_mirrored(passes):
-        parts.append(_("{count} virtual stages per device", count=passes.virtual))
-    parts.append(_micro_batches(passes, counted))
-    return [f"{', '.join(parts)}.", _("Largest idle time: {share:.1%}.", share=idle)]
-
-
-def _durations(passes: Passes, counted: int, step: float) -> list[str]:
-    """Return the simulated duration of a step, and the duration by the engine's formula."""
-    if counted < passes.microbatches:
-        return []
-    formula = shown(passes.predicted_s)
-    summary = [_("Simulated step: {seconds} s; formula: {formula} s.", seconds=shown(step), formula=formula)]
-    if SCHEDULES[passes.schedule].post_validation:
-        summary.append(_("Stages do not wait for each other before the optimizer, so the longest stage counts."))
-    return summary
-
-
-def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
-    """Return the seconds per micro-batch and the busy time of each device and, of a simulated step, its idle time."""
-    columns: dict[str, Sequence[float]] = {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
-    if SCHEDULES[passes.schedule].splits_backward and passes.weight_s:
-        columns[_("~weight gradients, s")] = passes.weight_s
-    if passes.paired_s:
-        columns[_("~concurrent, s")] = passes.paired_s
-    if SCHEDULES[passes.schedule].copies > 1:
-        columns = {
-            name: [(one + two) / 2.0 for one, two in zip(s, s[::-1], strict=True)] for name, s in columns.items()
-        }
-    busy_s = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
-    if played:
-        busy_s = [0.0] * len(busy_s)
-        for each in played:
-            busy_s[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
-    columns[_("~busy, s")] = busy_s
-    if played:
-        columns[_("~idle, s")] = [step - each for each in busy_s]
-    rows: list[list[Any]] = [[cell(r), *map(cell, row)] for r, row in enumerate(zip(*columns.values(), strict=True))]
-    if played:
-        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy_s, strict=True)]
-    return table(
-        _(
-            "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",
-            micro_batches=_micro_batches(passes, counted),
-            seconds=shown(passes.send_s),
-        ),
-        [_("device") if _is_mirrored(passes) else _("stage"), *columns, *[_("~idle, %")] * bool(played)],
-        rows,
-    )
-
-
-def _micro_batches(passes: Passes, counted: int) -> str:
-    if counted < passes.microbatches:
-        return _("{count} of {total} micro-batches", count=counted, total=passes.microbatches)
-    return _("{count} micro-batches", count=counted)
-
-
-def _is_mirrored(passes: Passes) -> bool:
-    """Return whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
-    return SCHEDULES[passes.schedule].copies > 1
-
-
-def _row(passes: Passes, device: int) -> str:
-    return _("device {number}", number=device) if _is_mirrored(passes) else _("stage {number}", number=device)
-
-
-def _has_two_parts(passes: Passes) -> bool:
-    """Return whether a device has two parts of one copy of the model."""
-    schedule = SCHEDULES[passes.schedule]
-    return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2
-
-
-def _hover(passes: Passes, one: ExecutedPass) -> str:
-    return _(
-        "micro-batch {microbatch}, {kind}: part {part}, {row}",
-        microbatch=one.microbatch,
-        kind=_(KINDS[one.kind]),
-        part=one.part % len(passes.forward_s) if _is_mirrored(passes) else one.part,
-        row=_row(passes, one.device),
-    )
+    def _hover(self, one: ExecutedPass) -> str:
+        return _(
+            "micro-batch {microbatch}, {kind}: part {part}, {row}",
+            microbatch=one.microbatch,
+            kind=_(KINDS[one.kind]),
+            part=one.part % self.count if self.is_mirrored else one.part,
+            row=self._row(one.device),
+        )
 
 
 IDLE = 6
@@ -256,115 +226,82 @@ IDLE = 6
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One stage of a pipeline: its kind, and the seconds of its passes per micro-batch and in a step."""
+    """One stage of a pipeline: its node group, and the seconds of its passes per micro-batch and in a step."""
 
-    kind: int
+    group: int
     layers: int | None
     forward_s: float
     backward_s: float
-    busy_s: float
     idle: float | None
+    busy_s: float
 
 
 def kinds(run: RunData) -> Section | None:
     """Return the stages by kind of chip of the best configuration; None with one node group, or without a best."""
-    chips, pipelines = run.insight.get("chips") or [], pipelines_of(run)
+    chips, pipelines = run.insight.get("chips") or [], _pipelines(run)
     if len(chips) < 2 or run.best is None or not pipelines or not all(each.groups for each in pipelines):
         return None
-    stages, names = _stages(pipelines), kind_names(run)
-    blocks = (_plan(run, run.best, stages, names, longest(pipelines)), _of_each(stages, pipelines, chips, names))
-    return Section(anchor="kinds", title=_("Kinds of chips"), blocks=blocks)
-
-
-def _stages(pipelines: Sequence[Passes]) -> list[_Stage]:
-    """Return the stages of all pipelines, one after the other."""
-    seconds, stages = longest(pipelines), []
+    names, seconds, stages = _chip_names(run), longest(pipelines), list[_Stage]()
     for each in pipelines:
-        none = (None,) * len(each.groups)
-        rows = zip(
-            each.groups,
-            each.layers or none,
-            each.forward_s,
-            each.backward_s,
-            each.idle(seconds) if seconds else none,
-            strict=True,
-        )
-        stages += [_Stage(k, n, f, b, each.microbatches * (f + b), idle) for k, n, f, b, idle in rows]
-    return stages
+        unknown = (None,) * len(each.groups)
+        times = zip(each.forward_s, each.backward_s, each.idle(seconds) if seconds else unknown, strict=True)
+        stages += [
+            _Stage(group, layers, *time, each.microbatches * (time[0] + time[1]))
+            for group, layers, time in zip(each.groups, each.layers or unknown, times, strict=True)
+        ]
+    rows = []
+    for number, (chip, name) in enumerate(zip(chips, names, strict=True)):
+        own = [stage.layers for stage in stages if stage.group == number]
+        layers = None if None in own else sum(each or 0 for each in own)
+        devices = chip["nodes"] * chip["devices_per_node"]
+        rows.append([name, devices, len(own), layers, percent(idle_of(pipelines, number), "~")])
+    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
+    of_each = table(_("Each kind: idle is the share of the pipeline's time without work"), headings, rows)
+    return Section("kinds", _("Kinds of chips"), (_stages(run, stages, names, seconds), of_each))
 
 
-def _plan(
-    run: RunData, best: TrialResult, stages: Sequence[_Stage], names: Sequence[str], seconds: float | None
-) -> Chart:
+def _stages(run: RunData, stages: Sequence[_Stage], names: Sequence[str], seconds: float | None) -> Chart:
     """Return each stage with its kind and layers, and its busy and idle seconds in a step."""
-    rows = [_stage_name(place, stage) for place, stage in enumerate(stages)]
-    traces = []
-    for number, name in enumerate(names):
-        own = [(stage.busy_s, row) for stage, row in zip(stages, rows, strict=True) if stage.kind == number]
-        if own:
-            traces.append(bars(name, number, [busy for busy, _ in own], [row for _, row in own], width=0.6))
-    if seconds:
-        idle_s = [seconds * (stage.idle or 0.0) for stage in stages]
-        traces.append(bars(_("idle"), IDLE, idle_s, rows, width=0.6))
-    slowest = max(stages, key=lambda stage: stage.busy_s)
-    return Chart(
-        title=_("Stages of the best configuration by kind of chip (predicted)"),
-        summary=_(
-            "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
-            configuration=configuration(run, best),
-            seconds=shown(slowest.busy_s),
-            name=names[slowest.kind],
-        ),
-        traces=tuple(traces),
-        layout=rows_layout(
-            _("time in the step, s"),
-            len(rows),
-            barmode="stack",
-            yaxis={"categoryorder": "array", "categoryarray": rows},
-        ),
-        table=_of_stages(run, stages, names),
-    )
-
-
-def _stage_name(place: int, stage: _Stage) -> str:
-    name = _("stage {number}", number=place)
-    return name if stage.layers is None else f"{name}: " + ngettext("{count} layer", "{count} layers", stage.layers)
-
-
-def _of_stages(run: RunData, stages: Sequence[_Stage], names: Sequence[str]) -> Table:
-    memory = {int(each["stage"]): each for each in run.insight.get("stages") or []}
+    memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
+    labels = [_("stage {number}", number=place) for place in range(len(stages))]
+    labels = [
+        label if stage.layers is None else f"{label}: " + ngettext("{count} layer", "{count} layers", stage.layers)
+        for label, stage in zip(labels, stages, strict=True)
+    ]
     rows = [
         [
-            cell(place),
-            names[stage.kind],
-            cell(stage.layers),
+            place,
+            names[stage.group],
+            stage.layers,
             highlighted(stage.forward_s),
             highlighted(stage.backward_s),
-            size(memory.get(place, {}).get("device_used_gib"), "~"),
+            size(memory.get(place), "~"),
             percent(stage.idle, "~"),
         ]
         for place, stage in enumerate(stages)
     ]
     headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
-    return table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows)
-
-
-def _of_each(
-    stages: Sequence[_Stage], pipelines: Sequence[Passes], chips: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> Table:
-    """Return the devices, stages, layers and idle share of each kind."""
-    rows = []
-    for number, (chip, name) in enumerate(zip(chips, names, strict=True)):
-        own = [stage for stage in stages if stage.kind == number]
-        layers = [stage.layers for stage in own if stage.layers is not None]
-        rows.append(
-            [
-                name,
-                cell(chip["nodes"] * chip["devices_per_node"]),
-                cell(len(own)),
-                cell(sum(layers) if len(layers) == len(own) else None),
-                percent(idle_of(pipelines, number), "~"),
-            ]
-        )
-    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
-    return table(_("Each kind: idle is the share of the pipeline's time without work"), headings, rows)
+    traces = []
+    for number, name in enumerate(names):
+        own = [(stage.busy_s, label) for stage, label in zip(stages, labels, strict=True) if stage.group == number]
+        traces += [bars(name, number, *zip(*own, strict=True), width=0.6)] if own else []
+    if seconds:
+        traces.append(bars(_("idle"), IDLE, [seconds * (stage.idle or 0.0) for stage in stages], labels, width=0.6))
+    slowest = max(stages, key=lambda stage: stage.busy_s)
+    return Chart(
+        title=_("Stages of the best configuration by kind of chip (predicted)"),
+        summary=_(
+            "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
+            configuration=run.configuration(run.best) if run.best else "",
+            seconds=shown(slowest.busy_s),
+            name=names[slowest.group],
+        ),
+        traces=traces,
+        layout=rows_layout(
+            _("time in the step, s"),
+            len(labels),
+            barmode="stack",
+            yaxis={"categoryorder": "array", "categoryarray": labels},
+        ),
+        table=table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows),
+    )

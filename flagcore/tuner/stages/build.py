@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.contracts import Workload
+from flagcore.contracts import Platform, Workload
 from flagcore.domain.effects import engine_legality, engine_task, plugin_axes, plugin_axis
 from flagcore.domain.engine import RefusedValues, ValueRule
 from flagcore.domain.knob import Knob, Requirement
@@ -25,15 +25,16 @@ SHARED_PREFIXES = ("settings.", "engine_args.")
 """The prefixes of settings that all candidates share."""
 
 
-def legality(task: Task, workload: Workload, value_rules: Sequence[ValueRule] = ()) -> Legality:
-    """Return the axes, rules and merges of `task`: those of the engine, of plugins' knobs, and of values that plugins
+def legality(platform: Platform) -> Legality:
+    """Return the axes, rules and merges of a task: those of the engine, of plugins' knobs, and of values that plugins
     reject. Raises SpecError for an invalid space."""
+    task, workload = platform.task, platform.workload
     engine_axes = workload.axes(engine_task(task))
     axes = (*engine_axes, *plugin_axes(task))
     rules, merges = engine_legality(task, workload.rules, workload.merges)
     required = [rule for knob in task.knobs for rule in _requirement_rules(task, knob, axes)]
     release = _release_rules(task, workload, engine_axes)
-    rejected = rejection_rules(axes, value_rules, task.spec)
+    rejected = rejection_rules(axes, platform.value_rules, task.spec)
     return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
 
 

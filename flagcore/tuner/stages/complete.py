@@ -14,7 +14,6 @@ from flagcore.contracts import (
     HostSetup,
     Platform,
     Plugins,
-    PruningRule,
     Workload,
 )
 from flagcore.domain.chip import (
@@ -31,20 +30,35 @@ from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.tuner.stages.devices import require_devices
-from flagcore.tuner.stages.discover import Hardware, costs, discover
+from flagcore.tuner.stages.discover import costs, discover
 
 
-def complete(spec: Spec, plugins: Plugins, workload: Workload | None = None, *, plan: bool = False) -> Platform:
+def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Platform:
     """Return the platform of `spec`: its task with all that the spec leaves open, and what plugins provide for it.
 
     The order of the steps matters: each sees the values of those before it. None replaces a value of the spec.
-    `plan` is whether no trial will run. Without `workload`, only the steps of the plugins are done. Raises SpecError
-    for values that the engine or its release does not have; NoDevice if no device is found, if a chip is unknown, or if
-    the engine cannot run on it.
+    `plan` is whether no trial will run. Raises SpecError for values that the engine or its release does not have;
+    NoDevice if no device is found, if a chip is unknown, or if the engine cannot run on it.
     """
-    if workload is not None:
-        workload.check_release(spec)
-    version = engine_version(spec, workload) if workload is not None else None
+    workload.check_release(spec)
+    platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
+    # 5. For a plan of a job that cannot run here: the defaults of production on its chips.
+    if plan and not _runs_here(platform, plugins):
+        platform = workload.as_in_production(platform)
+    # 6. The defaults of the software of this machine.
+    platform = workload.as_installed(platform)
+    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied around the engine.
+    platform = with_plugin_knobs(platform)
+    # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
+    return workload.with_derived_values(platform, plan=plan)
+
+
+def complete_by_plugins(spec: Spec, plugins: Plugins, workload: Workload, version: str | None = None) -> Platform:
+    """Return the platform of `spec` after the steps of `complete` that ask only plugins.
+
+    `version` is the release of the engine, None if unknown. With several chips, the platform has only the knobs that
+    all of them have.
+    """
     # 1. Chips and node groups: those that the spec names, or the best chip of this machine.
     hardware = discover(spec, plugins, version)
     # 2. `train.precision: auto`: the fastest that all chips compute.
@@ -55,35 +69,12 @@ def complete(spec: Spec, plugins: Plugins, workload: Workload | None = None, *, 
     requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)
     # 4. What plugins say about this task: faster settings, and the warm-up of its trials.
     task, support = _advised(requested, hardware.support, plugins.check_task(requested, version))
-    platform = _platform(task, replace(hardware, support=support), plugins, version, pruning_rules)
-    platform = replace(platform, value_rules=value_rules, precision_reason=precision_reason)
-    if workload is None:
-        return platform
-    # 5. For a plan of a job that cannot run here: the defaults of production on its chips.
-    if plan and not _runs_here(platform, plugins, workload):
-        platform = workload.as_in_production(platform)
-    # 6. The defaults of the software of this machine.
-    platform = workload.as_installed(platform)
-    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied around the engine.
-    platform = with_plugin_knobs(platform, workload)
-    # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
-    return workload.with_derived_values(platform, plan=plan)
-
-
-def _platform(
-    task: Task,
-    hardware: Hardware,
-    plugins: Plugins,
-    engine_version: str | None,
-    pruning_rules: tuple[PruningRule, ...],
-) -> Platform:
-    """Return the platform of a task. With several chips, it has only the knobs that all of them have."""
     engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
     own_devices = tuple(device for device in hardware.devices if any(chip.has_name(device.chip) for chip in chips))
     readers = {device: plugins.telemetry(device) for device in own_devices}
-    environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
-    patterns_of_chips = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
+    environments = [plugins.environment(chip, engine, version, task) for chip in chips]
+    patterns_of_chips = [plugins.failure_patterns(chip, engine, version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
     setups = [
         HostSetup(
@@ -98,20 +89,23 @@ def _platform(
             spec.cluster.groups, groups, hardware.supports, environments, strict=False
         )
     ]
-    first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
+    first, *others = (plugins.knobs(chip, engine, version) for chip in chips)
     return Platform(
         task=task,
+        workload=workload,
         costs=costs(task.cluster, plugins, engine),
-        support=hardware.support,
+        support=support,
         environment=_of_shell(environment),
         pruning_rules=pruning_rules,
         failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
         telemetry={device: reader for device, reader in readers.items() if reader is not None},
         devices=own_devices,
         knobs=tuple(knob for knob in first if all(knob in each for each in others)),
-        engine_version=engine_version,
+        engine_version=version,
         conflicts=tuple(_conflicts(environment, spec)),
         setups=tuple(setups),
+        value_rules=value_rules,
+        precision_reason=precision_reason,
     )
 
 
@@ -217,13 +211,13 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
                 break
 
 
-def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
+def with_plugin_knobs(platform: Platform) -> Platform:
     """Return `platform` with the task's knobs with effects: the plugins' knobs and the compared engine settings that
     the spec names. Raises SpecError for an unknown knob or an invalid value.
 
     A plugin's knob is left out if the engine has a knob with the same name.
     """
-    task, spec = platform.task, platform.task.spec
+    task, spec, workload = platform.task, platform.task.spec, platform.workload
     engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
     plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
     named_knobs = {**(spec.baseline or {}), **spec.space}
@@ -303,10 +297,10 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
     return None
 
 
-def _runs_here(platform: Platform, plugins: Plugins, workload: Workload) -> bool:
+def _runs_here(platform: Platform, plugins: Plugins) -> bool:
     """Return whether trials of `platform` can run on this machine."""
     try:
-        workload.ready(platform.task.spec)
+        platform.workload.ready(platform.task.spec)
         require_devices(platform, plugins.devices(platform.task.spec.envs))
     except FlagError:
         return False

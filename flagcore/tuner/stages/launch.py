@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore.contracts import Launcher, Platform, RunningLaunch, Workload
+from flagcore.contracts import Launcher, Platform, RunningLaunch
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
@@ -35,7 +35,6 @@ def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
 
 def launch(
     platform: Platform,
-    workload: Workload,
     launcher: Launcher,
     candidate: Candidate,
     folder: str,
@@ -50,19 +49,17 @@ def launch(
     A `cold` trial starts as a new process. Raises FlagError if it cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
-    planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
+    planned = platform.prepared(planned_launch(platform, candidate, folder))
     planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
     return launcher.start(platform.limited(planned, limit))
 
 
-def planned_launch(
-    platform: Platform, workload: Workload, candidate: Candidate, folder: str, *, for_real: bool = False
-) -> Launch:
+def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
     """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects."""
     task = platform.task
     effects = effects_of(task, candidate.as_dict())
     engine_platform = replace(platform, task=with_flags(task_to_start(task, effects), effects))
-    planned = workload.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
+    planned = platform.workload.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
     hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
     return replace(
         planned,

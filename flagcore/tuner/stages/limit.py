@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import SearchContext, Workload
-from flagcore.domain.candidate import Candidate
+from flagcore.contracts import Platform, SearchContext
 from flagcore.domain.chip import MUCH_SLOWER, slowness
 from flagcore.domain.devices import disturbances
 from flagcore.domain.effects import engine_candidate, engine_task
@@ -40,18 +39,18 @@ UNKNOWN_SECONDS = 3600.0
 """The limit of a trial whose step time is not predicted. Chosen."""
 
 
-def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
+def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
     """Return the time limit of a trial with `launches` consecutive launches.
 
     It is `control.max_time_per_task` or, for each launch, the time to start plus SLACK times the upper bound of the
     steps. Both are increased if `earlier` trials took longer, also those that ended before they were measured.
     """
-    control = task.spec.control
+    task, control = platform.task, platform.task.spec.control
     if (given := control.max_time_per_task) is not None:
         return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
     overheads = (each.overhead_s(control.train_iters, control.warmup_iters) for each in earlier)
     starts = [seconds for seconds in overheads if seconds is not None]
-    start, longest = workload.start_seconds, START_SLACK * max(starts, default=0.0)
+    start, longest = platform.workload.start_seconds, START_SLACK * max(starts, default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
     steps = 0.0
     if isinstance(task.spec.work, TrainSpec):
@@ -104,9 +103,9 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     return high / trial.shortened.scale if trial.shortened else high
 
 
-def search_time(task: Task, workload: Workload, predictions: Predictions, rows: IntArray) -> SearchTime:
+def search_time(platform: Platform, predictions: Predictions, rows: IntArray) -> SearchTime:
     """Return the time of a search that tries `rows`."""
-    control = task.spec.control
+    task, control, start_seconds = platform.task, platform.task.spec.control, platform.workload.start_seconds
     max_step = control.max_step_time or math.inf
     # if steps are shortened, the finalists run again with whole steps
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
@@ -123,9 +122,9 @@ def search_time(task: Task, workload: Workload, predictions: Predictions, rows: 
     if limit is not None:
         at_most = (rows.size + repeats) * limit
     elif not is_training:
-        at_most = (rows.size + repeats) * workload.start_seconds
+        at_most = (rows.size + repeats) * start_seconds
     elif math.isfinite(high):
-        at_most = (rows.size + repeats) * workload.start_seconds + SLACK * high
+        at_most = (rows.size + repeats) * start_seconds + SLACK * high
     else:
         at_most = (rows.size + repeats) * UNKNOWN_SECONDS
     return SearchTime(
@@ -168,7 +167,7 @@ def share_of_time(control: Control, state: SearchState, role: Role, candidates: 
     return left / (trials + max(repeats, 2 * control.repeats))
 
 
-def why_no_trial(context: SearchContext, workload: Workload) -> Message | None:
+def why_no_trial(context: SearchContext) -> Message | None:
     """Return why no further trial can be measured in its time, and what to change; None if one can.
 
     This is decided after a trial that ended before its last step. If fp32 is much faster than the precision, the search
@@ -199,7 +198,7 @@ def why_no_trial(context: SearchContext, workload: Workload) -> Message | None:
         causes.insert(0, faster[0])
         changes.insert(0, faster[1])
     fits = (limit - start) / control.train_iters
-    if change := _shorter_steps(task, workload, context.space.candidate(row), step, fits):
+    if change := _shorter_steps(context, row, step, fits):
         changes.append(change)
     text = Message("trial {number}: {reason}", number=last.number, reason=last.reason or last.state.value)
     if causes:
@@ -246,11 +245,12 @@ def _more_time(control: Control, step: float, start: float) -> list[str]:
     return changes
 
 
-def _shorter_steps(task: Task, workload: Workload, candidate: Candidate, step: float, fits: float) -> Message | None:
-    """Return the change with which steps of about `fits` seconds run fewer micro-batches, if the candidate can."""
+def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -> Message | None:
+    """Return the change with which steps of about `fits` seconds run fewer micro-batches, if the row can."""
     if fits <= 0.0:
         return None
-    if workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), fits / step) is None:
+    task, candidate = engine_task(context.task), engine_candidate(context.task, context.space.candidate(row))
+    if context.problem.workload.shorter_batch(task, candidate, fits / step) is None:
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
     return Message(text, seconds=fits)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flagcore.contracts import Platform, RunningLaunch, Workload
+from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.search_state import noise
@@ -35,15 +35,14 @@ ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
 
 
-def measure(
-    running: RunningLaunch, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
-) -> Trial:
+def measure(running: RunningLaunch, platform: Platform, trial: Trial, folder: str, best: Trial | None) -> Trial:
     """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
     `best` is the best trial so far; None: the trial is not stopped early. On an exception such as KeyboardInterrupt,
     the processes of the trial are ended.
     """
-    readings, progress = Readings(platform), workload.progress(platform.task, folder)
+    readings, workload = Readings(platform), platform.workload
+    progress = workload.progress(platform.task, folder)
     control, limit, start = platform.task.spec.control, workload.step_limit(platform.task), time.monotonic()
     warmup, wanted = control.warmup_iters, limit
     scale = trial.shortened.low if trial.shortened else 1.0
@@ -70,9 +69,9 @@ def measure(
     finished = wanted is not None and len(steps) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
     if too_long:
         ended = replace(ended, ended_by="timeout")
-    outcome = _outcome(ended, faster, platform, workload, trial, folder, steps, finished=stopped or finished)
+    outcome = _outcome(ended, faster, platform, trial, folder, steps, finished=stopped or finished)
     if wanted and outcome.state is TrialState.MEASURED and not stopped:
-        outcome = replace(outcome, reason=_end_remark(ended, folder, platform, workload, len(steps), wanted))
+        outcome = replace(outcome, reason=_end_remark(ended, folder, platform, len(steps), wanted))
     if isinstance(platform.task.spec.work, TrainSpec):
         outcome = _with_fewer_steps(outcome, _comparable(steps, platform), len(steps), control)
     if outcome.measurement:
@@ -128,15 +127,13 @@ def _with_fewer_steps(trial: Trial, steps: Sequence[float], count: int, control:
     )
 
 
-def _end_remark(
-    ended: Exit, folder: str, platform: Platform, workload: Workload, steps: int, wanted: int
-) -> str | None:
+def _end_remark(ended: Exit, folder: str, platform: Platform, steps: int, wanted: int) -> str | None:
     """Return a remark if a measured trial ended too early or failed after its steps, else None."""
     if steps < wanted:
         return f"it ended after {steps} of {wanted} steps"
     if ended.code == 0 and ended.ended_by is None:
         return None
-    patterns = (*platform.failure_patterns, *workload.failure_patterns())
+    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
     return f"it failed after all its steps were measured: {failure(ended, folder, patterns)[1]}"[:LONGEST_REASON]
 
 
@@ -144,7 +141,6 @@ def _outcome(
     ended: Exit,
     beaten_by: Trial | None,
     platform: Platform,
-    workload: Workload,
     trial: Trial,
     folder: str,
     steps: Sequence[float],
@@ -156,7 +152,7 @@ def _outcome(
     if (ended.code == 0 and ended.ended_by is None) or beaten_by or finished or cut_off:
         try:
             partial = cut_off or beaten_by is not None
-            measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=partial)
+            measured = platform.workload.read(engine_task(platform.task), trial.candidate, folder, partial=partial)
         except FlagError as error:
             return replace(trial, state=TrialState.FAILED, reason=str(error))
         measured = trial.shortened.scaled(measured) if trial.shortened else measured
@@ -166,7 +162,7 @@ def _outcome(
                 trial, state=TrialState.STOPPED, reason=_early_stop_reason(measured, beaten_by), measurement=measured
             )
         return _checked(platform, replace(trial, measurement=replace(measured, partial=cut_off)))
-    patterns = (*platform.failure_patterns, *workload.failure_patterns())
+    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, trial.time_limit)
     if state is TrialState.TIMED_OUT and is_training:
         reason = _timeout_reason(reason, steps, trial, platform.task.spec.control)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Platform
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import objective_value
 from flagcore.domain.plan import cost_figures
@@ -25,16 +25,15 @@ FULL_SHARE = 0.9
 """Otherwise, memory is the bottleneck if at least this share of the capacity is in use."""
 
 
-def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
+def predict(platform: Platform, space: Space) -> Predictions:
     """Return the predictions of all candidates in the order of the space's rows."""
     pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
-    return Predictions.join(
-        (predict_columns(task, workload, space.columns(rows), costs) for rows in pieces), len(space)
-    )
+    return Predictions.join((predict_columns(platform, space.columns(rows)) for rows in pieces), len(space))
 
 
-def predict_columns(task: Task, workload: Workload, columns: Columns, costs: Costs) -> Predictions:
+def predict_columns(platform: Platform, columns: Columns) -> Predictions:
     """Return the engine's predictions of all rows, with the effects of the task's knobs."""
+    task, workload, costs = platform.task, platform.workload, platform.costs
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
         parts.append(scaled(workload.predict(engine_task(task, effects), group_columns, costs), effects))
@@ -45,24 +44,23 @@ def predict_columns(task: Task, workload: Workload, columns: Columns, costs: Cos
     return Predictions.join(parts).take(original_order)
 
 
-def predict_components(
-    task: Task, workload: Workload, columns: Columns, stages: IntArray, costs: Costs
-) -> dict[str, dict[str, FloatArray]]:
+def predict_components(platform: Platform, columns: Columns, stages: IntArray) -> dict[str, dict[str, FloatArray]]:
     """Return the figures of the model's components for each row. Factors of effects are not applied."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for effects, group_columns, rows in rows_by_effects(task, columns):
-        components = workload.components(engine_task(task, effects), group_columns, stages[rows], costs)
+    for effects, group_columns, rows in rows_by_effects(platform.task, columns):
+        task = engine_task(platform.task, effects)
+        components = platform.workload.components(task, group_columns, stages[rows], platform.costs)
         for component, figures in components.items():
             for name, values in figures.items():
                 found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
     return found
 
 
-def predict_stage_layers(task: Task, workload: Workload, columns: Columns, costs: Costs) -> dict[int, Sequence[int]]:
+def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
     """Return the numbers of layers per stage by row, for rows whose split the engine derives."""
     found = {}
-    for effects, group_columns, rows in rows_by_effects(task, columns):
-        layers = workload.stage_layers(engine_task(task, effects), group_columns, costs)
+    for effects, group_columns, rows in rows_by_effects(platform.task, columns):
+        layers = platform.workload.stage_layers(engine_task(platform.task, effects), group_columns, platform.costs)
         found.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
     return found
 

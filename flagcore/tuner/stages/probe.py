@@ -18,7 +18,6 @@ from flagcore.contracts import (
     MemoryModel,
     Platform,
     RunningLaunch,
-    Workload,
     communicator_bytes,
 )
 from flagcore.domain.candidate import Candidate
@@ -45,7 +44,6 @@ class _RunningRank:
 
 def probe(
     platform: Platform,
-    workload: Workload,
     launcher: Launcher,
     candidate: Candidate,
     folder: str,
@@ -64,13 +62,9 @@ def probe(
     the probe ends when a rank fails, and ranks that still run are dropped. Raises FlagError if a rank cannot be
     started. On an exception, all processes are ended.
     """
-    chosen = tuple(ranks) or ranks_to_probe(platform, workload, candidate)
-    predicted = _predict_ranks(platform, workload, candidate, chosen)
-    results = {
-        rank: result
-        for rank in chosen
-        if (result := _earlier_result(earlier, rank, predicted[rank], workload, platform))
-    }
+    chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
+    predicted = _predict_ranks(platform, candidate, chosen)
+    results = {rank: result for rank in chosen if (result := _earlier_result(earlier, rank, predicted[rank], platform))}
     waiting, running = [rank for rank in chosen if rank not in results], list[_RunningRank]()
     deadline, places = time.monotonic() + limit.seconds, _places(platform, devices)
     with ThreadPoolExecutor(len(places)) as threads:
@@ -82,12 +76,12 @@ def probe(
                     on_rank(rank)
                     started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=place)
                     rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
-                    planned = _planned(platform, workload, candidate, rank, places[place], folder)
+                    planned = _planned(platform, candidate, rank, places[place], folder)
                     process = threads.submit(launcher.start, platform.limited(planned, rank_limit))
                     running.append(_RunningRank(started, process, planned.folder))
                 each, ended = _wait_for_any(running)
                 running.remove(each)
-                result = _outcome(each, ended, platform, workload, limit)
+                result = _outcome(each, ended, platform, limit)
                 results[result.rank] = result
                 if result.measured is None and not finish:
                     break
@@ -98,16 +92,15 @@ def probe(
     return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
 
 
-def ranks_to_probe(platform: Platform, workload: Workload, candidate: Candidate) -> tuple[int, ...]:
+def ranks_to_probe(platform: Platform, candidate: Candidate) -> tuple[int, ...]:
     """Return the ranks that a probe of `candidate` runs by default."""
     task = platform.task
-    return workload.probe_ranks(_engine_task(task, candidate), engine_candidate(task, candidate), platform.costs)
+    engine = _engine_task(task, candidate)
+    return platform.workload.probe_ranks(engine, engine_candidate(task, candidate), platform.costs)
 
 
-def _predict_ranks(
-    platform: Platform, workload: Workload, candidate: Candidate, ranks: Sequence[int]
-) -> dict[int, RankPrediction]:
-    task = _engine_task(platform.task, candidate)
+def _predict_ranks(platform: Platform, candidate: Candidate, ranks: Sequence[int]) -> dict[int, RankPrediction]:
+    workload, task = platform.workload, _engine_task(platform.task, candidate)
     columns = workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
     return {rank: workload.rank(task, columns, rank, platform.costs) for rank in ranks}
 
@@ -118,7 +111,7 @@ def _engine_task(task: Task, candidate: Candidate) -> Task:
 
 
 def _earlier_result(
-    folders: Sequence[str], rank: int, predicted: RankPrediction, workload: Workload, platform: Platform
+    folders: Sequence[str], rank: int, predicted: RankPrediction, platform: Platform
 ) -> RankProbe | None:
     """Return the first result of a successful probe of a rank in `folders`, or None."""
     for folder in folders:
@@ -126,7 +119,7 @@ def _earlier_result(
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
             ended = json.loads(read_regular(os.path.join(rank_folder, "exit.json")))
             if ended["code"] == 0 and ended["ended_by"] is None:
-                measured = workload.read_probe(platform.task, rank_folder)
+                measured = platform.workload.read_probe(platform.task, rank_folder)
                 return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
     return None
 
@@ -140,7 +133,6 @@ def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int
 
 def _planned(
     platform: Platform,
-    workload: Workload,
     candidate: Candidate,
     rank: int,
     place: tuple[tuple[str, ...], int],
@@ -155,7 +147,7 @@ def _planned(
     if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees its device only
         platform, device = platform.selecting(platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
-    planned = workload.probe_launch(
+    planned = platform.workload.probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
         engine_candidate(platform.task, candidate),
         rank,
@@ -175,15 +167,15 @@ def _wait_for_any(running: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
                 return each, ended
 
 
-def _outcome(each: _RunningRank, ended: Exit, platform: Platform, workload: Workload, limit: TimeLimit) -> RankProbe:
+def _outcome(each: _RunningRank, ended: Exit, platform: Platform, limit: TimeLimit) -> RankProbe:
     result, folder = replace(each.probe, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = workload.read_probe(platform.task, folder)
+            measured = platform.workload.read_probe(platform.task, folder)
         except FlagError as error:
             return replace(result, reason=str(error))
         return replace(result, state=TrialState.MEASURED, measured=measured)
-    patterns = (*platform.failure_patterns, *workload.failure_patterns())
+    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
     return replace(result, state=state, reason=reason, inconclusive=ended.ended_by == "host")
 
@@ -194,13 +186,13 @@ PROBED_INTERVAL = (0.97, 1.2)
 real jobs on shared cores (docs/plan.md)."""
 
 
-def combine(prediction: Prediction, probe: Probe, memory: MemoryModel, work_parts: Collection[str]) -> Prediction:
+def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Prediction:
     """Return `prediction` with probed memory, compute and optimizer times, and predicted communication and bubble.
 
-    `work_parts` are those of the engine; the bubble is scaled with them. The memory is that of the rank that needs
-    most, the time that of the slowest rank. Without a measurement, the prediction stays as it is.
+    The bubble is scaled with the `work_parts` of the engine. The memory is that of the rank that needs most, the time
+    that of the slowest rank. Without a measurement, the prediction stays as it is.
     """
-    return _memory(_time(prediction, probe, work_parts), probe, memory)
+    return _memory(_time(prediction, probe, platform.workload.work_parts), probe, platform.costs.memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:

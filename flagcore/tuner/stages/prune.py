@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import PruningRule, Workload
+from flagcore.contracts import Problem, PruningRule
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned
+from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
@@ -20,46 +20,35 @@ from flagcore.tuner.learning.trials import min_memory_share
 CHUNK = 1 << 16
 """Candidates per call of a rule."""
 
-NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
-DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
-LEARNED_MESSAGES = {
-    DOES_NOT_FIT: "its predicted memory is more than a device has",
-    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
-    DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
-}
-"""The messages of the rules in this module, by name."""
+
+def prune(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
+    """Return the rows that predictions and `rules` remove."""
+    return _by_prediction(space, predictions, rules, _exceeds_memory(space, predictions, ()))
 
 
-def prune(
-    space: Space,
-    predictions: Predictions,
-    workload: Workload,
-    rules: Sequence[PruningRule],
-    trials: Sequence[Trial],
-    before: Pruned | None = None,
-    probes: Sequence[Trial] = (),
-) -> Pruned:
-    """Return the rows that predictions, `rules` and `trials` remove.
+def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[Trial] = ()) -> Pruned:
+    """Return the rows of a problem that predictions, rules and `trials` remove.
 
     The memory of trials corrects the predicted memory of all candidates. Of `probes`, only the memory is used; a probe
-    that ran out of memory also removes its own candidate. `before` is the result of an earlier call. Only new trials
-    are applied to it, unless the corrected memory now excludes other candidates.
+    that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`, unless the
+    corrected memory now excludes other candidates.
     """
-    exceeds_memory = predictions.share_in_use * needed_share(space, predictions, (*trials, *probes)) > 1.0
-    pruned = before
-    if pruned is None or not np.array_equal(pruned.exceeds_memory, exceeds_memory):
-        pruned = _by_prediction(space, predictions, rules, exceeds_memory)
-    for trial in trials:
+    exceeds_memory = _exceeds_memory(problem.space, problem.predictions, (*trials, *probes))
+    pruned = problem.pruned
+    if not np.array_equal(pruned.exceeds_memory, exceeds_memory):
+        pruned = _by_prediction(problem.space, problem.predictions, problem.rules, exceeds_memory)
+    known = [(trial, _by_trial) for trial in trials]
+    known += [(trial, _by_memory) for trial in probes if trial.state is TrialState.OUT_OF_MEMORY]
+    for trial, remove in known:
         if trial.number not in pruned.applied_trials:
-            pruned = replace(
-                _by_trial(pruned, space, predictions, workload, trial),
-                applied_trials=pruned.applied_trials | {trial.number},
-            )
-    for trial in probes:
-        if trial.number not in pruned.applied_trials and trial.state is TrialState.OUT_OF_MEMORY:
-            pruned = _by_memory(pruned, space, predictions, workload, trial)
+            pruned = remove(pruned, problem, trial)
             pruned = replace(pruned, applied_trials=pruned.applied_trials | {trial.number})
     return pruned
+
+
+def _exceeds_memory(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> BoolArray:
+    exceeds: BoolArray = predictions.share_in_use * needed_share(space, predictions, trials) > 1.0
+    return exceeds
 
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
@@ -101,33 +90,31 @@ def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> 
     return mask
 
 
-def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial) -> Pruned:
-    rows = pruned.open_rows
+def _by_trial(pruned: Pruned, problem: Problem, trial: Trial) -> Pruned:
+    rows, space = pruned.open_rows, problem.space
     if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
         return pruned
     if trial.state is TrialState.OUT_OF_MEMORY:
-        return _by_memory(pruned, space, predictions, workload, trial, itself=False)
+        return _by_memory(pruned, problem, trial, itself=False)
     columns, row = space.columns(rows), space.find(trial.candidate)
-    mask = workload.takes_at_least(columns, trial.candidate)
+    mask = problem.workload.takes_at_least(columns, trial.candidate)
     mask &= ~_same(columns, space.axes, trial.candidate)
     mask &= _same_unordered_values(columns, space, trial.candidate)
-    mask &= _predicted_at_least(predictions.step_time_s, rows, row)
+    mask &= _predicted_at_least(problem.predictions.step_time_s, rows, row)
     return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask, trial.number)
 
 
-def _by_memory(
-    pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial, *, itself: bool = True
-) -> Pruned:
+def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool = True) -> Pruned:
     """Remove the rows that need at least as much memory as a trial that ran out of memory.
 
     `itself` is whether the candidate of the trial is removed, too.
     """
-    rows = pruned.open_rows
+    rows, space = pruned.open_rows, problem.space
     if not rows.size:
         return pruned
     columns, row = space.columns(rows), space.find(trial.candidate)
-    mask = workload.needs_at_least(columns, trial.candidate)
-    mask &= _predicted_at_least(predictions.device_used_bytes, rows, row)
+    mask = problem.workload.needs_at_least(columns, trial.candidate)
+    mask &= _predicted_at_least(problem.predictions.device_used_bytes, rows, row)
     mask &= _same_unordered_values(columns, space, trial.candidate)
     if not itself:
         mask &= ~_same(columns, space.axes, trial.candidate)

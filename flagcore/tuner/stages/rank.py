@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import Choice, SearchContext, Strategy, Workload
+from flagcore.contracts import Choice, Problem, SearchContext, Strategy
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Features, PastMeasurements, features
+from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.plan import interference
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import Pruned, SearchState
-from flagcore.domain.space import IntArray, Space
-from flagcore.domain.spec import Task
+from flagcore.domain.search_state import SearchState
+from flagcore.domain.space import IntArray
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_
 from flagcore.tuner.stages.shorten import calibrated
@@ -68,29 +65,17 @@ def rank(strategy: Strategy, context: SearchContext) -> Choice:
 
 
 def search_context(
-    task: Task,
-    workload: Workload,
-    space: Space,
-    predictions: Predictions,
-    pruned: Pruned,
+    problem: Problem,
     search_state: SearchState,
     past: PastMeasurements,
     seconds_left: float | None = None,
     pending: Sequence[Trial] = (),
 ) -> SearchContext:
     """Return the input of a strategy while `pending` trials run."""
-
-    def features_of_rows(rows: IntArray) -> Features:
-        columns = space.columns(rows)
-        return features(space.axes, columns, predictions.take(rows), workload.sizes(engine_task(task), columns))
-
     return SearchContext(
-        task=task,
-        space=space,
-        predictions=predictions,
-        open_rows=untried(space, pruned, search_state, pending),
+        problem=problem,
+        open_rows=untried(problem, search_state, pending),
         trials=[trial for trial in search_state.trials if not trial.inconclusive],
-        features=features_of_rows,
         past=past,
         seconds_left=seconds_left,
         probes=[probe for probe in search_state.probes if not probe.inconclusive],
@@ -98,9 +83,10 @@ def search_context(
     )
 
 
-def untried(space: Space, pruned: Pruned, search_state: SearchState, pending: Sequence[Trial] = ()) -> IntArray:
+def untried(problem: Problem, search_state: SearchState, pending: Sequence[Trial] = ()) -> IntArray:
     """Return the rows that were neither pruned nor tried."""
     tried = search_state.settled.union(trial.candidate for trial in pending)
-    tried_rows = [row for candidate in tried if (row := space.find(candidate)) is not None]
-    open_rows: IntArray = np.setdiff1d(pruned.open_rows, np.array(tried_rows, dtype=np.int64), assume_unique=True)
+    tried_rows = [row for candidate in tried if (row := problem.space.find(candidate)) is not None]
+    not_pruned = problem.pruned.open_rows
+    open_rows: IntArray = np.setdiff1d(not_pruned, np.array(tried_rows, dtype=np.int64), assume_unique=True)
     return open_rows

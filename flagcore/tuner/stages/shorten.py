@@ -11,19 +11,18 @@ regression). If the pairs scatter by more than their noise, a larger noise is us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from flagcore.contracts import Costs, PruningRule, Workload
+from flagcore.contracts import Platform, PruningRule
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical
@@ -161,20 +160,19 @@ UNMODELLED_SHARE = 0.05
 Chosen."""
 
 
-def shorten(
-    task: Task, workload: Workload, candidate: Candidate, step_s: float | None, predicted: Callable[[Task], float]
-) -> Shortened | None:
+def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: float | None) -> Shortened | None:
     """Return how to shorten the steps of a candidate; None if they are short enough or cannot be shortened.
 
-    `step_s` is the expected time of a step. `predicted` returns the predicted time of a step of a task.
+    `columns` are the row of the candidate, `step_s` is the expected time of a step.
     """
-    max_step = task.spec.control.max_step_time
+    task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
         return None
-    batch = workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
+    batch = platform.workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
-    whole_s, short_s = predicted(task), predicted(task.with_batch(batch))
+    short_task = replace(platform, task=task.with_batch(batch))
+    whole_s, short_s = (float(predict_columns(each, columns).step_time_s[0]) for each in (platform, short_task))
     if not math.isfinite(whole_s / short_s) or whole_s <= short_s:
         return None
     return scale_steps(batch, task.spec.train.global_batch_size, short_s, whole_s)
@@ -199,18 +197,20 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 class SmallerTask:
     """The task of trials on `nodes` of the nodes of `whole`."""
 
-    whole: Task
-    workload: Workload
+    whole: Platform
     nodes: int
 
     @property
-    def task(self) -> Task:
-        return self.whole.on_nodes(self.nodes)
+    def platform(self) -> Platform:
+        return replace(self.whole, task=self.whole.task.on_nodes(self.nodes))
 
     def columns(self, columns: Columns) -> Columns:
         """Return the columns of candidates as they run in trials."""
-        merges = engine_legality(self.task, self.workload.rules, self.workload.merges)[1]
-        return canonical(self._fewer(columns), merges)
+        return canonical(self._fewer(columns), self._rules_and_merges[1])
+
+    def predictions(self, columns: Columns) -> Predictions:
+        """Return the predictions of candidates as they run in trials."""
+        return predict_columns(self.platform, self.columns(columns))
 
     def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
         """Return the candidate of one row as it runs in trials."""
@@ -219,7 +219,7 @@ class SmallerTask:
 
     def rule(self) -> Rule:
         """Return the rule that a candidate can run in trials."""
-        rules, replicas, share = self._rules(), self._replicas, self._share
+        rules, replicas, share = self._rules_and_merges[0], self._replicas, self._share
 
         def broken(columns: Columns) -> BoolArray:
             small, wrong = self._fewer(columns), columns[replicas] * share.numerator % share.denominator != 0
@@ -233,23 +233,24 @@ class SmallerTask:
             broken=broken,
         )
 
-    def shortened(self, columns: Columns, costs: Costs, whole: Prediction) -> Shortened | None:
+    def shortened(self, columns: Columns, whole: Prediction) -> Shortened | None:
         """Return the scale from the steps of a trial of one row to `whole`; None if it runs on all nodes.
 
         Raises SpecError if a step has no prediction.
         """
         if self._share == 1:
             return None
-        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        small = self.predictions(columns)
         step, added_bytes = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
         if not whole.step_time_s or not math.isfinite(step):
             problem, fix = "needs predicted step times, which the chip's facts do not give", "leave it out"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
-        of_nodes = self.whole.spec.cluster.nodes
+        whole_spec = self.whole.task.spec
+        of_nodes = whole_spec.cluster.nodes
         scale = scale_of(PRIOR, whole.step_time_s / step, self.nodes, of_nodes)
         return Shortened(
-            global_batch_size=self.task.spec.train.global_batch_size,
-            whole=self.whole.spec.train.global_batch_size,
+            global_batch_size=self.platform.task.spec.train.global_batch_size,
+            whole=whole_spec.train.global_batch_size,
             scale=scale.factor,
             low=scale.low,
             high=scale.high,
@@ -259,25 +260,28 @@ class SmallerTask:
             more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0,
         )
 
-    def runs(self, columns: Columns, costs: Costs) -> BoolArray:
+    def runs(self, columns: Columns) -> BoolArray:
         """Return which candidates can run in trials whose steps can be scaled."""
-        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        small = self.predictions(columns)
         runs: BoolArray = ~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s)
         return runs
 
     @property
     def _replicas(self) -> str:
-        if not self.workload.replicas:
-            problem = f"is not supported by {self.workload.name}"
+        workload = self.whole.workload
+        if not workload.replicas:
+            problem = f"is not supported by {workload.name}"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
-        return self.workload.replicas
+        return workload.replicas
 
     @property
     def _share(self) -> Fraction:
-        return Fraction(self.nodes, self.whole.spec.cluster.nodes)
+        return Fraction(self.nodes, self.whole.task.spec.cluster.nodes)
 
-    def _rules(self) -> tuple[Rule, ...]:
-        return engine_legality(self.task, self.workload.rules, self.workload.merges)[0]
+    @property
+    def _rules_and_merges(self) -> tuple[tuple[Rule, ...], tuple[Merge, ...]]:
+        workload = self.whole.workload
+        return engine_legality(self.platform.task, workload.rules, workload.merges)
 
     def _fewer(self, columns: Columns) -> Columns:
         share, replicas = self._share, columns[self._replicas]
@@ -290,25 +294,24 @@ class TrialMemory:
     name = "trial_memory"
     message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
 
-    def __init__(self, smaller: SmallerTask, costs: Costs) -> None:
-        self.smaller, self.costs = smaller, costs
+    def __init__(self, smaller: SmallerTask) -> None:
+        self.smaller = smaller
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        fits = predict_columns(self.smaller.task, self.smaller.workload, self.smaller.columns(columns), self.costs).fits
-        return ~fits
+        return ~self.smaller.predictions(columns).fits
 
 
-def rules_of_trials(task: Task, workload: Workload) -> tuple[Rule, ...]:
+def rules_of_trials(platform: Platform) -> tuple[Rule, ...]:
     """Return the rules that a candidate can run on each number of nodes of trials."""
-    return tuple(each.rule() for each in _sizes(task, workload))
+    return tuple(each.rule() for each in _sizes(platform))
 
 
-def pruning_of_trials(task: Task, workload: Workload, costs: Costs) -> tuple[PruningRule, ...]:
+def pruning_of_trials(platform: Platform) -> tuple[PruningRule, ...]:
     """Return the rule that a candidate fits on the fewest nodes of trials."""
-    sizes = sorted(_sizes(task, workload), key=lambda each: each.nodes)
-    return tuple(TrialMemory(each, costs) for each in sizes[:1])
+    sizes = sorted(_sizes(platform), key=lambda each: each.nodes)
+    return tuple(TrialMemory(each) for each in sizes[:1])
 
 
-def _sizes(task: Task, workload: Workload) -> list[SmallerTask]:
-    all_nodes = task.spec.cluster.nodes
-    return [SmallerTask(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < all_nodes]
+def _sizes(platform: Platform) -> list[SmallerTask]:
+    spec = platform.task.spec
+    return [SmallerTask(platform, nodes) for nodes in spec.control.trial_nodes if nodes < spec.cluster.nodes]

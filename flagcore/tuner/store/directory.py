@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from flagcore.errors import RunError
 from flagcore.i18n import _
 
 LOCK, IDENTITY = "run.lock", "task.json"
-HOLDER = re.compile(r"process (\d+) on (\S+) since")
-"""The content of the lock of a folder."""
 
 
 class RunDirectory:
@@ -47,31 +44,6 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def holder(self) -> tuple[int, str] | None:
-        """Return the process that holds this folder and its host; None if no process does.
-
-        The lock is not touched. Whether a process of another host still runs is unknown; it counts as the holder.
-        """
-        try:
-            inode, text = (
-                os.stat(self.path / LOCK).st_ino,
-                read_regular(self.path / LOCK, 4096).decode(errors="replace"),
-            )
-        except OSError:
-            return None
-        found = HOLDER.match(text)
-        if not found:
-            return None
-        process, host = int(found[1]), found[2]
-        if host != os.uname().nodename:
-            return process, host
-        try:
-            locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        except OSError:
-            return None
-        is_held = any(words[1] == "FLOCK" and words[5].endswith(f":{inode}") for words in locks if len(words) > 5)
-        return (process, host) if is_held else None
 
     def identity(self) -> dict[str, Any] | None:
         """Return the stored identity of this run, or None: `run`, its unique name, and `task` and `fixed`.

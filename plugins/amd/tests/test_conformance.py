@@ -1,7 +1,6 @@
 import pytest
 from flagcore_amd import hooks
-
-from flagcore.testing import PluginConformance
+from flagcore_testing import PluginConformance
 
 
 class TestAmd(PluginConformance):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from flagcore_amd import discover, smi
+from flagcore_testing import fakes
 
-from flagcore.testing import fakes
 from flagcore.vendorkit.matrix import links_of
 
 SMI = Path(__file__).parent / "smi"

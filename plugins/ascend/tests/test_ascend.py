@@ -1,7 +1,7 @@
 from flagcore_ascend.hooks import plugin
+from flagcore_testing.examples import group_of
 
 from flagcore.contracts import communicator_bytes
-from flagcore.testing.examples import group_of
 
 
 def test_megatron_needs_mindspeed_before_megatron() -> None:

@@ -2,9 +2,9 @@ from collections.abc import Sequence
 
 import pytest
 from flagcore_cpu import hooks
+from flagcore_testing import PluginConformance
 
 from flagcore.domain.trial import TrialState
-from flagcore.testing import PluginConformance
 
 
 class TestCpu(PluginConformance):

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from flagcore_iluvatar import smi
 from flagcore_iluvatar.hooks import plugin
+from flagcore_testing.examples import task_on
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import task_on
 
 CARD_OF_TWO = """\
 Timestamp    Fri Dec 20 11:14:29 2024

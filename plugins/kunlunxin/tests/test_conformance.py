@@ -1,7 +1,6 @@
 import pytest
 from flagcore_kunlunxin import hooks
-
-from flagcore.testing import PluginConformance
+from flagcore_testing import PluginConformance
 
 
 class TestKunlunxin(PluginConformance):

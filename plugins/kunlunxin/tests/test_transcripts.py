@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from flagcore_kunlunxin import discover, smi
+from flagcore_testing import fakes
 
-from flagcore.testing import fakes
 from flagcore.vendorkit.matrix import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"

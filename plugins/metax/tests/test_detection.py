@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from flagcore_metax.discover import DETECTOR
-
-from flagcore.testing import fakes
+from flagcore_testing import fakes
 
 
 def test_uuids_are_queried_if_visible_devices_use_them() -> None:

@@ -8,11 +8,11 @@ from flagcore_metax import smi
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_metax.preflight import peer_memory_problem
+from flagcore_testing.examples import task_on
 
 from flagcore.domain.chip import Chip, Device, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import task_on
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
 
 BOARD_FIRST = """\

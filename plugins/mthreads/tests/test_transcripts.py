@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from flagcore_mthreads import discover, smi
-
-from flagcore.testing import fakes
+from flagcore_testing import fakes
 
 SMI = Path(__file__).parent / "smi"
 

@@ -1,7 +1,6 @@
 import pytest
 from flagcore_nvidia import hooks
-
-from flagcore.testing import PluginConformance
+from flagcore_testing import PluginConformance
 
 
 class TestNvidia(PluginConformance):

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from flagcore_nvidia.discover import DETECTOR
+from flagcore_testing import fakes
 
 from flagcore.domain.devices import DeviceUse
-from flagcore.testing import fakes
 
 QUERY = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
 

@@ -21,7 +21,7 @@ from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError
 from flagcore.plugins import load_plugins
 from flagcore.spec import parse_spec
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.launch import planned_launch
 from tests import small
 from tests.engines.flagscale.test_same_job import DATA, HERE, TABLE, arguments, meaning
@@ -122,7 +122,7 @@ def read(asked: dict[str, Any]) -> tuple[Imported, Platform, Candidate]:
     found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
     spec = parse_spec(found.data, file="x", base=Path(), engines=small.ENGINES)
     values = {knob.name: knob.neutral for knob in SPACE_KNOBS} | dict(spec.baseline or {})
-    return found, complete(spec, load_plugins(())), Candidate.of(values)
+    return found, complete_by_plugins(spec, load_plugins(()), WORKLOAD), Candidate.of(values)
 
 
 def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def normal(words: list[str] | tuple[str, ...]) -> dict[str, Any]:
 def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) -> None:
     _, platform, candidate = read(asked)
     for_real = WORKLOAD.launch(platform, candidate, str(folder), for_real=True)
-    trial = platform.prepared(planned_launch(platform, WORKLOAD, candidate, str(folder)))
+    trial = platform.prepared(planned_launch(platform, candidate, str(folder)))
     assert answers
     for answer in answers:
         words = [word.replace("{type}", _kind(answer)) for word in for_real.argv]
@@ -318,7 +318,7 @@ def test_a_tuners_space_has_meshes_on_all_devices_of_the_host_file(tmp_path: Pat
 def test_an_exported_tree_is_imported_as_the_same_job(tmp_path: Path) -> None:
     asked = case("second", tmp_path, WHEEL)
     _, platform, candidate = read(asked)
-    launch = platform.prepared(planned_launch(platform, WORKLOAD, candidate, str(tmp_path), for_real=True))
+    launch = platform.prepared(planned_launch(platform, candidate, str(tmp_path), for_real=True))
     exporter: Any = FlagScale()
     job = ExportJob(name="job", comments=(), platform=platform, candidate=candidate, launch=launch, devices=8)
     for name, text in exporter.export(job, "flagscale").items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 from flagcore.domain.plan import Counts
-from flagcore.report.result import RunResult
+from flagcore.report.page.run import RunData
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -116,9 +117,9 @@ def read(html: str) -> Read:
     return Read(parser.open[0])
 
 
-def run_result(**fields: Any) -> RunResult:
-    """Return a result of a run without trials; `fields` are further ones of result.json."""
+def run_data(insight: Mapping[str, Any] | None = None, folder: Path = Path(), **fields: Any) -> RunData:
+    """Return a run without trials; `fields` are further ones of result.json."""
     counts = dict.fromkeys(Counts.__slots__, 0) | {"illegal": {}, "pruned": {}}
     objective = {"name": "tokens_per_second_per_device"}
     plain = {"chip": "x", "devices": 1, "objective": objective, "fidelity": "run", "counts": counts}
-    return RunResult.from_json({**plain, **fields})
+    return RunData.from_json({**plain, **fields}, folder, insight=insight or {})

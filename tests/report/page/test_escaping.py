@@ -11,10 +11,10 @@ import pytest
 from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, label, table
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
-from flagcore.report.page.run import RunData, tail, text_file
-from flagcore.report.result import TrialResult
+from flagcore.report.page.run import tail, text_file
+from flagcore.report.result import read_trial
 from tests.report.page.conftest import HOSTILE, Runs
-from tests.report.page.reading import read, run_result
+from tests.report.page.reading import read, run_data
 
 MALICIOUS = (
     "</script></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"' --> ]]> & a|b ``` {{ 7*7 }} <a href='#x'>"
@@ -131,5 +131,5 @@ def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "stdout.log").write_text("of the trial")
     (folder / "stderr.log").symlink_to(tmp_path / "private")
-    run = RunData(result=run_result(), folder=tmp_path / "run", called="", insight={})
-    assert run.tails(TrialResult(number=0, candidate={})) == [("stdout.log", "of the trial")]
+    run = run_data(folder=tmp_path / "run")
+    assert run.tails(read_trial({"number": 0, "candidate": {}})) == [("stdout.log", "of the trial")]

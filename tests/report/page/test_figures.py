@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +21,10 @@ from flagcore.domain.plan import Counts, Speedup
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.page.blocks import Table, Text
 from flagcore.report.page.improvements import improvements
-from flagcore.report.page.run import MAX_LISTED, RunData
+from flagcore.report.page.run import MAX_LISTED
 from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import read, run_result
+from tests.report.page.reading import read, run_data
 
 SPEED = "measured.tokens_per_second_per_device"
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
@@ -398,7 +398,7 @@ def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Pa
 
 
 def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
-    run = RunData(result=run_result(), folder=Path(), called="", insight={})
+    run = run_data()
     assert "improved" not in _improvement(run, 5560.0, 5560.2)
     assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)
 
@@ -426,10 +426,9 @@ def test_only_faster_changes_of_one_knob_are_improvements(
     ]
     values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in nearest_trial]
     best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
-    result = run_result(objective={"name": "step_time_s"}, best=best)
     knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}
     insight = {"knobs": [{"knob": "a", "best": 1, "values": values}]}
-    section = improvements(RunData(result=result, folder=Path(), insight=insight, knobs=knobs))
+    section = improvements(replace(run_data(insight, objective={"name": "step_time_s"}, best=best), knobs=knobs))
     assert section
     block = section.blocks[1]
     assert isinstance(block, Table if shown else Text)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from flagcore import api
 from flagcore.domain.prediction import Passes
-from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import kinds
 from tests.report.page.conftest import Runs
-from tests.report.page.reading import run_result
+from tests.report.page.reading import run_data
 
 
 def test_each_stage_has_the_chip_and_the_idle_time_of_the_timeline(runs: Runs) -> None:
@@ -67,7 +65,7 @@ def test_kinds_with_pipelines_of_their_own_idle_until_the_slowest_ends() -> None
     chips = [{"name": name, "nodes": 1, "devices_per_node": 8} for name in ("a", "b")]
     insight = {"chips": chips, "pipelines": [asdict(fast), asdict(slow)]}
     best = {"number": 0, "candidate": {}}
-    section = kinds(RunData(result=run_result(best=best, trials=[best]), folder=Path(), called="", insight=insight))
+    section = kinds(run_data(insight, best=best, trials=[best]))
     assert section is not None
     rows = section.blocks[-1].rows  # type: ignore[union-attr]
     assert [(row[0].text, row[4].value) for row in rows] == [("a", pytest.approx(0.25)), ("b", pytest.approx(0.0))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from flagcore.engines.training.schedules.formulas import pipeline_seconds
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.replay import ExecutedPass, pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
-from flagcore.report.page.run import RunData
-from flagcore.report.page.timeline import KINDS, MAX_PASSES, microbatches_to_show, pipeline
+from flagcore.report.page.timeline import KINDS, MAX_PASSES, Timeline, pipeline
 from tests import small
 from tests.physics.planned_orders import PLANNED, simulate
-from tests.report.page.reading import run_result
+from tests.report.page.reading import run_data
 
 EXECUTABLE = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
 
@@ -132,22 +130,21 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
 
 
 def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
+    def drawn_of(passes: Passes, most: int = 3000) -> int | None:
+        return Timeline(passes).microbatches_to_show(most)
+
     long_passes = replace(PASSES, microbatches=512)
-    assert microbatches_to_show(long_passes, 3000) == 8
-    assert microbatches_to_show(replace(long_passes, virtual=4), 3000) == 8
-    assert microbatches_to_show(replace(PASSES, microbatches=2), 3000) == 2
-    assert microbatches_to_show(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
+    assert drawn_of(long_passes) == drawn_of(replace(long_passes, virtual=4)) == 8
+    assert drawn_of(replace(PASSES, microbatches=2)) == 2
+    assert drawn_of(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64)) is None
     sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(
-        microbatches_to_show(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32
-        for name in SCHEDULES
-    )
+    assert all(drawn_of(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32 for name in SCHEDULES)
 
 
 def section_of(passes: Passes, *without: str) -> Section:
     front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
     as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
-    section = pipeline(RunData(result=run_result(), folder=Path(), called="", insight={"pipelines": [as_read]}))
+    section = pipeline(run_data({"pipelines": [as_read]}))
     assert section is not None
     return section
 

@@ -8,12 +8,11 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
@@ -319,6 +318,6 @@ def test_a_knob_that_a_release_lacks_is_neutral_there() -> None:
         merges=lambda task: (),
     )
     for version, broken in (("1.4", [False, True]), ("2.0", None), (None, None)):
-        rules = legality(small.task(engine_version=version), cast(Workload, workload)).rules
+        rules = legality(small.platform(small.task(engine_version=version), workload=workload)).rules
         found = [rule.broken({"fused": np.array([0, 1])}).tolist() for rule in rules]
         assert found == ([] if broken is None else [broken])

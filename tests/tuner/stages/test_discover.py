@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.contracts import Platform
 from flagcore.domain.chip import Chip, Device, Fact, Support
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule
 from flagcore.domain.launch import Launch
@@ -20,7 +21,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
-from flagcore.tuner.stages.complete import complete
+from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import require_devices
 from tests import small
 
@@ -53,6 +54,10 @@ def spec(**cluster: Any) -> Spec:
     return replace(small.task().spec, cluster=ClusterSpec(**cluster))
 
 
+def completed(spec: Spec, plugins: LoadedPlugins) -> Platform:
+    return complete_by_plugins(spec, plugins, small.ENGINES[spec.work.engine])
+
+
 def loaded(**plugins: object) -> LoadedPlugins:
     found = LoadedPlugins.of(plugins)
     assert found.failures == ()
@@ -60,7 +65,7 @@ def loaded(**plugins: object) -> LoadedPlugins:
 
 
 def test_local_devices_are_the_default_cluster() -> None:
-    platform = complete(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
+    platform = completed(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
     group = platform.task.cluster.groups[0]
     assert (group.chip.name, group.devices) == ("test-chip", 4)
     assert group.memory_bytes == 40 << 30
@@ -68,7 +73,7 @@ def test_local_devices_are_the_default_cluster() -> None:
 
 
 def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
-    platform = complete(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
+    platform = completed(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
     group = platform.task.cluster.groups[0]
     assert group.devices == 16
     assert platform.costs.memory.capacity_bytes() == 80e9
@@ -78,31 +83,31 @@ def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
 
 def test_the_specs_cluster_comes_first() -> None:
     expected = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
-    group = complete(expected, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
+    group = completed(expected, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
     assert (group.devices, group.memory_bytes) == (2, 1 << 30)
 
 
 def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
     with pytest.raises(NoDevice, match=r"'nosuch' is not supported .* known chips: plain-cpu, test-chip"):
-        complete(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
+        completed(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
 
 
 def test_nothing_found_is_refused() -> None:
     with pytest.raises(NoDevice, match="no device at all"):
-        complete(spec(), loaded(x=plugin(small.CHIP)))
+        completed(spec(), loaded(x=plugin(small.CHIP)))
     with pytest.raises(NoDevice, match="no device at all"):
-        complete(spec(), loaded())
+        completed(spec(), loaded())
 
 
 def test_an_unknown_device_is_named() -> None:
     with pytest.raises(NoDevice, match="found Strange 1"):
-        complete(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
+        completed(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
 
 
 def test_the_plain_cpu_is_the_last_resort() -> None:
     cpu = plugin(CPU, 64, support=SHARED)
-    assert complete(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
-    assert complete(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
+    assert completed(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
+    assert completed(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
 
 
 def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
@@ -114,29 +119,29 @@ def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
     vendor, cpu = plugin(small.CHIP), plugin(CPU, 64, support=SHARED)
     vendor.flagcore_devices = failing
     with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
-        complete(spec(), loaded(a=cpu, z=vendor))
-    assert complete(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
+        completed(spec(), loaded(a=cpu, z=vendor))
+    assert completed(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
     other = plugin(replace(small.CHIP, name="other", aliases=()), 1)
-    assert complete(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
+    assert completed(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
 
 
 def test_the_accelerator_with_more_devices_is_used() -> None:
     other = replace(small.CHIP, name="other", aliases=())
     plugins = loaded(a=plugin(other, 2), b=plugin(small.CHIP, 3))
-    assert complete(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
-    assert complete(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
+    assert completed(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
+    assert completed(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
 
 
 def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
     plugins = loaded(x=plugin(small.CHIP, 2))
-    platform = complete(spec(devices_per_node=8), plugins)
+    platform = completed(spec(devices_per_node=8), plugins)
     with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
         require_devices(platform, plugins.devices())
 
 
 def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
     plugins = loaded(x=plugin(replace(CPU, devices_per_node=2), 2, support=SHARED))
-    crowded, each_one = (complete(spec(devices_per_node=count), plugins) for count in (8, 2))
+    crowded, each_one = (completed(spec(devices_per_node=count), plugins) for count in (8, 2))
     require_devices(crowded, plugins.devices())
     seconds = [float(each.costs.kernels.memory_seconds(np.array([1e9]))[0]) for each in (crowded, each_one)]
     assert seconds[0] == pytest.approx(4 * seconds[1])
@@ -146,12 +151,12 @@ def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
 def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(unsupported: Support) -> None:
     support = EngineSupport(support=unsupported, reason="its collectives lack send")
     with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: .*lack send"):
-        complete(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
+        completed(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
 
 
 def test_unknown_support_allows_planning_only() -> None:
     silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
-    platform = complete(spec(), loaded(x=silent))
+    platform = completed(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
     with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
         require_devices(platform, (Device(index=0, chip="test-chip"),) * 8)
@@ -165,7 +170,7 @@ def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
         calls.append((chip.name, engine))
         return {"FABRIC": "1"}
 
-    platform = complete(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    platform = completed(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.environment == {"FABRIC": "1"}
     assert calls == [("test-chip", "megatron")]
 
@@ -182,7 +187,7 @@ SEND = np.array([2.0**26]), np.array([2]), np.array([1])
 
 
 def test_each_node_group_has_its_own_chip_and_costs() -> None:
-    platform = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
+    platform = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
     cluster, costs = platform.task.cluster, platform.costs
     assert (cluster.chips, cluster.devices) == ("16 x test-chip + 8 x other", 24)
     assert list(costs.further) == [16]
@@ -191,15 +196,15 @@ def test_each_node_group_has_its_own_chip_and_costs() -> None:
 
 def test_messages_between_node_groups_take_the_slower_network() -> None:
     plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER))
-    costs = complete(spec(groups=GROUPS), plugins).costs
-    both = complete(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
-    single = complete(spec(chip="other", nodes=2), plugins).costs
+    costs = completed(spec(groups=GROUPS), plugins).costs
+    both = completed(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
+    single = completed(spec(chip="other", nodes=2), plugins).costs
     slow = single.collectives.seconds("send", SEND[0], SEND[1], np.array([8]))
     assert costs.between.seconds("send", *SEND) == both.between.seconds("send", *SEND) == slow
     assert single.between is None
     unknown = replace(GROUPS[0], nic_bytes_per_second=None)
     for groups in ((unknown, GROUPS[1]), (GROUPS[1], unknown)):
-        between = complete(spec(groups=groups), plugins).costs.between
+        between = completed(spec(groups=groups), plugins).costs.between
         assert np.isnan(between.seconds("send", *SEND)).all()
 
 
@@ -210,10 +215,10 @@ def test_messages_between_vendors_without_a_common_library_go_through_the_hosts(
         support = EngineSupport(support=Support.YES, cross_vendor_libraries=names)
         own = EngineSupport(support=Support.YES, cross_vendor_libraries=("b-lib",))
         plugins = loaded(x=plugin(small.CHIP, support=own), y=plugin(foreign, support=support))
-        platform = complete(spec(groups=GROUPS), plugins)
+        platform = completed(spec(groups=GROUPS), plugins)
         found[names] = platform.costs.between.seconds("send", *SEND), len(platform.support.notes)
         costs = platform.costs
-    direct = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    direct = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
     assert found["a-lib", "b-lib"] == (direct.seconds("send", *SEND), 0)
     copies = sum(each.kernels.host_copy_seconds(SEND[0]) for each in costs.groups)
     for names in ((), ("a-lib",)):
@@ -224,23 +229,23 @@ def test_messages_between_vendors_without_a_common_library_go_through_the_hosts(
 def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
     rack = replace(OTHER, link=replace(small.CHIP.link, domain_size=64))  # type: ignore[type-var]
     plugins = loaded(x=plugin(small.CHIP), y=plugin(rack))
-    found = [complete(spec(groups=(GROUPS[0], each)), plugins).costs.between for each in GROUPS[1:]]
-    plain = complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    found = [completed(spec(groups=(GROUPS[0], each)), plugins).costs.between for each in GROUPS[1:]]
+    plain = completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
     assert found[0].seconds("send", *SEND) == plain.seconds("send", *SEND)
 
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     refused = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
     plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER, flagcore_pruning_rules=refusing(refused)))
-    assert complete(spec(groups=GROUPS), plugins).value_rules == (refused,)
+    assert completed(spec(groups=GROUPS), plugins).value_rules == (refused,)
     stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
-        complete(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
+        completed(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
 
 
 def test_a_mixed_cluster_runs_only_the_users_command() -> None:
     plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
-    platform = complete(spec(groups=GROUPS), plugins)
+    platform = completed(spec(groups=GROUPS), plugins)
     with pytest.raises(NoDevice, match=r"16 x test-chip \+ 8 x other; give a train.command"):
         require_devices(platform, plugins.devices())
     own = replace(platform.task.spec, work=replace(platform.task.spec.train, command=("run",)))
@@ -253,13 +258,13 @@ def test_a_mixed_cluster_runs_only_the_users_command() -> None:
 def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
     groups = (GROUPS[0], ClusterSpec(chip="nosuch"))
     with pytest.raises(NoDevice, match=r"cluster\.groups\[1\]\.chip = 'nosuch'"):
-        complete(spec(groups=groups), loaded(x=plugin(small.CHIP)))
+        completed(spec(groups=groups), loaded(x=plugin(small.CHIP)))
 
 
 def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
     plugins = loaded(y=plugin(OTHER))
-    one = complete(spec(chip="other", nodes=2), plugins)
-    two = complete(spec(groups=(GROUPS[1], GROUPS[1])), plugins)
+    one = completed(spec(chip="other", nodes=2), plugins)
+    two = completed(spec(groups=(GROUPS[1], GROUPS[1])), plugins)
     layouts = ((8, 1, 2, 0), (4, 2, 2, 0), (8, 1, 2, 1))
     rows = [
         {
@@ -288,7 +293,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
     monkeypatch.setenv("OF_SPEC", "shell's")
     monkeypatch.setenv("SAME", "1")
     mine = replace(spec(), envs={"OF_SPEC": "spec's"})
-    platform = complete(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    platform = completed(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.conflicts == (
         "OF_SHELL: mine from this shell overrides plugin from a plugin",
         "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
@@ -319,9 +324,9 @@ def advising(advice: TaskAdvice) -> SimpleNamespace:
 
 def test_a_plugin_can_refuse_a_whole_task() -> None:
     plugins = loaded(a=advising(TaskAdvice(impossible="ACME's build uses one node")), x=plugin(small.CHIP))
-    assert complete(spec(chip="test-chip"), plugins).support.notes == ()
+    assert completed(spec(chip="test-chip"), plugins).support.notes == ()
     with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: ACME's build uses one node"):
-        complete(spec(chip="test-chip", nodes=2), plugins)
+        completed(spec(chip="test-chip", nodes=2), plugins)
 
 
 def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
@@ -333,13 +338,13 @@ def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
 
     alone = SimpleNamespace(flagcore_check_task=flagcore_check_task)
     plugins = loaded(a=alone, x=plugin(small.CHIP), y=plugin(CPU))
-    assert complete(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
+    assert completed(spec(chip="test-chip", devices_per_node=1), plugins).task.cluster.devices == 1
     with pytest.raises(NoDevice, match="1 kinds, 2 devices"):
-        complete(spec(chip="test-chip", devices_per_node=2), plugins)
+        completed(spec(chip="test-chip", devices_per_node=2), plugins)
     groups = tuple(ClusterSpec(chip=name, devices_per_node=1) for name in ("test-chip", "plain-cpu"))
     mixed = replace(spec(chip="test-chip"), cluster=ClusterSpec(groups=groups))
     with pytest.raises(NoDevice, match="2 kinds, 2 devices"):
-        complete(mixed, plugins)
+        completed(mixed, plugins)
 
 
 def test_auto_means_the_preferred_value_of_a_plugin() -> None:
@@ -348,7 +353,7 @@ def test_auto_means_the_preferred_value_of_a_plugin() -> None:
     job = replace(spec(chip="test-chip", nodes=2), work=ServeSpec(engine="vllm", loads=()))
 
     def discovered(value: object) -> Spec:
-        return complete(replace(job, space={} if value is None else {"block_size": value}), plugins).task.spec
+        return completed(replace(job, space={} if value is None else {"block_size": value}), plugins).task.spec
 
     assert discovered(None).serve.engine_args == {"block-size": 128}
     assert discovered("auto").space == {"block_size": (128,)}
@@ -359,10 +364,10 @@ def test_auto_means_the_preferred_value_of_a_plugin() -> None:
 def test_a_plugin_can_leave_out_the_first_steps_and_requests() -> None:
     plugins = loaded(a=advising(TaskAdvice(warmup=3)), x=plugin(small.CHIP))
     job = spec(chip="test-chip", nodes=2)
-    control = complete(job, plugins).task.spec.control
+    control = completed(job, plugins).task.spec.control
     assert (control.warmup_iters, control.train_iters) == (3, job.control.train_iters + 2)
     loads = tuple(Load(warmup=requests) for requests in (0, 5))
-    serve = complete(replace(job, work=ServeSpec(engine="vllm", loads=loads)), plugins).task.spec.serve
+    serve = completed(replace(job, work=ServeSpec(engine="vllm", loads=loads)), plugins).task.spec.serve
     assert [load.warmup for load in serve.loads] == [3, 5]
 
 
@@ -375,7 +380,7 @@ def test_a_plugin_can_set_missing_settings_of_a_task() -> None:
     chip = plugin(small.CHIP, flagcore_pruning_rules=refusing(worst, forced))
     requested = spec(chip="test-chip", nodes=2)
     work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
-    platform = complete(replace(requested, work=work), loaded(a=advising(advice), x=chip))
+    platform = completed(replace(requested, work=work), loaded(a=advising(advice), x=chip))
     expected = {"fp8_margin": 2, "attention_softmax_in_fp32": True, "sequence_parallel": True}
     assert platform.task.spec.work.settings == expected  # type: ignore[union-attr]
     (note, further) = platform.support.notes
@@ -390,7 +395,7 @@ def test_cpus_are_those_of_the_host_with_the_devices(monkeypatch: pytest.MonkeyP
 
     def cpus(devices: int, **cluster: Any) -> int | None:
         with_chip = loaded(vendor=plugin(small.CHIP, devices))
-        return complete(spec(chip=small.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
+        return completed(spec(chip=small.CHIP.name, **cluster), with_chip).task.cluster.groups[0].cpus_per_node
 
     assert cpus(devices=2) == 3
     assert cpus(devices=2, cpus_per_node=64) == 64
@@ -426,18 +431,18 @@ def test_an_automatic_precision_is_the_fastest_in_which_the_chip_trains(
     refused = RefusedValues(name="no", knob="precision", values=support.get("refused", ()), reason="none")
     own = replace(SHARED, shared_devices=support.get("shared_devices", False))
     plugins = loaded(acme=plugin(chip, 2, support=own, flagcore_pruning_rules=refusing(refused)))
-    platform = complete(automatic(spec()), plugins)
+    platform = completed(automatic(spec()), plugins)
     assert platform.task.spec.train.precision == precision
     assert f"train.precision = {precision}" in platform.precision_reason
     assert ("48 times" in platform.precision_reason) == (precision == "fp32" and "bf16" in flops)
-    assert complete(spec(), plugins).precision_reason == ""
+    assert completed(spec(), plugins).precision_reason == ""
 
 
 def test_an_automatic_precision_is_one_of_all_chips() -> None:
     new = replace(small.CHIP, name="N1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=2e14, bf16=2e14))
     old = replace(small.CHIP, name="O1", aliases=(), dense_flops_per_second=rates(fp32=1e13, fp16=1e14))
     groups = (ClusterSpec(chip="N1", devices_per_node=2), ClusterSpec(chip="O1", devices_per_node=2))
-    platform = complete(automatic(spec(groups=groups, nodes=2)), loaded(new=plugin(new), old=plugin(old)))
+    platform = completed(automatic(spec(groups=groups, nodes=2)), loaded(new=plugin(new), old=plugin(old)))
     assert platform.task.spec.train.precision == "fp16"
 
 
@@ -453,5 +458,5 @@ def test_a_chip_is_predicted_with_figures_that_were_measured_on_this_machine() -
         return measured if chip.name == small.CHIP.name else None
 
     plugins = loaded(acme=plugin(small.CHIP, 2, flagcore_measured_chip=flagcore_measured_chip))
-    assert complete(spec(), plugins).task.cluster.groups[0].chip.dense_flops_per_second == rates(bf16=1.5e14)
+    assert completed(spec(), plugins).task.cluster.groups[0].chip.dense_flops_per_second == rates(bf16=1.5e14)
     assert plugins.measured_chip(CPU) == CPU

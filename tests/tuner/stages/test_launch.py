@@ -14,7 +14,6 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.launch import launch, planned_launch
 from tests import small
 from tests.tuner.test_loop import SPACE
@@ -25,7 +24,7 @@ def test_a_command_can_read_the_hosts_of_its_trial(tmp_path: Path, launcher: str
     task = small.task(space=SPACE, devices=2, command=("mpirun", "--hostfile={hostfile}", "train"))
     cluster = replace(task.spec.cluster, hosts=("a", "b", "c"), nodes=2, spares=1)
     task = replace(task, spec=replace(task.spec, cluster=cluster, launcher=launcher))
-    planned = planned_launch(small.platform(task), WORKLOAD, small.candidate(), str(tmp_path))
+    planned = planned_launch(small.platform(task), small.candidate(), str(tmp_path))
     assert planned.argv[1] == f"--hostfile={tmp_path}/hostfile"
     assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
     assert planned.hosts == (() if launcher == "local" else ("a", "b"))
@@ -60,7 +59,6 @@ def test_only_the_trial_program_starts_warm(
     with pytest.raises(InterruptedError):
         launch(
             small.platform(task, support=support),
-            WORKLOAD,
             recorder,
             small.candidate(),
             str(tmp_path),

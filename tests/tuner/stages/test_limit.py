@@ -59,11 +59,11 @@ def measured_trial(step: float, seconds: float, scaled_from: float | None = None
 
 
 def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1) -> float:
-    return time_limit(task, WORKLOAD, trial, earlier, launches).seconds
+    return time_limit(small.platform(task), trial, earlier, launches).seconds
 
 
 def test_without_a_setting_it_is_the_start_and_the_steps_with_slack() -> None:
-    limit = time_limit(TASK, WORKLOAD, planned(), ())
+    limit = time_limit(small.platform(TASK), planned(), ())
     assert limit.seconds == START + SLACK * 5 * 12.0
     assert "300 s to start" in limit.because
     assert "5 steps" in limit.because
@@ -71,7 +71,7 @@ def test_without_a_setting_it_is_the_start_and_the_steps_with_slack() -> None:
 
 def test_a_setting_counts_alone() -> None:
     task = small.task(control=Control(max_time_per_task=70.0))
-    limit = time_limit(task, WORKLOAD, planned(value=1e3, high=1e4), ())
+    limit = time_limit(small.platform(task), planned(value=1e3, high=1e4), ())
     assert limit.seconds == 70.0
     assert "max_time_per_task" in limit.because
 
@@ -89,7 +89,7 @@ def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
 
 
 def test_without_a_prediction_it_is_a_constant_that_is_named() -> None:
-    limit = time_limit(TASK, WORKLOAD, replace(planned(), predicted={}), ())
+    limit = time_limit(small.platform(TASK), replace(planned(), predicted={}), ())
     assert limit.seconds == UNKNOWN_SECONDS
     assert "predicted" in limit.because
 
@@ -100,7 +100,7 @@ def test_ranks_of_a_probe_add_up() -> None:
 
 def test_the_start_limit_of_a_server_comes_from_its_engine() -> None:
     task = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
-    assert time_limit(task, small.ENGINES["vllm"], planned(), ()).seconds == 1200.0
+    assert time_limit(small.platform(task), planned(), ()).seconds == 1200.0
 
 
 def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
@@ -118,7 +118,7 @@ def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     predictions = WORKLOAD.predict(task, WORKLOAD.columns(task, {}), small.costs(task))
     several = replace(predictions.take(np.zeros(3, dtype=np.int64)), step_time_s=np.array([1.0, 4.0, 9.0]))
     several = replace(several, high_s=several.step_time_s * 2)
-    found = search_time(task, WORKLOAD, several, rows)
+    found = search_time(small.platform(task), several, rows)
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.steps_s == 5 * (1.0 + 3.0 + repeats * 4.0)
@@ -156,7 +156,7 @@ def after(*trials: Trial, rates: dict[str, float] | None = None, **control: Any)
     group = context.task.cluster.groups[0]
     group = replace(group, chip=replace(group.chip, dense_flops_per_second=facts))
     task = replace(context.task, spec=spec, cluster=replace(context.task.cluster, groups=(group,)))
-    return replace(context, task=task, seconds_left=control.get("max_time"))
+    return replace(small.with_task(context, task), seconds_left=control.get("max_time"))
 
 
 def cut_short(row: int, times: float, **changes: Any) -> Trial:
@@ -168,17 +168,17 @@ def cut_short(row: int, times: float, **changes: Any) -> Trial:
 
 
 def test_a_search_ends_if_no_candidate_has_time_for_two_steps() -> None:
-    assert why_no_trial(after(), WORKLOAD) is None
-    assert why_no_trial(after(trial_of(0, 1.0, 0)), WORKLOAD) is None
-    assert why_no_trial(after(cut_short(0, 20.0)), WORKLOAD) is None
-    assert why_no_trial(after(cut_short(0, 2000.0)), WORKLOAD)
-    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None), WORKLOAD) is None
-    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None, max_time=9 * FASTEST), WORKLOAD)
+    assert why_no_trial(after()) is None
+    assert why_no_trial(after(trial_of(0, 1.0, 0))) is None
+    assert why_no_trial(after(cut_short(0, 20.0))) is None
+    assert why_no_trial(after(cut_short(0, 2000.0)))
+    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None)) is None
+    assert why_no_trial(after(cut_short(0, 2000.0), max_time_per_task=None, max_time=9 * FASTEST))
 
 
 def test_the_advice_is_computed() -> None:
     slow = cut_short(0, 2000.0, telemetry={"cores": 2.0, "cores_used_by_others": 1.8})
-    reason = why_no_trial(after(slow, max_time=100 * FASTEST), WORKLOAD)
+    reason = why_no_trial(after(slow, max_time=100 * FASTEST))
     steps = slow.finished_steps_s[0] * Control().train_iters
     advised = {
         key: float(reason.split(f"auto_tuner.control.{key}: ")[1].split()[0])
@@ -197,11 +197,11 @@ def test_the_advice_is_computed() -> None:
 
 def test_a_much_faster_precision_ends_a_search_without_time_for_its_steps() -> None:
     rates = {"bf16": 1e9, "fp32": 48e9}
-    reason = why_no_trial(after(cut_short(0, 20.0), rates=rates), WORKLOAD)
+    reason = why_no_trial(after(cut_short(0, 20.0), rates=rates))
     assert reason is not None
     assert "train.precision: fp32 (48 times" in reason
-    assert why_no_trial(after(trial_of(0, 1.0, 0), rates=rates), WORKLOAD) is None
-    assert why_no_trial(after(cut_short(0, 20.0), rates={"bf16": 9e9, "fp32": 1e9}), WORKLOAD) is None
+    assert why_no_trial(after(trial_of(0, 1.0, 0), rates=rates)) is None
+    assert why_no_trial(after(cut_short(0, 20.0), rates={"bf16": 9e9, "fp32": 1e9})) is None
 
 
 def test_the_remaining_time_is_shared_by_trials_and_repeats() -> None:
@@ -217,7 +217,7 @@ def test_the_remaining_time_is_shared_by_trials_and_repeats() -> None:
 
 def test_two_trials_without_a_step_end_a_search() -> None:
     hung = [cut_short(row, 1.0, duration_s=100 * FASTEST, finished_steps_s=()) for row in (0, 1)]
-    assert why_no_trial(after(hung[0]), WORKLOAD) is None
-    reason = why_no_trial(after(*hung), WORKLOAD)
+    assert why_no_trial(after(hung[0])) is None
+    reason = why_no_trial(after(*hung))
     assert reason is not None
     assert "auto_tuner.control.max_time_per_task: " in reason

@@ -82,7 +82,8 @@ def measured(
     best: Trial | None = None,
     trial: Trial = TRIAL,
 ) -> Trial:
-    return measure(run, platform or small.platform(TASK), engine or Engine(), trial, str(folder), best)
+    platform = replace(platform or small.platform(TASK), workload=engine or Engine())
+    return measure(run, platform, trial, str(folder), best)
 
 
 @pytest.fixture
@@ -388,7 +389,7 @@ def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_pa
         ),
     )
     completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measure(completed, platform.on_hosts(("c", "b")), Engine(), TRIAL, str(tmp_path), None)
+    done = measured(completed, tmp_path, platform=platform.on_hosts(("c", "b")))
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
     assert line.startswith("device 1 of c runs at 0.5x")
@@ -572,7 +573,7 @@ class Steps(Engine):
 
 def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
     monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
-    return measure(run, platform, engine, LIMITED, "", None)
+    return measure(run, replace(platform, workload=engine), LIMITED, "", None)
 
 
 def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

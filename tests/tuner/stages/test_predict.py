@@ -61,7 +61,7 @@ def test_predictions_do_not_depend_on_the_block_size(chunk: int, monkeypatch: py
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     at_once = WORKLOAD.predict(task, space.columns(), small.costs(task))
     monkeypatch.setattr(predict_module, "CHUNK", chunk)
-    in_pieces = predict(task, WORKLOAD, space, small.costs(task))
+    in_pieces = predict(small.platform(task), space)
     for field in dataclasses.fields(at_once):
         one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
         assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name

@@ -69,7 +69,7 @@ def play(
 ) -> tuple[Probe, Rehearsal]:
     workload = Rehearsal(part)
     found = probe(
-        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
+        small.platform(TASK, workload=workload), LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
         finish=False, devices=devices,
     )  # fmt: skip
     return found, workload
@@ -127,8 +127,8 @@ def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path
     started: list[int] = []
     workload = Rehearsal(lambda rank: "1")
     found = probe(
-        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(tmp_path / "second"), LIMIT, RANKS, started.append,
-        earlier=[str(tmp_path / "first")], devices=3,
+        small.platform(TASK, workload=workload), LAUNCHER, CANDIDATE, str(tmp_path / "second"), LIMIT, RANKS,
+        started.append, earlier=[str(tmp_path / "first")], devices=3,
     )  # fmt: skip
     assert started == [1, 2, 3]
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
@@ -161,7 +161,14 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
         )
         folder = str(tmp_path / hosts[-1])
         return probe(
-            small.platform(task), workload, launcher, CANDIDATE, folder, LIMIT, (0, 1, 2), finish=False, devices=1
+            small.platform(task, workload=workload),
+            launcher,
+            CANDIDATE,
+            folder,
+            LIMIT,
+            (0, 1, 2),
+            finish=False,
+            devices=1,
         )
 
     found = on("a", "b")
@@ -172,6 +179,7 @@ def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Pa
 
 
 MEMORY = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
+PLATFORM = small.platform(TASK, costs=replace(small.costs(TASK), memory=MEMORY))
 PREDICTED = Prediction(
     step_time_s=4.0,
     low_s=3.0,
@@ -224,9 +232,6 @@ RANK = RankPrediction(
 )
 
 
-WORK = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
-
-
 def probe_of(*measured: RankMeasurement, failed: TrialState | None = None) -> Probe:
     ranks = [RankProbe(rank=m.stage, state=TrialState.MEASURED, predicted=RANK, measured=m) for m in measured]
     if failed is not None:
@@ -236,13 +241,14 @@ def probe_of(*measured: RankMeasurement, failed: TrialState | None = None) -> Pr
 
 def test_the_buffers_of_communicators_are_added_to_probed_memory() -> None:
     predicted = replace(PREDICTED, device_used_bytes=PREDICTED.device_used_bytes + 3e9)
-    plain = combine(PREDICTED, probe_of(FIRST), MEMORY, WORK)
-    buffers = combine(predicted, probe_of(FIRST), replace(MEMORY, communicator=1e9), WORK)
+    plain = combine(PREDICTED, probe_of(FIRST), PLATFORM)
+    costs = replace(PLATFORM.costs, memory=replace(MEMORY, communicator=1e9))
+    buffers = combine(predicted, probe_of(FIRST), replace(PLATFORM, costs=costs))
     assert buffers.device_used_bytes - plain.device_used_bytes == 3e9
 
 
 def test_the_rank_with_the_highest_peak_determines_the_memory() -> None:
-    found = combine(PREDICTED, probe_of(LAST, FIRST), MEMORY, WORK)
+    found = combine(PREDICTED, probe_of(LAST, FIRST), PLATFORM)
     assert found.worst_stage == 0
     assert found.static_bytes == 22e9
     assert found.activation_bytes == 38e9
@@ -252,31 +258,31 @@ def test_the_rank_with_the_highest_peak_determines_the_memory() -> None:
 
 
 def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
-    assert combine(PREDICTED, probe_of(FIRST), MEMORY, WORK).device_used_bytes == 63e9
+    assert combine(PREDICTED, probe_of(FIRST), PLATFORM).device_used_bytes == 63e9
     shown = replace(FIRST, device_used_bytes=70_000_000_000)
-    assert combine(PREDICTED, probe_of(shown), MEMORY, WORK).device_used_bytes == 70e9
+    assert combine(PREDICTED, probe_of(shown), PLATFORM).device_used_bytes == 70e9
 
 
 def test_a_probe_that_needs_more_memory_corrects_the_prediction() -> None:
     large = replace(FIRST, reserved_bytes=79_500_000_000)
-    assert combine(PREDICTED, probe_of(large), MEMORY, WORK).fits is False
+    assert combine(PREDICTED, probe_of(large), PLATFORM).fits is False
 
 
 def test_a_missing_allocator_is_modelled() -> None:
     plain = replace(FIRST, reserved_bytes=None, device_used_bytes=0)
-    found = combine(PREDICTED, probe_of(plain), MEMORY, WORK)
+    found = combine(PREDICTED, probe_of(plain), PLATFORM)
     assert found.reserved_bytes == pytest.approx(66e9)
     assert found.device_used_bytes == pytest.approx(67e9)
 
 
 def test_running_out_of_memory_excludes_a_candidate() -> None:
-    found = combine(PREDICTED, probe_of(FIRST, failed=TrialState.OUT_OF_MEMORY), MEMORY, WORK)
+    found = combine(PREDICTED, probe_of(FIRST, failed=TrialState.OUT_OF_MEMORY), PLATFORM)
     assert found.fits is False
     assert found.device_used_bytes >= 80e9
 
 
 def test_the_slowest_rank_determines_the_time_and_communication_stays_modelled() -> None:
-    found = combine(PREDICTED, probe_of(FIRST, LAST), MEMORY, WORK)
+    found = combine(PREDICTED, probe_of(FIRST, LAST), PLATFORM)
     assert found.time_s["compute_s"] == 3.25
     assert found.time_s["optimizer_s"] == 0.1
     assert found.time_s["tp_comm_s"] == 0.5
@@ -287,7 +293,7 @@ def test_the_slowest_rank_determines_the_time_and_communication_stays_modelled()
 def test_the_interval_is_narrow_if_all_parts_were_measured() -> None:
     none = dict.fromkeys(PREDICTED.time_s, 0.0)
     bare = replace(PREDICTED, step_time_s=2.2, time_s={**none, "compute_s": 2.0, "optimizer_s": 0.2})
-    found = combine(bare, probe_of(FIRST), MEMORY, WORK)
+    found = combine(bare, probe_of(FIRST), PLATFORM)
     assert found.step_time_s == pytest.approx(2.6)
     assert found.low_s is not None
     assert found.high_s is not None
@@ -295,11 +301,11 @@ def test_the_interval_is_narrow_if_all_parts_were_measured() -> None:
 
 
 def test_without_measurements_nothing_changes() -> None:
-    assert combine(PREDICTED, probe_of(failed=TrialState.FAILED), MEMORY, WORK) == PREDICTED
+    assert combine(PREDICTED, probe_of(failed=TrialState.FAILED), PLATFORM) == PREDICTED
 
 
 def test_an_unpredictable_time_stays_unknown() -> None:
     unknown = replace(PREDICTED, step_time_s=None, low_s=None, high_s=None, time_s={})
-    found = combine(unknown, probe_of(FIRST), MEMORY, WORK)
+    found = combine(unknown, probe_of(FIRST), PLATFORM)
     assert found.step_time_s is None
     assert found.peak_allocated_bytes == 60e9

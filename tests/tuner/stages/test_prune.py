@@ -12,14 +12,14 @@ from flagcore.contracts import PruningRule
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import Pruned
+from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
 from flagcore.domain.space import BoolArray, Columns, Space
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages import prune as prune_module
 from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.predict import predict
-from flagcore.tuner.stages.prune import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, prune
+from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, untried
 from tests import small
 
@@ -34,7 +34,7 @@ FULL = {
 
 
 def predictions(capacity: float | None = 80e9) -> Predictions:
-    return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
+    return predict(small.platform(TASK, costs=small.costs(TASK, capacity)), SPACE)
 
 
 def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
@@ -49,7 +49,7 @@ def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
 def pruned(
     trials: Sequence[Trial] = (), rules: Sequence[PruningRule] = (), of: Predictions | None = None, space: Space = SPACE
 ) -> Pruned:
-    return prune(space, of or predictions(), WORKLOAD, rules, trials)
+    return prune_by_trials(small.problem(small.platform(TASK), space, of or predictions(), rules), trials)
 
 
 def rows_of(found: Pruned, name: str) -> list[int]:
@@ -144,7 +144,7 @@ def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> Non
     predicted = predictions(capacity)
     completed = [used(row, 0.7 * float(needed[row]), number) for number, row in enumerate((0, 1, 2))]
     assert not pruned(of=predicted).open_rows.size
-    after = prune(SPACE, predicted, WORKLOAD, [Rule()], completed, pruned(of=predicted))
+    after = pruned(completed, [Rule()], of=predicted)
     assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * needed > capacity).tolist())
     assert rows_of(after, "no_small_batches")
     assert after.open_rows.size
@@ -178,9 +178,10 @@ def test_applying_trials_one_by_one_or_together_is_equivalent() -> None:
     ]
     at_once = pruned(trials)
     before = pruned(trials[:1])
-    after = prune(SPACE, predictions(), WORKLOAD, (), trials, before)
+    problem = small.problem(small.platform(TASK), SPACE, predictions(), pruned=before)
+    after = prune_by_trials(problem, trials)
     assert after.rule.tolist() == at_once.rule.tolist()
-    assert prune(SPACE, predictions(), WORKLOAD, (), trials, after) == after
+    assert prune_by_trials(replace(problem, pruned=after), trials) == after
     assert before.open_rows.size > after.open_rows.size
 
 
@@ -200,6 +201,10 @@ def test_counts_add_up_after_any_trials_and_the_rest_is_untried(seed: int) -> No
         each.state is TrialState.INTERRUPTED and SPACE.find(each.candidate) in found.open_rows for each in trials
     )
     assert counts.balanced
-    assert counts.untried == untried(SPACE, found, search_state).size - interrupted_and_open
+    assert (
+        counts.untried
+        == untried(small.problem(small.platform(TASK), SPACE, predictions(), pruned=found), search_state).size
+        - interrupted_and_open
+    )
     assert counts.measured + counts.stopped + counts.failed == 12
     assert counts.failed >= interrupted

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
+from flagcore.contracts import Costs
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.report.result import result
 from flagcore.tuner.stages.predict import predict_columns
 from flagcore.tuner.stages.shorten import (
@@ -33,13 +37,25 @@ from tests.tuner.test_loop_limits import Bench, OnTwoHosts, Player, batch_of, se
 LONG = small.task(global_batch_size=512, control=Control(max_step_time=60.0))
 
 
-def linear(task: Task) -> float:
-    """A step with 20 s that it takes once, and one second a sample."""
-    return 20.0 + task.spec.train.global_batch_size
+class Linear(Megatron):
+    """Predicts a step of 20 s that it takes once, and `per_sample` seconds a sample."""
+
+    def __init__(self, once: float = 20.0, per_sample: float = 1.0) -> None:
+        self.once, self.per_sample = once, per_sample
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        step = self.once + self.per_sample * task.spec.train.global_batch_size
+        return replace(super().predict(task, columns, costs), step_time_s=np.array([step]))
+
+
+def shortened(task: Task, step_s: float | None, engine: Linear, **values: KnobValue) -> Shortened | None:
+    candidate = small.candidate(**values)
+    columns = WORKLOAD.columns(task, candidate.as_dict())
+    return shorten(small.platform(task, workload=engine), candidate, columns, step_s)
 
 
 def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> None:
-    short = shorten(LONG, WORKLOAD, small.candidate(data_parallel_size=4, micro_batch_size=2), 532.0, linear)
+    short = shortened(LONG, 532.0, Linear(), data_parallel_size=4, micro_batch_size=2)
     assert (short.global_batch_size, short.whole) == (64, 512)  # 8 of 64 micro-batches: 60 s of 532 s are 7.2
     assert short.scale == pytest.approx(532.0 / 84.0)
 
@@ -60,12 +76,12 @@ def test_the_interval_covers_half_and_twice_the_fixed_part() -> None:
 )
 def test_other_steps_run_whole(most: float | None, step: float | None) -> None:
     task = small.task(global_batch_size=512, control=Control(max_step_time=most))
-    assert shorten(task, WORKLOAD, small.candidate(), step, linear) is None
+    assert shortened(task, step, Linear()) is None
 
 
 def test_steps_run_whole_if_the_model_predicts_no_time_or_no_gain() -> None:
-    assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: math.nan) is None
-    assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: 600.0) is None
+    assert shortened(LONG, 600.0, Linear(once=math.nan)) is None
+    assert shortened(LONG, 600.0, Linear(once=600.0, per_sample=0.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +107,7 @@ def test_the_model_scales_only_parts_that_grow_with_the_batch() -> None:
     columns = WORKLOAD.columns(task, {"data_parallel_size": 2, "pipeline_model_parallel_size": 2})
 
     def predicted(some: Task) -> float:
-        return float(predict_columns(some, WORKLOAD, columns, small.costs(some)).step_time_s[0])
+        return float(predict_columns(small.platform(some), columns).step_time_s[0])
 
     short = scale_steps(16, 512, predicted(task.with_batch(16)), predicted(task))
     assert 8.0 < short.low <= short.scale <= short.high < 32.0

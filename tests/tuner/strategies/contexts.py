@@ -32,7 +32,7 @@ SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
 
 
 def predictions(capacity: float | None = 80e9) -> Predictions:
-    return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
+    return predict(small.platform(TASK, costs=small.costs(TASK, capacity)), SPACE)
 
 
 def trial_of(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
@@ -70,7 +70,8 @@ def search_context(
     pruned = Pruned(
         rule=rule, trial=np.full(size, -1), exceeds_memory=np.zeros(size, dtype=np.bool_), rules=("elsewhere",)
     )
-    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or PastMeasurements.empty())
+    problem = small.problem(small.platform(TASK), SPACE, known, pruned=pruned)
+    return look(problem, learn(trials), past or PastMeasurements.empty())
 
 
 def distorted(known: Predictions, seed: int = 0, spread: float = 0.05, times: float = 1.0) -> FloatArray:

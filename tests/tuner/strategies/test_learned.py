@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from flagcore.tuner.learning.trials import (
     observed_times,
 )
 from flagcore.tuner.strategies.learned import MIN_GAIN, STRATEGY, believed
-from tests.tuner.strategies.contexts import SPACE, distorted, predictions, search_context, trial_of
+from tests import small as made_up
+from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
@@ -185,7 +187,8 @@ def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_
     def planned(steps: int) -> SearchContext:
         spec = context.task.spec
         control = replace(spec.control, planned_steps=steps)
-        return replace(context, trials=trials, task=replace(context.task, spec=replace(spec, control=control)))
+        task = replace(context.task, spec=replace(spec, control=control))
+        return replace(made_up.with_task(context, task), trials=trials)
 
     assert STRATEGY.next(planned(10)).row is None
     assert STRATEGY.next(planned(1_000_000)).row is not None
@@ -216,7 +219,7 @@ def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     seen = search_context(known, [trial_of(0, float(known.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
-    alike = replace(seen, task=task)
+    alike = made_up.with_task(seen, task)
     costs = [full_trial_seconds(each, np.log(known.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
@@ -330,9 +333,8 @@ def known() -> Predictions:
 
 def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
     seen = search_context(known(), trials)
-    return dataclasses.replace(
-        seen, task=dataclasses.replace(seen.task, spec=dataclasses.replace(seen.task.spec, work=WORK))
-    )
+    engine = SimpleNamespace(sizes=lambda task, columns: WORKLOAD.sizes(TASK, columns))
+    return made_up.with_task(seen, replace(TASK, spec=replace(TASK.spec, work=WORK)), workload=engine)
 
 
 def measured(row: int, number: int, times: float) -> Trial:

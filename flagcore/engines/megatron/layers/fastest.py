@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.megatron.layers.mixed_split import best_mixed_splits, few_microbatches
-from flagcore.engines.megatron.layers.partition import (
-    EQUAL,
-    LayerSplit,
-    Middles,
-    all_fronts,
-    leading_layers,
-    search,
-    search_equal,
-)
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.engines.megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
 from flagcore.engines.megatron.layers.stages import chunk_layers, layout_text
-from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Splits, Training, distinct
+from flagcore.engines.training.layout import Layout, Placement, Splits, Training, distinct
+from flagcore.engines.training.schedules.critical_path import StageTimes
+from flagcore.engines.training.schedules.formulas import makespan
 from flagcore.engines.training.stages import DENSE, LAYERS, MTP, stage
-from flagcore.engines.training.time.pace import DEPENDS_ON, Pace
+from flagcore.engines.training.time.pace import DEPENDS_ON
 from flagcore.engines.training.time.pipeline import shape_seconds
 from flagcore.engines.training.time.step import Blocks
 
-
-@dataclass(frozen=True, slots=True)
-class _Found(ArrayRecord):
-    """The best split of each candidate.
-
-    `choice` is the index of its placement in `all_fronts`. `ends` are the layers of its first stages and of its last
-    one: (candidates, stages). `seconds` is the time of the slowest stage, inf if there is no split.
-    """
-
-    choice: IntArray
-    ends: FloatArray
-    seconds: FloatArray
+FEW = 4.0
+"""Micro-batches per stage from which on the filling of the pipeline is not worth a slower stage."""
+SHORT = 8
+"""Maximum number of stages of which layers are moved."""
+GAIN = 0.01
+"""Minimum share of the step by which a move must shorten it, because passes count as a third forward."""
 
 
 def split_layers(
@@ -53,27 +41,95 @@ def split_layers(
         return train, layout
     layouts, starts = [layout[rows]], Placement.from_layout(layout[rows], costs).starts
     layouts += [each.layout for each in layouts[0].further]
-    batches = [layouts[0].microbatches * few_microbatches(train, layouts[0])] if costs.further else []
+    batches = [layouts[0].microbatches * _few_microbatches(train, layouts[0])] if costs.further else []
     depends = (getattr(each, name) for each in layouts for name in DEPENDS_ON)
     first, which = distinct([*depends, *starts, *batches])
     unique = layout[rows[first]]
-    column = np.zeros_like(layout.pipeline)
-    if costs.further:
-        mixed = best_mixed_splits(train, unique, costs, blocks[rows[first]])
-        train, number = with_splits(train, unique, mixed)
-        column[rows] = np.where(np.isfinite(mixed.seconds), number, 0.0)[which]
-        return train, replace(layout, split=column)
-    pace = Pace.from_blocks(train, unique, costs, blocks[rows[first]])
-    found = best_splits(train, unique, pace)
+    paces = Paces.from_blocks(train, unique, costs, blocks[rows[first]])
+    found = best_splits(train, unique, paces)
     if train.options.early_mtp:
-        early = best_splits(train, unique, pace, early=True)
+        early = best_splits(train, unique, paces, early=True)
         found = found.or_else(early, early.seconds * EQUAL + shape_seconds(train, unique, costs) < found.seconds)
-    alike, split = distinct([found.choice.astype(np.float64), unique.pipeline, unique.virtual, *found.ends.T])
+    fill_sooner(train, unique, paces, found)
     even = (found.seconds == np.inf) | _even(train, unique, found)
-    splits = splits_of(train, unique[alike], stage_layers(train, unique[alike], found[alike]))
-    number = np.where(even, 0.0, 1.0 + split)
-    column[rows] = number[which]
-    return replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
+    train, number = with_splits(train, unique, found)
+    column = np.zeros_like(layout.pipeline)
+    column[rows] = np.where(even, 0.0, number)[which]
+    return train, replace(layout, split=column)
+
+
+def _even(train: Training, layout: Layout, found: LayerSplit) -> BoolArray:
+    """Return whether each split in `found` equals the even split."""
+    each, place = train.model.num_layers / layout.pipeline, np.arange(found.layers.shape[1])
+    alike = (found.layers == each[:, None]) | (place >= layout.pipeline[:, None])
+    even: BoolArray = alike.all(axis=1) & (each % layout.virtual == 0) & ~found.early
+    if train.model.num_moe_experts is not None:
+        for index in range(min(place.size, leading_layers(train) + 1)):
+            here = np.minimum(float(index), layout.pipeline - 1.0)
+            even &= stage(train.model, layout, here, train.options).dense == found.leading[:, index]
+    return even
+
+
+def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
+    """Return for which candidates the time to fill the pipeline counts: 1F1B with few stages and micro-batches."""
+    is_short = (layout.microbatches < FEW * layout.pipeline) & (layout.pipeline <= SHORT) & (layout.pipeline > 1.0)
+    return np.asarray(is_short & (layout.virtual == 1.0) & (train.options.schedule is None))
+
+
+def fill_sooner(
+    train: Training, layout: Layout, paces: Paces, split: LayerSplit, most: FloatArray | None = None
+) -> None:
+    """Move single layers of splits on several kinds of chips in place, while a move shortens a step with few
+    micro-batches, in which a slower stage may fill the pipeline sooner.
+
+    `most` are the limits of `best_splits`.
+    """
+    if not paces.starts:
+        return
+    rows = np.flatnonzero(_few_microbatches(train, layout) & np.isfinite(split.seconds))
+    counts = np.arange(train.model.num_layers + 1.0)[:, None]
+    for length in np.unique(layout.pipeline[rows]).astype(np.int64).tolist():
+        moving = rows[layout.pipeline[rows] == length]
+        place, unit, leading = np.arange(length), np.eye(length), split.leading[moving, :length]
+        moves = np.stack([unit[taker] - unit[giver] for taker, giver in permutations(range(length), 2)])
+        # leading layers are the first of the model: a stage before such a layer has no others
+        least = np.maximum(leading, place < length - 1)
+        limits = np.where(np.pad(leading[:, 1:], ((0, 0), (0, 1))) > 0, leading, np.inf)
+        if most is not None:
+            limits = np.minimum(limits, most[moving[:, None], leading.astype(np.int64), place])
+        times = np.empty((moving.size, length, counts.size))
+        for index in range(length):
+            pace, dense, is_last = (
+                paces.at(np.full(layout.pipeline.shape, index)),
+                leading[:, index],
+                index == length - 1,
+            )
+            held = np.maximum(counts, dense)
+            busy = pace[moving].seconds(held, dense, first=index == 0, mtp=is_last, last=is_last)
+            times[:, index] = np.where(np.isnan(busy).any(axis=0), counts, busy).T
+        held, seconds = split.layers[moving, :length], np.full(moving.size, np.inf)
+        tried = held[None]
+        while moving.size:
+            legal = ((tried >= least) & (tried <= limits)).all(axis=2)
+            found = np.where(legal, _step_seconds(tried, times, layout.microbatches[moving]), np.inf)
+            chosen, row = found.argmin(axis=0), np.arange(moving.size)
+            better = found[chosen, row] < (1.0 - GAIN) * seconds
+            moving, held, seconds = moving[better], tried[chosen, row][better], found[chosen, row][better]
+            least, limits, times = least[better], limits[better], times[better]
+            split.layers[moving, :length] = held
+            tried = held + moves[:, None]
+
+
+def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
+    """Return the seconds of 1F1B without messages for each move and candidate; `layers` are (moves, candidates,
+    stages), `times` the seconds of a micro-batch as (candidates, stages, layers).
+    """
+    length = layers.shape[2]
+    counts = np.clip(layers, 0.0, times.shape[2] - 1.0).astype(np.int64)
+    busy = times[np.arange(len(times))[:, None], np.arange(length), counts].reshape(-1, length).T
+    zeros, batches = np.zeros_like(busy), np.tile(microbatches, len(layers))
+    stages = StageTimes(forward=busy / 3.0, backward_input=busy * 2.0 / 3.0, backward_weight=zeros, send=zeros[0])
+    return makespan("1f1b", stages, batches, np.ones_like(batches)).reshape(len(layers), -1)
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
@@ -92,161 +148,30 @@ def layouts(train: Training, layout: Layout) -> list[str]:
     return found
 
 
-def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
-    """Return the layers of the first and of the last stage of candidates; 0 for candidates without a derived split."""
-    number = layout.split.astype(np.int64)
-    if splits is None:
-        return [(0, 0)] * number.size
-    last = layout.pipeline.astype(np.int64) - 1
-    pairs = zip(splits.holdings[number, 0, LAYERS], splits.holdings[number, last, LAYERS], strict=True)
-    return [(int(first), int(end)) if derived else (0, 0) for (first, end), derived in zip(pairs, number, strict=True)]
-
-
-def best_splits(
-    train: Training,
-    layout: Layout,
-    pace: Pace,
-    most: FloatArray | None = None,
-    least: FloatArray | float = 0.0,
-    *,
-    early: bool = False,
-) -> _Found:
-    """Return the best split of each candidate.
-
-    `most` is the maximum number of layers of each stage, for each number of leading layers on it: (candidates, leading
-    layers, stages). `least` is the minimum of the stage with multi-token prediction, which is the last one or, with
-    `early`, the one before.
-    """
-    total, leading = train.model.num_layers, leading_layers(train)
-    if train.options.equal_stages:
-        return _best_equal(train, layout, pace, most)
-    found, possible = _none(train, layout.pipeline.size), np.ones(layout.pipeline.size, dtype=np.bool_)
-    if early:  # Megatron does not add the gradients of two copies of the embedding on the first device
-        possible &= (layout.pipeline > 2) | (layout.virtual == 1)
-    if most is not None:
-        later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
-        possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
-    for number, fronts in enumerate(all_fronts(train)):
-        if fronts.early != early:
-            continue
-        rows = np.flatnonzero(possible & fronts.fit(layout.pipeline) & ~np.isnan(found.seconds))
-        if number and not early and most is None:
-            # without virtual stages, a first stage with other layers has all leading layers
-            rows = rows[(layout.virtual[rows] > 1) | (found.choice[rows] > 0) | (found.ends[rows, 0] <= leading)]
-        if not rows.size:
-            continue
-        count, limits, middle = layout.pipeline[rows] - len(fronts.leading), None, None
-        if most is not None:
-            end = layout.pipeline[rows].astype(np.int64)
-            held = zip(fronts.leading, fronts.places, strict=True)
-            limits = [most[rows, number, place + end * (place < 0)] for number, place in held]
-            middle = most[rows, 0, len(fronts.dense) :]
-        middles, at_least = Middles.from_limits(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
-        best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, at_least)
-        better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also if a time is unknown
-        rows = rows[better]
-        found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0
-        found.ends[rows[:, None], fronts.places] = best.layers[:, better].T
-    return found
-
-
-def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | None) -> _Found:
-    """Return the best splits for releases without layouts, in which all stages between the first and the last are
-    equal.
-    """
-    count, last = layout.pipeline - 2.0, layout.pipeline.astype(np.int64) - 1
-    limits = np.full((last.size, int(layout.pipeline.max())), np.inf)
-    if most is not None:
-        limits[:, 0], limits[:, 1:] = most[:, -1, 0], most[:, 0, 1:]
-    place = np.arange(limits.shape[1])
-    between = np.where((place > 0) & (place < last[:, None]), limits, np.inf).min(axis=1)
-    three = limits[:, 0], between, limits[np.arange(last.size), last]
-    best = search_equal(pace, layout.virtual, train.model.num_layers, leading_layers(train), count, three)
-    found = _none(train, last.size)
-    found.ends[:, [0, -1]] = best.layers.T
-    return replace(found, seconds=best.seconds)
-
-
-def _none(train: Training, size: int) -> _Found:
-    """Return a record for `size` candidates that have no split yet."""
-    widest = max(len(each.leading) for each in all_fronts(train))
-    return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
-
-
-def _even(train: Training, layout: Layout, found: _Found) -> BoolArray:
-    """Return whether each split in `found` equals the even split."""
-    each = train.model.num_layers / layout.pipeline
-    even: BoolArray = each % layout.virtual == 0
-    for number, fronts in enumerate(all_fronts(train)):
-        alike = (found.ends[:, fronts.places] == each[:, None]).all(axis=1) & (not fronts.early)
-        if train.model.num_moe_experts is not None:
-            for place, count in zip(fronts.places, fronts.leading, strict=True):
-                here = np.minimum(place % layout.pipeline, layout.pipeline - 1.0)
-                alike &= stage(train.model, layout, here, train.options).dense == count
-        even &= (found.choice != number) | alike
-    return even
-
-
-def stage_layers(train: Training, layout: Layout, found: _Found, most: FloatArray | None = None) -> LayerSplit:
-    """Return the split of each candidate with the layers of every stage.
-
-    Stages between the first and the last have equal numbers of layers as far as `most` allows. If the layers do not
-    divide, the first of these stages have one layer fewer, because they store the most micro-batches.
-    """
-    longest, total = int(layout.pipeline.max()), train.model.num_layers
-    layers, leading = np.zeros((2, layout.pipeline.size, longest))
-    place, last = np.arange(longest), layout.pipeline.astype(np.int64) - 1
-    early = np.zeros(layout.pipeline.size, dtype=np.bool_)
-    for number, fronts in enumerate(all_fronts(train)):
-        rows = np.flatnonzero(found.choice == number)
-        if not rows.size:
-            continue
-        early[rows] = fronts.early
-        ends, count = found.ends[rows], len(fronts.dense)
-        layers[rows, :count], leading[rows, :count] = ends[:, :count], fronts.dense
-        layers[rows, last[rows]], leading[rows, last[rows]] = ends[:, -1], fronts.last
-        if fronts.between:
-            layers[rows, last[rows] - 1] = ends[:, -2]
-        limits = np.full((rows.size, longest), np.inf) if most is None else most[rows, 0, :longest]
-        middle = (place >= count) & (place < last[rows, None] - fronts.between)
-        rest = total - ends.sum(axis=1)
-        middles = Middles.from_limits(
-            middle.sum(axis=1).astype(np.float64), None if most is None else limits[:, count:]
-        )
-        level = middles.level(rest)[:, None]
-        held = np.where(middle, np.minimum(limits, level), 0.0)
-        full = middle & (limits >= level)
-        surplus = held.sum(axis=1) - rest
-        held -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
-        layers[rows] += held
-    return LayerSplit(found.seconds, layers, leading, early)
-
-
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with further splits, and the number of each candidate's split."""
-    before = 1 if train.options.splits is None else len(train.options.splits.lengths)
+    """Return the inputs with further splits, and the number of each candidate's split. The final norm follows the last
+    layer, or is at the loss.
+    """
+    before, model = train.options.splits, train.model
     columns = [layout.pipeline, layout.virtual, *split.layers.T, *split.leading.T, split.early.astype(np.float64)]
-    first, which = distinct(columns)
-    splits = splits_of(train, layout[first], split[first])
-    return replace(train, options=replace(train.options, splits=splits)), (before + which).astype(np.float64)
-
-
-def splits_of(train: Training, layout: Layout, split: LayerSplit) -> Splits:
-    """Return the splits with these layers on their stages. The final norm follows the last layer, or is at the loss."""
-    layers, leading, early = split.layers, split.leading, split.early
-    model, place = train.model, np.arange(layers.shape[1])
-    end = layout.pipeline[:, None] - 1.0
+    rows, which = distinct(columns)
+    layout, split = layout[rows], split[rows]
+    place, end = np.arange(split.layers.shape[1]), layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
-    norm, mtp = last, (place == end - early[:, None]) * float(model.mtp_num_layers)
-    if model.mtp_num_layers and not train.options.equal_stages:
-        rows = zip(layers, leading, layout.pipeline.astype(int), layout.virtual.astype(int), early, strict=True)
+    norm, mtp = last, (place == end - split.early[:, None]) * float(model.mtp_num_layers)
+    if model.mtp_num_layers:
         norm = np.zeros_like(last)
-        for row, (held, dense, length, virtual, is_early) in enumerate(rows):
-            chunks = _chunks(held, dense, length, virtual, early=is_early)
+        lengths = layout.pipeline.astype(int), layout.virtual.astype(int)
+        for row, (held, dense, length, virtual, early) in enumerate(
+            zip(split.layers, split.leading, *lengths, split.early, strict=True)
+        ):
+            chunks = _chunks(held, dense, length, virtual, early=early)
             norm[row, np.flatnonzero(chunks)[-1] % length] = True
-    dense = layers if model.num_moe_experts is None else leading
-    table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
-    return Splits.from_holdings(table, layout.pipeline, train.options.splits)
+    dense = split.layers if model.num_moe_experts is None else split.leading
+    table = np.stack((first, last, norm, split.layers, dense, mtp), axis=2).astype(np.float64)
+    splits = Splits.from_holdings(table, layout.pipeline, before)
+    number = (1 if before is None else len(before.lengths)) + which
+    return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
 
 
 def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:

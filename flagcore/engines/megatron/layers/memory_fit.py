@@ -9,14 +9,12 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.megatron.layers.fastest import best_splits, stage_layers, with_splits
-from flagcore.engines.megatron.layers.mixed_split import best_mixed_splits
-from flagcore.engines.megatron.layers.partition import LayerSplit, leading_layers
+from flagcore.engines.megatron.layers.fastest import fill_sooner, with_splits
+from flagcore.engines.megatron.layers.partition import LayerSplit, Paces, best_splits, leading_layers
 from flagcore.engines.training.layout import Layout, Placement, Training
 from flagcore.engines.training.memory.training import stages_in_use, states_of
 from flagcore.engines.training.parameters import layer_parameters
 from flagcore.engines.training.stages import Part, Stage, layers_before_last, stage_with
-from flagcore.engines.training.time.pace import Pace
 from flagcore.engines.training.time.pipeline import shape_seconds
 from flagcore.engines.training.time.step import Blocks
 
@@ -28,21 +26,21 @@ def fit_splits(
     new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
-    changed = np.zeros(chosen.shape, dtype=np.bool_)
+    changed, known = np.zeros(chosen.shape, dtype=np.bool_), np.zeros((0, 0))
+    if rows.size and costs.further:
+        rows = rows[_may_fit(train, layout[rows], costs)]
+    elif rows.size:
+        rows, known = _candidates_with_room(train, layout, costs, rows)
     if not rows.size:
         return train, layout, changed
+    subset = replace(layout[rows], split=np.ones(rows.size))
+    paces = Paces.from_blocks(train, subset, costs, blocks[rows])
     if costs.further:
-        rows = rows[_may_fit(train, layout[rows], costs)]
-        if not rows.size:
-            return train, layout, changed
-        subset = replace(layout[rows], split=np.ones(rows.size))
-        found = _best_mixed(train, subset, costs, blocks[rows])
+        most = _limits(train, subset, costs, _possible(train, subset))
+        found = best_splits(train, subset, paces, most)
+        fill_sooner(train, subset, paces, found, most)
     else:
-        rows, known = _candidates_with_room(train, layout, costs, rows)
-        if not rows.size:
-            return train, layout, changed
-        subset = replace(layout[rows], split=np.ones(rows.size))
-        found = _best_fitting(train, subset, costs, Pace.from_blocks(train, subset, costs, blocks[rows]), known)
+        found = _best_fitting(train, subset, costs, paces, known)
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
@@ -70,16 +68,7 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     return enough
 
 
-def _best_mixed(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> LayerSplit:
-    """Return the best splits over several kinds of chips for which memory suffices."""
-    possible, last = _possible(train, layout), layout.pipeline - 1.0
-    most = np.zeros(possible.shape)
-    rows, leading, stage = np.nonzero(possible)
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows]).limits()
-    return best_mixed_splits(train, layout, costs, blocks, most)
-
-
-def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, known: FloatArray) -> LayerSplit:
+def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces, known: FloatArray) -> LayerSplit:
     """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
@@ -87,21 +76,20 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace, kno
     make faster if memory sufficed.
     """
     most = _layer_limits(train, layout, costs, known)
-    # Without multi-token prediction, and in releases with equal stages, the final norm is always on the last stage.
-    if not train.model.mtp_num_layers or train.options.equal_stages:
-        return stage_layers(train, layout, best_splits(train, layout, pace, most), most)
-    found = _splits_with_mtp(train, layout, costs, pace, most)
+    if not train.model.mtp_num_layers:  # the final norm is always on the last stage
+        return best_splits(train, layout, paces, most)
+    found = _splits_with_mtp(train, layout, costs, paces, most)
     # Memory is computed last, because it takes most of the time: `bound` is the split's time without limits on the
     # stages that change, and few candidates would gain by it.
     for early, is_empty in list(product((False, True)[: 1 + train.options.early_mtp], (False, True)))[1:]:
-        bound = _splits_with_mtp(train, layout, None, pace, most, early=early, is_empty=is_empty)
+        bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
         extra = early * shape_seconds(train, layout, costs)
         rows = np.flatnonzero(bound.seconds + extra < found.seconds)
         if not rows.size:
             continue
         subset, longest = layout[rows], int(layout.pipeline[rows].max())
         limits = most[rows, :, :longest]
-        other = _splits_with_mtp(train, subset, costs, pace[rows], limits, early=early, is_empty=is_empty)
+        other = _splits_with_mtp(train, subset, costs, paces[rows], limits, early=early, is_empty=is_empty)
         seconds = other.seconds + extra[rows]
         faster = np.flatnonzero(seconds < found.seconds[rows])
         rows = rows[faster]
@@ -114,7 +102,7 @@ def _splits_with_mtp(
     train: Training,
     layout: Layout,
     costs: Costs | None,
-    pace: Pace,
+    paces: Paces,
     most: FloatArray,
     *,
     early: bool = False,
@@ -132,8 +120,7 @@ def _splits_with_mtp(
     if is_empty:
         index, place, at_least = np.arange(mtp.size), mtp.astype(np.int64), 0.0
         most[index, :, place] = np.minimum(most[index, :, place], empty)
-    best = best_splits(train, layout, pace, most, at_least, early=early)
-    return stage_layers(train, layout, best, most)
+    return best_splits(train, layout, paces, most, at_least, early=early)
 
 
 def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:
@@ -153,13 +140,29 @@ def _limits_with_mtp(
     `costs`, these stages have no limits.
     """
     place = np.arange(most.shape[2])
-    limits: FloatArray = most.copy()
     changed = (place >= np.minimum(mtp, layout.pipeline - 2.0)[:, None]) | (place == norm[:, None])
     if costs is None:
-        return np.where(changed[:, None], float(train.model.num_layers), limits)
-    rows, leading, stage = np.nonzero(_possible(train, layout) & changed[:, None])
-    limits[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, norm[rows], mtp[rows]).limits()
-    return limits
+        return np.where(changed[:, None], float(train.model.num_layers), most)
+    wanted = _possible(train, layout) & changed[:, None]
+    return np.where(wanted, _limits(train, layout, costs, wanted, norm, mtp), most)
+
+
+def _limits(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    wanted: BoolArray,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | None = None,
+) -> FloatArray:
+    """Return the maximum numbers of layers where `wanted`, else 0: (candidates, leading layers, stages). The final norm
+    and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    """
+    last, most = layout.pipeline - 1.0, np.zeros(wanted.shape)
+    rows, leading, stage = np.nonzero(wanted)
+    at = [(last if each is None else each)[rows] for each in (norm, mtp)]
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, *at).limits()
+    return most
 
 
 def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
@@ -230,8 +233,7 @@ def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArr
         for stage, limits in zip((end - 1, end), known, strict=True):
             most[index, 0, stage] = limits
             unknown[index, 0, stage] = False
-    rows, leading, stage = np.nonzero(unknown)
-    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, last[rows], last[rows]).limits()
+    most += _limits(train, layout, costs, unknown)
     most *= possible
     second, before = most[:, 0, 1], most[index, 0, np.maximum(end - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)

@@ -1,21 +1,24 @@
-"""Finds the best split of layers over the stages of a pipeline.
+"""Finds the best split of layers over the stages of a pipeline, on one or several kinds of chips.
 
 Layers of one kind are equal, so a split is the number of layers of each device, over all its virtual stages. A split is
 best if no move of one layer to another stage shortens the slowest stage. The search starts from an even split and moves
-one layer at a time.
+one layer at a time. The ends (the first stages and the last) are moved one by one, the stages between together: those
+on one kind of chips have equal numbers of layers as far as their limits allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.training.layout import ArrayRecord, Training
+from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
 from flagcore.engines.training.time.pace import Pace
+from flagcore.engines.training.time.step import Blocks
 
 EQUAL = 1.0 + 1e-9
 """Two times are equal if their ratio is at least this."""
@@ -125,183 +128,234 @@ def leading_layers(train: Training) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Middles:
-    """The stages between the first ones and the last: their number and, with limits, the cumulative sums of the sorted
-    limits and the number of stages above each limit.
-    """
+class Paces(ArrayRecord):
+    """The pace of each node group, and the first stages of the groups after the first."""
 
-    count: FloatArray
-    room: FloatArray
-    below: FloatArray | None = None
-    others: FloatArray | None = None
+    groups: tuple[Pace, ...]
+    starts: tuple[FloatArray, ...]
 
     @classmethod
-    def from_limits(cls, count: FloatArray, limits: FloatArray | None) -> Middles:
-        """`limits` are the maximum numbers of layers of each stage, as (candidates, stages); 0 after the last stage."""
-        if limits is None:
-            return cls(count, np.where(count > 0, np.inf, 0.0))
-        there = np.arange(limits.shape[1]) < count[:, None]
-        ordered = np.sort(np.where(there, limits, np.inf), axis=1)
-        below = np.cumsum(np.where(np.isfinite(ordered), ordered, 0.0), axis=1)
-        below = np.concatenate((np.zeros((len(count), 1)), below[:, :-1]), axis=1)
-        return cls(count, np.where(there, limits, 0.0).sum(axis=1), below, count[:, None] - np.arange(limits.shape[1]))
+    def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Paces:
+        placement = Placement.from_layout(layout, costs)
+        pairs = enumerate(zip(placement.layouts, costs.groups, strict=True))
+        groups = (Pace.from_blocks(train, each, group, blocks, number) for number, (each, group) in pairs)
+        return cls(tuple(groups), placement.starts)
 
-    def __getitem__(self, rows: IntArray) -> Middles:
-        below = None if self.below is None else self.below[rows]
-        others = None if self.others is None else self.others[rows]
-        return Middles(self.count[rows], self.room[rows], below, others)
-
-    def level(self, layers: FloatArray) -> FloatArray:
-        """Return the layers of the largest of these stages if they have `layers` in total; inf if impossible."""
-        if self.below is None or self.others is None:
-            level = np.ceil(layers / np.maximum(self.count, 1.0))
-        else:
-            each = (layers[:, None] - self.below) / np.maximum(self.others, 1.0)
-            level = np.ceil(np.where(self.others > 0, each, 0.0).max(axis=1, initial=0.0))
-        return np.where(layers > self.room, np.inf, level)
+    def at(self, place: FloatArray) -> Pace:
+        """Return the pace of stage `place` of each candidate."""
+        first = self.groups[0]
+        if not self.starts:
+            return first
+        group = Placement(self.starts, ()).group(place)
+        blocks, host, lag = (
+            pick(group, [getattr(each, name) for each in self.groups]) for name in ("blocks", "host", "lag")
+        )
+        return replace(first, blocks=blocks, host=host, lag=lag)
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """The layers of the first stages and of the last one, as (stages, candidates), and the seconds of the slowest
-    stage, inf if there is no split.
+class Middles(ArrayRecord):
+    """The stages from `low` to before `high`, between the first ones and the last, on one node group: their number, the
+    maximum of their layers and, with limits, `limited`: the limits, the cumulative sums of the sorted limits, and the
+    number of stages above each limit.
     """
 
-    layers: FloatArray
-    seconds: FloatArray
+    low: FloatArray
+    high: FloatArray
+    count: FloatArray
+    room: FloatArray
+    limited: tuple[FloatArray, ...] = ()
+
+    @classmethod
+    def of(cls, low: FloatArray, high: FloatArray, limits: FloatArray | None) -> Middles:
+        """`limits` are the maximum numbers of layers of each stage of a pipeline: (candidates, stages)."""
+        count = high - low
+        if limits is None:
+            return cls(low, high, count, np.where(count > 0, np.inf, 0.0))
+        place = np.arange(limits.shape[1])
+        there = (place >= low[:, None]) & (place < high[:, None])
+        ordered = np.sort(np.where(there, limits, np.inf), axis=1)
+        below = np.cumsum(np.where(np.isfinite(ordered), ordered, 0.0), axis=1)
+        below = np.concatenate((np.zeros((len(count), 1)), below[:, :-1]), axis=1)
+        limited = limits, below, count[:, None] - place
+        return cls(low, high, count, np.where(there, limits, 0.0).sum(axis=1), limited)
+
+    def level(self, layers: FloatArray) -> FloatArray:
+        """Return the layers of the largest of these stages if they have `layers` in total; inf if impossible."""
+        if self.limited:
+            _, below, others = self.limited
+            each = (layers[:, None] - below) / np.maximum(others, 1.0)
+            level = np.ceil(np.where(others > 0, each, 0.0).max(axis=1, initial=0.0))
+        else:
+            level = np.ceil(layers / np.maximum(self.count, 1.0))
+        return np.where(layers > self.room, np.inf, level)
+
+    def spread(self, layers: FloatArray, longest: int) -> FloatArray:
+        """Return `layers` over these stages, as (candidates, stages): equal numbers as far as limits allow. If they do
+        not divide, the first of these stages have one layer fewer, because they store the most micro-batches.
+        """
+        place, level = np.arange(longest), self.level(layers)[:, None]
+        there = (place >= self.low[:, None]) & (place < self.high[:, None])
+        limits = self.limited[0][:, :longest] if self.limited else np.inf
+        held: FloatArray = np.where(there, np.minimum(limits, level), 0.0)
+        full, surplus = there & (limits >= level), held.sum(axis=1) - layers
+        held -= full & (np.cumsum(full, axis=1) <= surplus[:, None])
+        return held
 
 
-def search(
-    pace: Pace,
-    virtual: FloatArray,
-    total: int,
+def best_splits(
+    train: Training,
+    layout: Layout,
+    paces: Paces,
+    most: FloatArray | None = None,
+    least: FloatArray | float = 0.0,
+    *,
+    early: bool = False,
+) -> LayerSplit:
+    """Return the best split of each candidate.
+
+    `most` is the maximum number of layers of each stage, for each number of leading layers on it: (candidates, leading
+    layers, stages). `least` is the minimum of the stage with multi-token prediction, which is the last one or, with
+    `early`, the one before.
+    """
+    size, leading = layout.pipeline.size, leading_layers(train)
+    layers, dense = np.zeros((2, size, int(layout.pipeline.max())))
+    found = LayerSplit(np.full(size, np.inf), layers, dense, np.full(size, early))
+    possible, at_least = np.ones(size, dtype=np.bool_), np.broadcast_to(least, found.seconds.shape)
+    if early:  # Megatron does not add the gradients of two copies of the embedding on the first device
+        possible &= (layout.pipeline > 2) | (layout.virtual == 1)
+    if most is not None:
+        later = np.arange(most.shape[2]) >= layout.pipeline[:, None] - 1.0 - early
+        possible &= np.all(later | (most.max(axis=1) >= layout.virtual[:, None]), axis=1)
+    for number, fronts in enumerate(all_fronts(train)):
+        if fronts.early != early:
+            continue
+        rows = np.flatnonzero(possible & fronts.fit(layout.pipeline))
+        if number and not early and most is None:
+            # without virtual stages, a first stage with other layers has all leading layers
+            apart = (dense[rows, 0] < leading) | (layers[rows, 0] <= leading)
+            rows = rows[(layout.virtual[rows] > 1) | apart]
+        if not rows.size:
+            continue
+        best = _search(train, layout[rows], paces[rows], fronts, None if most is None else most[rows], at_least[rows])
+        better = np.flatnonzero(best.seconds * EQUAL < found.seconds[rows])
+        rows, best = rows[better], best[better]
+        wide = best.layers.shape[1]
+        found.seconds[rows], layers[rows, :wide], dense[rows, :wide] = best.seconds, best.layers, best.leading
+    return found
+
+
+def _search(
+    train: Training,
+    layout: Layout,
+    paces: Paces,
     fronts: Fronts,
-    middles: Middles,
-    most: Sequence[FloatArray] | None = None,
-    mtp: FloatArray | float = 0.0,
-) -> Ends:
-    """Return the best split with the leading layers of `fronts`, within the maximum numbers of layers of the first
-    stages and the last, and with the minimum number on the stage with multi-token prediction.
+    most: FloatArray | None,
+    mtp: FloatArray,
+) -> LayerSplit:
+    """Return the best split of each candidate with the leading layers of `fronts`.
+
+    `most` are the limits of `best_splits`, `mtp` is the minimum of the stage with multi-token prediction.
     """
-    least = np.stack(fronts.least(virtual))
-    place = -1 - fronts.early
-    least[place] = np.maximum(least[place], mtp)
-    limits = np.stack(fronts.most(virtual) if most is None else [*map(np.minimum, fronts.most(virtual), most)])
-    ends, possible = _start(total, least, limits, middles, virtual)
-    slowest = np.full(virtual.shape, np.inf)
-    moving = np.flatnonzero(possible)
-    # Most candidates have a split: then the arrays are used as they are, because indexing copies them.
-    moving_pace, moving_middles, moving_ends = pace, middles, ends
-    if moving.size < virtual.size:
-        moving_pace, moving_middles, moving_ends = pace[moving], middles[moving], ends[:, moving]
-        least, limits = least[:, moving], limits[:, moving]
-    while moving.size:
-        rest = total - moving_ends.sum(axis=0)
-        now = _stage_seconds(moving_pace, fronts, moving_ends)
-        after = _stage_seconds(moving_pace, fronts, moving_ends + 1.0)
-        after = np.where(moving_ends + 1.0 > limits, np.inf, after)
-        now = np.vstack((now, _middle_seconds(moving_pace, moving_middles, rest, -np.inf)))
-        after = np.vstack((after, _middle_seconds(moving_pace, moving_middles, rest + 1.0, np.inf)))
-        row, giver = np.arange(moving.size), np.argmax(now, axis=0)
-        spare = np.vstack((moving_ends - least, rest - moving_middles.count * virtual[moving]))[giver, row] >= 1.0
-        after[giver, row] = np.inf
-        taker = np.argmin(after, axis=0)
-        slowest[moving] = now[giver, row]
-        goes = np.flatnonzero(spare & (after[taker, row] * EQUAL < now[giver, row]))
-        moved = np.vstack((moving_ends, rest))[:, goes]
-        moved[giver[goes], np.arange(goes.size)] -= 1.0
-        moved[taker[goes], np.arange(goes.size)] += 1.0
-        moving = moving[goes]
-        moving_pace, moving_middles = moving_pace[goes], moving_middles[goes]
-        least, limits = least[:, goes], limits[:, goes]
-        ends[:, moving] = moving_ends = moved[:-1]
-    return Ends(ends, slowest)
-
-
-def search_equal(
-    pace: Pace, virtual: FloatArray, total: int, leading: int, count: FloatArray, most: Sequence[FloatArray]
-) -> Ends:
-    """Return the best split with equal numbers of layers on `count` stages between the first and the last, and on all
-    virtual stages of a device.
-
-    `most` are the maximum numbers of layers of the first stage, of one between, and of the last. The first stage has
-    all leading layers.
-    """
-    units, limits = total / virtual, [np.floor(each / virtual) for each in most]
-    least = np.full_like(units, max(leading, 1.0))
-
-    def both(first: FloatArray, rest: FloatArray) -> tuple[FloatArray, FloatArray]:
-        last = pace.seconds((rest - first) * virtual, 0, mtp=True, last=True)
-        return pace.seconds(first * virtual, leading, first=True), last
-
-    def ends(middle: FloatArray) -> tuple[FloatArray, FloatArray]:
-        rest = units - count * middle
-        low, high = np.maximum(least, rest - limits[2]), np.minimum(limits[0], rest - 1.0)
-        first, seconds = _crossing(low, high, lambda first: both(first, rest))
-        return first, np.where(low <= high, seconds, np.inf)
-
-    def all_three(middle: FloatArray) -> tuple[FloatArray, FloatArray]:
-        here = np.where(middle > limits[1], np.inf, pace.seconds(middle * virtual, 0))
-        return np.where(count > 0, here, -np.inf), ends(middle)[1]
-
-    ones = np.ones_like(units)
-    high = np.where(count > 0, np.floor((units - least - 1.0) / np.maximum(count, 1.0)), 1.0)
-    middle, seconds = _crossing(ones, high, all_three)
-    first = ends(middle)[0]
-    possible = (units % 1.0 == 0) & (high >= 1.0)
-    layers = np.stack((first, units - count * middle - first)) * virtual
-    return Ends(layers, np.where(possible, seconds, np.inf))
-
-
-def _crossing(
-    low: FloatArray, high: FloatArray, figures: Callable[[FloatArray], tuple[FloatArray, FloatArray]]
-) -> tuple[FloatArray, FloatArray]:
-    """Return the number from `low` to `high` that minimizes the larger of two figures, and this minimum.
-
-    The first figure increases with the number, and the second decreases.
-    """
-    start, end = low, high
-    while (start < end).any():
-        half = np.floor((start + end) / 2.0)
-        increasing, decreasing = figures(half)
-        reached = increasing >= decreasing
-        start, end = np.where((start < end) & ~reached, half + 1.0, start), np.where(reached & (start < end), half, end)
-    before = np.maximum(start - 1.0, low)
-    here, less = np.maximum(*figures(start)), np.maximum(*figures(before))
-    return np.where(less <= here, before, start), np.minimum(less, here)
+    virtual, last, row = layout.virtual, layout.pipeline - 1.0, np.arange(layout.pipeline.size)
+    places = [place + np.where(place < 0, layout.pipeline, 0.0) for place in fronts.places]
+    columns = [place.astype(np.int64) for place in places]
+    edges = np.clip((0.0 * last, *paces.starts, layout.pipeline), len(fronts.dense), last - fronts.between)
+    middles = [Middles.of(low, high, None if most is None else most[:, 0]) for low, high in pairwise(edges)]
+    least = np.stack([*fronts.least(virtual), *(each.count * virtual for each in middles)])
+    limits = np.stack([*fronts.most(virtual), *(each.room for each in middles)])
+    ends, at_mtp = slice(0, len(places)), len(places) - 1 - fronts.early
+    least[at_mtp] = np.maximum(least[at_mtp], mtp)
+    if most is not None:
+        held = zip(fronts.leading, columns, strict=True)
+        limits[ends] = np.minimum(limits[ends], [most[row, count, place] for count, place in held])
+    layers, possible = _start(train.model.num_layers, least, limits, [each.count for each in middles])
+    slowest = _move_layers(fronts, [*map(paces.at, places), *paces.groups], middles, layers, (least, limits), possible)
+    split = np.zeros((2, last.size, int(layout.pipeline.max())))
+    for column, count, number in zip(columns, fronts.leading, layers[ends], strict=True):
+        split[:, row, column] = number, np.full(last.size, float(count))
+    for each, number in zip(middles, layers[len(places) :], strict=True):
+        split[0] += each.spread(number, split.shape[2])
+    return LayerSplit(slowest, split[0], split[1], np.full(last.size, fronts.early))
 
 
 def _start(
-    total: int, least: FloatArray, limits: FloatArray, middles: Middles, virtual: FloatArray
+    total: int, least: FloatArray, limits: FloatArray, counts: Sequence[FloatArray]
 ) -> tuple[FloatArray, BoolArray]:
-    """Return an even split, or another one within the limits, and which candidates have a split."""
-    stages = len(least) + middles.count
-    ends = np.clip(np.floor(total / stages), least, limits)
-    alone = middles.count == 0
-    ends[-1] = np.where(alone, total - ends[:-1].sum(axis=0), ends[-1])
-    rest = total - ends.sum(axis=0)
-    wrong = (rest < middles.count * virtual) | (rest > middles.room) | ((ends < least) | (ends > limits)).any(axis=0)
+    """Return an even split, or another one within the limits, and which candidates have a split.
+
+    Rows are the ends, then the stages between of each node group; `counts` are the numbers of the latter.
+    """
+    ends = len(least) - len(counts)
+    number = np.stack([*np.ones_like(least[:ends]), *counts])
+    layers = np.clip(np.floor(total / number.sum(axis=0)) * number, least, limits)
+    row, rest = np.arange(least.shape[1]), np.where(counts[-1] > 0, len(least) - 1, ends - 1)
+    layers[rest, row] += total - layers.sum(axis=0)
+    wrong = ((layers < least) | (layers > limits)).any(axis=0)
     filled, left = least.copy(), total - least.sum(axis=0)
-    left = left - np.minimum(left, middles.room)
+    possible = (left >= 0) & (least <= limits).all(axis=0)
     for place in reversed(range(len(least))):
         more = np.clip(left, 0.0, limits[place] - least[place])
         filled[place] += more
         left = left - more
-    enough = (total - least.sum(axis=0) >= middles.count * virtual) & (least <= limits).all(axis=0)
-    return np.where(wrong, filled, ends), ~wrong | ((left <= 0) & enough)
+    return np.where(wrong, filled, layers), ~wrong | ((left <= 0) & possible)
 
 
-def _stage_seconds(pace: Pace, fronts: Fronts, layers: FloatArray) -> FloatArray:
-    end = len(layers) - 1
-    return np.stack(
-        [
-            pace.seconds(each, leading, first=place == 0, mtp=place == end - fronts.early, last=place == end)
-            for place, (each, leading) in enumerate(zip(layers, fronts.leading, strict=True))
-        ]
-    )
+def _move_layers(
+    fronts: Fronts,
+    paces: Sequence[Pace],
+    middles: Sequence[Middles],
+    layers: FloatArray,
+    bounds: tuple[FloatArray, FloatArray],
+    possible: BoolArray,
+) -> FloatArray:
+    """Move single layers in place while this makes the slowest stage faster. Return its seconds, inf if there is no
+    split.
+
+    The rows of `paces`, `layers` and `bounds`, their minimum and maximum, are the ends, then the stages between of each
+    node group.
+    """
+    slowest, moving = np.full(possible.shape, np.inf), np.flatnonzero(possible)
+    # Most candidates have a split: then the arrays are used as they are, because indexing copies them.
+    goes, (now_held, (least, limits)) = moving, (layers, bounds)
+    if moving.size < possible.size:
+        now_held, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
+        paces, middles = _some(paces, moving), [each[moving] for each in middles]
+    while moving.size:
+        now, after = (_seconds(fronts, paces, middles, now_held + more) for more in (0.0, 1.0))
+        after = np.where(now_held + 1.0 > limits, np.inf, after)
+        row, giver = np.arange(moving.size), np.argmax(now, axis=0)
+        after[giver, row] = np.inf
+        taker = np.argmin(after, axis=0)
+        slowest[moving] = now[giver, row]
+        spare = (now_held - least)[giver, row] >= 1.0
+        goes = np.flatnonzero(spare & (after[taker, row] * EQUAL < now[giver, row]))
+        moving, now_held, least, limits = moving[goes], now_held[:, goes], least[:, goes], limits[:, goes]
+        now_held[giver[goes], np.arange(goes.size)] -= 1.0
+        now_held[taker[goes], np.arange(goes.size)] += 1.0
+        paces, middles = _some(paces, goes), [each[goes] for each in middles]
+        layers[:, moving] = now_held
+    return slowest
 
 
-def _middle_seconds(pace: Pace, middles: Middles, layers: FloatArray, without: float) -> FloatArray:
-    level = middles.level(layers)
-    known = np.isfinite(level) & (middles.count > 0)
-    return np.where(known, pace.seconds(np.where(known, level, 1.0), 0), np.where(middles.count > 0, np.inf, without))
+def _some(paces: Sequence[Pace], rows: IntArray) -> list[Pace]:
+    """Return the paces of some candidates; stages on one node group share a pace."""
+    found = {id(each): each[rows] for each in paces}
+    return [found[id(each)] for each in paces]
+
+
+def _seconds(fronts: Fronts, paces: Sequence[Pace], middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
+    """Return the seconds of each of the ends, and of the slowest stage between on each node group; -inf if there are no
+    such stages. If times are unknown, stages with equal numbers of layers count as equally fast.
+    """
+    last, found = len(fronts.leading) - 1, []
+    for place, (pace, leading) in enumerate(zip(paces, fronts.leading, strict=False)):
+        is_first, has_mtp, is_last = place == 0, place == last - fronts.early, place == last
+        found.append(pace.seconds(layers[place], leading, first=is_first, mtp=has_mtp, last=is_last))
+    held = layers.copy()
+    for place, (pace, each) in enumerate(zip(paces[last + 1 :], middles, strict=True), start=last + 1):
+        level = each.level(layers[place])
+        held[place] = level = np.where(np.isfinite(level), level, 1.0)
+        found.append(np.where(each.count > 0, pace.seconds(level, 0), -np.inf))
+    seconds = np.stack(found)
+    return np.where(np.isnan(seconds), held, seconds)

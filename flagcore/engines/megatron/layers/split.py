@@ -6,20 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL_STAGES, parse_layout
 from flagcore.engines.megatron.mixed.meshes import MESHES
-from flagcore.engines.megatron.space.options import release, schedule, settings_in_force, takes_layouts
+from flagcore.engines.megatron.space.options import schedule, settings_in_force, takes_layouts
 
 PP, LAYERS_PER_VIRTUAL = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TP, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 STAGE_SETTINGS = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
 SPLIT, BALANCED = "layer_split", 1
 """The knob of the split, and the code of its value `balanced`, which is derived for each candidate."""
-SPLITS_SINCE = ">=0.11"
-"""Earlier releases do not combine virtual stages with numbers of layers for the first or last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +27,7 @@ class Split:
     embedding and loss may count as one layer each. `last_stages` is the number of the layout's last stages that must be
     on the last device: those from multi-token prediction on.
 
-    A derived split has at least one layer on each virtual stage but the last. With
-    `equal_stages` all virtual stages of a device have the same number of layers, and the first stage has all leading
-    dense layers.
+    A derived split has at least one layer on each virtual stage but the last.
     """
 
     layers: int
@@ -42,8 +37,6 @@ class Split:
     first: int
     last: int
     expert_tensor: int
-    equal_stages: bool
-    leading: int
 
     @classmethod
     def from_task(cls, task: Task) -> Split:
@@ -60,8 +53,6 @@ class Split:
             first=int(settings.get(FIRST) or 0),
             last=int(settings.get(LAST) or 0),
             expert_tensor=int(settings.get(EXPERT_TENSOR) or 0),
-            equal_stages=not takes_layouts(task.spec),
-            leading=0 if model.num_moe_experts is None else model.moe_first_dense_layers,
         )
 
     def virtual(self, c: Columns) -> IntArray:
@@ -95,7 +86,7 @@ class Split:
         first, last = self.ends(c)
         complete: BoolArray = middle * stages + first + last == self.counted
         empty: BoolArray = (stages > 0) & (middle < 1)
-        return np.where(balanced(c), self.layers < self._least(c), ~complete | empty)
+        return np.where(balanced(c), self.layers < c[PP] - 1, ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
         """Return whether the layers of a device do not divide over its virtual stages."""
@@ -108,16 +99,7 @@ class Split:
         uneven = (per_virtual > 0) & ((remainder != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
         broken: BoolArray = np.where(number > 0, by_number > 0, uneven)
-        virtual = self.virtual(c)
-        if self.equal_stages:
-            too_few = (self.layers // virtual < self._least(c)) | (self.layers % virtual != 0)
-        else:
-            too_few = self.layers < c[PP] * virtual - 1
-        return np.where(balanced(c), too_few, broken)
-
-    def _least(self, c: Columns) -> IntArray:
-        """Return the minimum number of layers of a derived split without virtual stages."""
-        return c[PP] - 1 + (max(self.leading, 1) if self.equal_stages else 0)
+        return np.where(balanced(c), self.layers < c[PP] * self.virtual(c) - 1, broken)
 
     def stage_layers(self, c: Columns) -> IntArray:
         """Return the layers of the largest pipeline stage."""
@@ -162,13 +144,10 @@ def balanced(c: Columns) -> BoolArray:
 def derived(task: Task) -> bool:
     """Return whether splits can be derived.
 
-    This needs an engine release that supports such splits, the engine's own schedule, and no setting that fixes the
-    split or applies to single stages. On several kinds of chips, it needs a release with layouts.
+    This needs an engine release with layouts, the engine's own schedule, and no setting that fixes the split or applies
+    to single stages.
     """
     settings = settings_in_force(task.spec)
     is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
     has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
-    is_supported = in_versions(SPLITS_SINCE, release(task.spec))
-    if len(task.cluster.groups) > 1:
-        is_supported = takes_layouts(task.spec)
-    return not is_set and not has_own_schedule and is_supported
+    return not is_set and not has_own_schedule and takes_layouts(task.spec)

@@ -85,7 +85,6 @@ def options(task: Task) -> Options:
     return Options(
         **fields,
         schedule=schedule(settings.get("pipeline_schedule")),
-        equal_stages=not takes_layouts(task.spec),
         early_mtp=takes_early_mtp(task.spec),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
@@ -111,10 +110,7 @@ def release(spec: Spec) -> str | None:
 
 
 def takes_layouts(spec: Spec) -> bool:
-    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model.
-
-    Other releases only set the numbers of layers of the first and the last stage.
-    """
+    """Return whether the release that runs a job supports `pipeline_model_parallel_layout` for its model."""
     since = MTP_LAYOUTS_SINCE if spec.model.mtp_num_layers else ""
     return BY_NAME[LAYOUT].is_available(release(spec)) and in_versions(since, release(spec))
 

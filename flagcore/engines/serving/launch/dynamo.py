@@ -16,10 +16,11 @@ from flagcore.contracts.exchange import claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.engines.serving.launch.export import FRONT_PORT, NETWORK_DEVICES
-from flagcore.engines.serving.launch.profile import EngineProfile, Worker
+from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import SHARED, Instance
 from flagcore.engines.serving.space.knobs import TRANSFER
 from flagcore.engines.serving.space.placement import Placement
+from flagcore.engines.serving.space.program import Worker
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.data_file import dump_yaml
@@ -110,7 +111,7 @@ def export(
     engine: EngineProfile, job: ExportJob, instances: Sequence[Instance], places: Sequence[Placement]
 ) -> Mapping[str, str]:
     """Return the manifest of servers. Raises UsageError without an image, or for an engine that Dynamo does not run."""
-    worker, image = engine.dynamo, job.options.get("image", "")
+    worker, image = engine.program.dynamo, job.options.get("image", "")
     if worker is None:
         raise UsageError(_("--to dynamo: Dynamo does not run {engine}", engine=engine.name))
     if not image:

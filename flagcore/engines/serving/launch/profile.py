@@ -17,23 +17,6 @@ from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns, Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """How Dynamo runs an engine: the Python module of its worker, and flags that differ from those of the server.
-
-    The worker takes `model_flag` and the server's flags except `frontend_flags`, and also `flags`. `kind_flag` selects
-    workers that only prefill or decode; empty if it is the server's. Such workers set `own_variables` themselves, and
-    exchange caches by one of `transfers`.
-    """
-
-    module: str
-    transfers: frozenset[str]
-    frontend_flags: frozenset[str] = frozenset()
-    flags: tuple[str, ...] = ()
-    kind_flag: str = ""
-    own_variables: frozenset[str] = frozenset()
-
-
 @dataclass(kw_only=True, eq=False)
 class EngineProfile:
     """One serving engine: its program, rules, settings and overheads.
@@ -64,8 +47,6 @@ class EngineProfile:
         ("vllm-router",), prefix_aware=task.spec.serve.prefix_aware
     )
     """Returns the router in front of several servers. Raises UsageError if there is none for such servers."""
-    dynamo: Worker | None = None
-    """How Dynamo runs the engine. None: it does not."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     split_by: str = TP

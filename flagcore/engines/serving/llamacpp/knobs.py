@@ -17,139 +17,24 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, longest_request
-from flagcore.engines.serving.space.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.knobs import CONTEXT, Auto, or_default
 from flagcore.engines.serving.space.program import EngineArgs, Program
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec import gguf
 
-PARALLEL, CONTEXT, THREADS, BATCH_THREADS = "parallel", "context_len", "threads", "threads_batch"
-N_BATCH, N_UBATCH, FLASH, KV = "batch_size", "ubatch_size", "flash_attention", "kv_cache_type"
-SPLIT, LAYERS, UNIFIED, SPECULATION = "split_mode", "n_gpu_layers", "kv_unified", knobs.SPECULATION
+PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
+N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
+SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
 """The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
 BATCH, UBATCH, HOST_CACHE_MIB = 2048, 512, 8192
 """llama.cpp's defaults."""
-KV_BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-    "q8_0": 34 / 32,
-    "q4_0": 18 / 32,
-    "q4_1": 20 / 32,
-    "iq4_nl": 18 / 32,
-    "q5_0": 22 / 32,
-    "q5_1": 24 / 32,
-}
-"""Bytes of one cached element; quantized types have blocks of 32 with scales (ggml `ggml-common.h`)."""
 PLAIN_KV = ("f32", "f16", "bf16")
 
-_SPLIT_DEVICES = by_hardware(fixed_values(1), knobs.DIVISORS)
-KNOBS = (
-    knobs.INSTANCES_KNOB,
-    variant(knobs.TP_KNOB, help="Devices that split each layer's matrices by rows.", auto=_SPLIT_DEVICES),
-    variant(knobs.PP_KNOB, auto=_SPLIT_DEVICES),
-    knob(
-        SPLIT,
-        "How devices split a model: whole layers, rows of matrices, or rows and the cache (tensor).",
-        label="split",
-        kind="word",
-        words=("none", "layer", "row", "tensor"),
-        auto=by_hardware(knobs.NOT_SET, fixed_values(None, "layer", "row")),
-    ),
-    knob(
-        LAYERS,
-        "Layers on the device, with the output head as one layer; `auto` is -1, `all` is 9999. With fewer layers, only "
-        "memory is predicted.",
-        label="GPU layers",
-        neutral=-1,
-        minimum=-1,
-        spellings={"auto": -1, "all": 9999},
-        flags=("n-gpu-layers", "gpu-layers", "ngl"),
-        auto=Auto(
-            lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,),
-            "all; on cores auto",
-        ),
-    ),
-    knob(
-        PARALLEL,
-        "Slots: maximum number of sequences at once. If not set, 4 slots share one cache.",
-        flags=("parallel", "np", "max-num-seqs"),
-        aliases=("max_num_seqs", "max_running_requests"),
-        auto=Auto(
-            lambda task: knobs.powers_in_flight(task, count=6, maximum=MAX_SLOTS),
-            "six powers of two up to the requests in flight",
-        ),
-        memory_order=1,
-    ),
-    variant(
-        knobs.CONTEXT_KNOB,
-        "max-model-len",
-        help="Tokens of one sequence, prompt and answer, in one slot: `--ctx-size` is this times the slots.",
-    ),
-    knob(
-        THREADS,
-        "Threads of an instance for answers.",
-        flags=("threads", "t"),
-        auto=by_hardware(knobs.DIVISORS, knobs.NOT_SET),
-    ),
-    knob(
-        BATCH_THREADS,
-        "Threads of an instance for prompts; if not set, as `threads`.",
-        flags=("threads-batch", "tb"),
-        auto=Auto(
-            lambda task: (None, *knobs.divisors(task)) if Hardware.of(task).on_cores else (None,),
-            "as threads, and not set",
-        ),
-    ),
-    knob(
-        N_BATCH,
-        "Maximum number of tokens in one iteration.",
-        flags=("batch-size", "b"),
-        aliases=("max_num_batched_tokens", "chunked_prefill_size"),
-        auto=fixed_values(512, 2048),
-        memory_order=1,
-    ),
-    knob(
-        N_UBATCH,
-        "Maximum number of tokens of one pass through the model; an iteration may have several passes.",
-        flags=("ubatch-size", "ub"),
-        auto=fixed_values(128, 512, 2048),
-        memory_order=1,
-    ),
-    knob(
-        FLASH,
-        "Fused attention.",
-        label="flash attention",
-        kind="word",
-        words=("on", "off", "auto"),
-        flags=("flash-attn", "fa"),
-        auto=fixed_values("on", "off"),
-    ),
-    variant(knobs.KV_KNOB, words=tuple(KV_BYTES), auto=fixed_values("f16", "q8_0")),
-    knob(
-        UNIFIED,
-        "Whether all slots share one cache.",
-        flags=(),
-        label="unified KV cache",
-        kind="word",
-        words=("on", "off"),
-        auto=fixed_values("on", "off"),
-    ),
-    variant(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
-    variant(
-        knobs.SPECULATION_KNOB,
-        "spec-type",
-        words=(
-            *("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
-            *("draft-mtp", *NEED_DRAFT_MODEL),
-        ),
-    ),
-)
-BY_NAME = {knob.name: knob for knob in KNOBS}
 PACKAGE = "xllamacpp"
 
 
@@ -186,7 +71,15 @@ class LlamaProgram(Program):
             installed.check_version(spec, installed.package_version(sys.executable, PACKAGE))
 
 
-PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", KNOBS)
+SLOTS = Auto(
+    lambda task: knobs.powers_in_flight(task, count=6, maximum=MAX_SLOTS),
+    "six powers of two up to the requests in flight",
+)
+LAYERS_OF_DEVICES = Auto(
+    lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,), "all; on cores auto"
+)
+PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", {"slots": SLOTS, "layers": LAYERS_OF_DEVICES})
+KNOBS = PROGRAM.knobs
 
 
 def total_context(task: Task) -> int:
@@ -203,7 +96,7 @@ def slot_context(task: Task, context: int | None) -> int:
 
 def slot_share(columns: Columns, total: int) -> IntArray:
     """Return the context of a slot if the total is fixed: an even share, or the total if the cache is unified."""
-    slots, on = columns[PARALLEL], knobs.code(BY_NAME[UNIFIED], "on")
+    slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     return np.where(is_unified, total, total // np.maximum(slots, 1))
 
@@ -239,7 +132,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if trained := _trained_context(task.spec):  # shared by all slots if their number is not set
         is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
-    element = np.array([KV_BYTES["f16"], *KV_BYTES.values()])[values[KV]]
+    element = PROGRAM.element_bytes(values)
     devices = values[TP] * values[PP]
     if hardware.on_cores:
         share = hardware.share(values[INSTANCES])

@@ -22,14 +22,13 @@ from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
     BATCH,
     BATCH_THREADS,
-    CONTEXT,
     FLASH,
-    KV,
     LAYERS,
     MAX_SLOTS,
     N_BATCH,
     N_UBATCH,
     PARALLEL,
+    PROGRAM,
     SLOT_GRAIN,
     SPLIT,
     THREADS,
@@ -39,7 +38,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
 from flagcore.engines.serving.llamacpp.reports import REPORTS
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
-from flagcore.engines.serving.space.knobs import code, or_default
+from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, or_default
 from flagcore.engines.serving.space.rules import (
     check_images,
     context_rules,
@@ -53,27 +52,27 @@ RUNNER = "flagcore.engines.serving.llamacpp.server"
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
-    other_args = own.PROGRAM.parse(spec).others
+    other_args = PROGRAM.parse(spec).others
     is_embedded = spec.serve.command is None
-    command = (sys.executable, "-m", RUNNER) if is_embedded else own.PROGRAM.start_command(spec)
+    command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
-    argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != own.CONTEXT], values)
-    slots, context = _int(values.get(own.PARALLEL)), _int(values.get(own.CONTEXT))
+    argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != CONTEXT], values)
+    slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
     if (slots or context) and not own.total_context(task):
-        argv += ["--ctx-size", str((slots or own.AUTO_SLOTS) * own.slot_context(task, context))]
-    if values.get(own.KV) is not None:
-        argv += ["--cache-type-k", str(values[own.KV]), "--cache-type-v", str(values[own.KV])]
-    if values.get(own.UNIFIED) is not None:
-        argv += ["--kv-unified" if values[own.UNIFIED] == "on" else "--no-kv-unified"]
-    if values.get(own.SPLIT) is None and count(values, TP) > 1:
+        argv += ["--ctx-size", str((slots or AUTO_SLOTS) * own.slot_context(task, context))]
+    if values.get(KV) is not None:
+        argv += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
+    if values.get(UNIFIED) is not None:
+        argv += ["--kv-unified" if values[UNIFIED] == "on" else "--no-kv-unified"]
+    if values.get(SPLIT) is None and count(values, TP) > 1:
         argv += ["--split-mode", "row"]
-    if values.get(own.THREADS) is None and cores and count(values, INSTANCES) > 1:
+    if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
     if not other_args.keys() & {"cache-ram", "cram"} and not own.host_cache_mib(task):
         argv += ["--cache-ram", "0"]
     if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    if values.get(own.SPECULATION) is None and own.SPECULATION in spec.space:  # other candidates have the draft model
+    if values.get(SPECULATION) is None and SPECULATION in spec.space:  # other candidates have the draft model
         other_args = {name: value for name, value in other_args.items() if not name.startswith("spec-")}
     argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
@@ -126,18 +125,16 @@ def rules(task: Task) -> tuple[Rule, ...]:
         *((_slot_context(task, total),) if total else ()),
         *speculation_rules(
             task,
-            own.BY_NAME[own.SPECULATION],
-            own.PROGRAM,
+            PROGRAM,
             own.NEED_DRAFT_MODEL,
             "spec-draft-model",
             "draft-mtp",
-            needs_tokens=False,
         ),
     )
 
 
 def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
-    none_code, layer_code, *row_codes = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
+    none_code, layer_code, *row_codes = (PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row", "tensor"))
     return (
         Rule(
             name="cores_are_not_split",
@@ -165,8 +162,8 @@ def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
 
 
 def _batch_rules() -> tuple[Rule, ...]:
-    plain_codes = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
-    off_code = code(own.BY_NAME[FLASH], "off")
+    plain_codes = [0, *(PROGRAM.code(KV, name) for name in own.PLAIN_KV)]
+    off_code = PROGRAM.code(FLASH, "off")
     return (
         Rule(
             name="most_slots",
@@ -208,7 +205,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of knobs without effect and of llama.cpp's defaults."""
     hardware = Hardware.of(task)
-    default_codes = [code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row")]
+    default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
 
     def batches(c: Columns) -> Columns:
         default = np.minimum(UBATCH, or_default(c[N_BATCH], BATCH))
@@ -223,7 +220,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(THREADS, BATCH_THREADS),
             canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
         ),
-        *same_as_unset(own.KNOBS, {N_BATCH: BATCH, FLASH: "auto", KV: "f16", own.SPECULATION: "none"}),
+        *same_as_unset(PROGRAM, {N_BATCH: BATCH, FLASH: "auto", KV: "f16", SPECULATION: "none"}),
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),
@@ -237,7 +234,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
 WORKLOAD = Engine(
     name="llamacpp",
     where="flagcore.engines.serving.llamacpp.reports:REPORTS",
-    program=own.PROGRAM,
+    program=PROGRAM,
     modules={own.PACKAGE: own.PACKAGE},
     rules=rules,
     merges=merges,

@@ -1,7 +1,8 @@
 """LMDeploy (`lmdeploy serve api_server`), release 0.18; no server was run.
 
-Sources of the rules: lmdeploy 0.18.0 `messages.py` (both configs), `turbomind/parallel_config.py`, `cli/serve.py` (dp
-of the PyTorch engine), `cli/utils.py` (block sizes, powers of two), `docs/en/quantization/kv_quant.md`.
+Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of two), `messages.py` (both configs),
+`utils.py` (get_max_batch_size), `turbomind/parallel_config.py`, `pytorch/engine/executor/base.py`,
+`src/turbomind/turbomind.cc` (cache budget), `docs/en/quantization/kv_quant.md`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,74 @@ from collections.abc import Mapping
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.lmdeploy import knobs as own
-from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 from flagcore.engines.serving.lmdeploy.reports import REPORTS
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
-from flagcore.engines.serving.space.knobs import code
-from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, KV, or_default
+from flagcore.engines.serving.space.program import Program, as_words
 from flagcore.engines.serving.space.rules import context_rules, same_as_unset, split_rules
+from flagcore.engines.serving.space.settings import Settings
+from flagcore.engines.serving.space.weights import weight_bytes
+
+BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
+CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
+PER_ITERATION, ITERATIONS = "num_tokens_per_iter", "max_prefill_iters"
+DEFAULT_CACHE, DEFAULT_BLOCK, DEFAULT_PREFILL = 0.8, 64, 8192
+
+PROGRAM = Program.read("flagcore.engines.serving.lmdeploy")
+PYTORCH = PROGRAM.code(BACKEND, "pytorch")
+
+
+def _default_batch(task: Task) -> int:
+    """Return LMDeploy's default of max_batch_size.
+
+    LMDeploy has a large value for some chips of one vendor by name, otherwise 128 (256 on other device types). All
+    named chips compute in fp8 and have at least 70 GiB, which is the condition here.
+    """
+    hardware = Hardware.of(task)
+    return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
+
+
+def _settings(task: Task, columns: Columns) -> Settings:
+    """Return LMDeploy's effective settings for candidates."""
+    values = PROGRAM.columns(task, columns)
+    pytorch = values[BACKEND] == PYTORCH
+    prefill = or_default(values[PREFILL], DEFAULT_PREFILL)
+    batch = or_default(values[BATCH], _default_batch(task))
+    return Settings.of(
+        task,
+        values,
+        max_running=np.maximum(batch // values[DP].clip(1), 1),
+        max_batched_tokens=prefill,
+        pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
+        block_size=or_default(values[BLOCK], DEFAULT_BLOCK),
+        graphs=(pytorch & (values[EAGER] == 0)).astype(np.int64),
+        cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
+        cache_element_bytes=PROGRAM.element_bytes(values),
+    )
+
+
+def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
+    """Return the bytes of cache of one device: a share of the free memory without the PyTorch engine's logit
+    buffers.
+    """
+    free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
+    buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
+    return knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers, 0.0)
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec, data = task.spec, count(values, DP)
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
-    argv = [*own.PROGRAM.start_command(spec), spec.serve.weights or ""]
+    argv = [*PROGRAM.start_command(spec), spec.serve.weights or ""]
     argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
-    argv += knobs.arguments(own.KNOBS, values)
-    argv += as_words(own.PROGRAM.parse(spec).others, has_negation=False)
+    argv += knobs.arguments(PROGRAM.knobs, values)
+    argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
     return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
@@ -40,7 +87,7 @@ FULL_SHARE_CODE = 1000
 """The code of a share of 100%."""
 
 
-def rules(task: Task) -> tuple[Rule, ...]:
+def _rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of LMDeploy for legal candidates."""
     on_cores = Hardware.of(task).on_cores
     return (
@@ -65,7 +112,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EAGER} is an option of the PyTorch engine",
             broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
         ),
-        *context_rules(task, own.CONTEXT),
+        *context_rules(task, CONTEXT),
     )
 
 
@@ -93,7 +140,7 @@ def _parallel_rules(experts: int) -> tuple[Rule, ...]:
 
 
 def _cache_rules() -> tuple[Rule, ...]:
-    pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
+    pytorch_only = [PROGRAM.code(KV, name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
     return (
         Rule(
             name="cache_share",
@@ -128,12 +175,12 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     return uneven
 
 
-def merges(task: Task) -> tuple[Merge, ...]:
+def _merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of LMDeploy's defaults."""
     return (
         *same_as_unset(
-            own.KNOBS,
-            {BACKEND: "turbomind", BLOCK: own.DEFAULT_BLOCK, own.PREFILL: own.DEFAULT_PREFILL, KV: "none"},
+            PROGRAM,
+            {BACKEND: "turbomind", BLOCK: DEFAULT_BLOCK, PREFILL: DEFAULT_PREFILL, KV: "none"},
         ),
     )
 
@@ -141,11 +188,11 @@ def merges(task: Task) -> tuple[Merge, ...]:
 WORKLOAD = Engine(
     name="lmdeploy",
     where="flagcore.engines.serving.lmdeploy.reports:REPORTS",
-    program=own.PROGRAM,
+    program=PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
-    rules=rules,
-    merges=merges,
-    settings=own.settings,
+    rules=_rules,
+    merges=_merges,
+    settings=_settings,
     server=_server,
     reports=REPORTS,
     untested="written from its documentation, no trial has run; times are those of its kernels alone",

@@ -8,59 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import by_hardware, code, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.knobs import DRAFTED, EAGER, SPECULATION, or_default
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
-RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
-PREFIX, EAGER, POLICY, MIXED = "enable_prefix_caching", "enforce_eager", "schedule_policy", "enable_mixed_chunk"
-ASYNC, BACKEND, SPECULATION, DRAFTED = knobs.ASYNC, knobs.BACKEND, knobs.SPECULATION, knobs.DRAFTED
-MOE, BALANCING, REDUNDANT, QUANTIZATION = knobs.MOE, knobs.BALANCING, "redundant_experts", knobs.QUANTIZATION
-HICACHE, COMPILE = "hicache_size", "enable_torch_compile"
+RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
+REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
-BACKENDS = (
-    *("flashinfer", "fa3", "fa4", "triton", "torch_native", "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla"),
-    *("cutedsl_mla", "tokenspeed_mla", "trtllm_mha", "dual_chunk_flash_attn", "nsa", "dsa", "aiter", "wave"),
-    *("intel_amx", "intel_xpu", "ascend", "hpc_ops", "compressed", "dsv4", "qsa", "minicpm_flashinfer"),
-    *("minicpm_flashattn", "llada2_cfg_flashinfer"),
-)
-MOE_BACKENDS = (
-    *("auto", "deep_gemm", "triton", "triton_kernel", "cutlass", "aiter", "marlin", "humming"),
-    *("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_cutedsl", "flashinfer_megamoe"),
-    *("flashinfer_trtllm_routed", "megamoe", "hpc_ops", "intel_xpu", "lora_triton", "lora_marlin", "lora_cutedsl"),
-    *("experimental_sgl_trtllm", "experimental_sgl_marlin"),
-)
-QUANTIZATIONS = (
-    *("fp8", "w8a8_fp8", "modelopt_fp8", "mxfp8", "w8a8_int8", "awq", "awq_marlin", "gptq", "gptq_marlin", "marlin"),
-    *("bitsandbytes", "gguf", "modelopt", "modelopt_fp4", "petit_nvfp4", "mxfp4", "moe_wna16", "qoq", "w4afp8"),
-    *("modelslim", "quark", "quark_int4fp8_moe", "auto-round", "compressed-tensors", "unquant"),
-    *("auto-round-int8", "humming", "modelopt_mixed", "mxfp_w4a8", "nvfp4_online", "quark_mxfp4", "mlx_q4", "mlx_q8"),
-)
-KV_BYTES = {
-    "auto": 2.0,
-    "bf16": 2.0,
-    "bfloat16": 2.0,
-    "fp8_e5m2": 1.0,
-    "fp8_e4m3": 1.0,
-    "mxfp8": 33 / 32,
-    "nvfp4": 9 / 16,
-    "fp4_mx_block16": 9 / 16,
-    "fp4_e2m1": 9 / 16,
-}
-"""Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
 """SGLang's default of max_prefill_tokens, and its minimum default of max_running_requests."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
@@ -77,127 +42,7 @@ _MEMORY_STEPS = (
 (`memory_hook.py`)."""
 _LARGEST_MEMORY_STEP = (16384, 512, 512)
 
-KNOBS = (
-    knobs.INSTANCES_KNOB,
-    variant(
-        knobs.TP_KNOB,
-        "tp-size",
-        "tensor-parallel-size",
-        "tp",
-        help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
-    ),
-    replace(knobs.ROLES_KNOB, versions=">=0.4.6"),
-    variant(knobs.TRANSFER_KNOB, words=("mooncake", "nixl"), versions=">=0.4.6"),
-    variant(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp", versions=">=0.4.6.post2"),
-    variant(
-        knobs.DP_KNOB,
-        "attn-dp-size",
-        help="Attention data parallelism: groups inside one instance that each hold the attention of some sequences; "
-        "`--dp-size` with `--enable-dp-attention` in releases without attn-dp-size.",
-    ),
-    variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep", versions=">=0.4.1"),
-    knob(
-        PAGE,
-        "Tokens of one page of the cache.",
-        aliases=("block_size",),
-        auto=fixed_values(1, 32, 64),
-        versions=">=0.4.4",
-    ),
-    knob(
-        CHUNK,
-        "Maximum number of prompt tokens in one iteration; -1 (`off`): whole prompts.",
-        aliases=("max_num_batched_tokens",),
-        minimum=-1,
-        spellings={"off": -1},
-        auto=by_hardware(fixed_values(512, 2048), fixed_values(2048, 4096, 8192, 16384)),
-        memory_order=1,
-    ),
-    knob(PREFILL, "Maximum number of tokens of the prompts that start in one iteration.", memory_order=1),
-    knob(
-        RUNNING,
-        "Maximum number of sequences in one iteration, over all attention groups.",
-        aliases=("max_num_seqs",),
-        auto=knobs.POWERS_IN_FLIGHT,
-        memory_order=1,
-    ),
-    variant(knobs.CONTEXT_KNOB, "context-length"),
-    knob(
-        MEMORY,
-        "Share of a device's memory for weights and cache only.",
-        flags=("mem-fraction-static", "mem-fraction"),
-        label="memory share",
-        kind="share",
-        auto=by_hardware(knobs.NOT_SET, fixed_values(None, "0.85", "0.9")),
-    ),
-    variant(knobs.KV_KNOB, "kv-cache-dtype", words=tuple(KV_BYTES), auto=knobs.if_fp8("auto", "fp8_e4m3")),
-    variant(knobs.PREFIX_KNOB, off="disable-radix-cache"),
-    variant(knobs.EAGER_KNOB, "disable-cuda-graph"),
-    knob(
-        POLICY,
-        "Order of waiting requests: first come first served, longest cached prefix first, and others.",
-        label="policy",
-        kind="word",
-        words=(
-            "fcfs",
-            "lpm",
-            "random",
-            "dfs-weight",
-            "lof",
-            "priority",
-            "routing-key",
-            "hrrn",
-            "shortest-prefill-first",
-        ),
-        auto=fixed_values("fcfs", "lpm"),
-    ),
-    knob(
-        MIXED,
-        "Chunks of prompts and answers share iterations.",
-        label="mixed chunks",
-        kind="flag",
-        neutral=False,
-        auto=fixed_values(False, True),
-    ),
-    knob(
-        ASYNC,
-        "Whether the next iteration is scheduled while the device computes.",
-        label="async",
-        kind="flag",
-        neutral=True,
-        flags=("",),
-        off="disable-overlap-schedule",
-    ),
-    variant(knobs.BACKEND_KNOB, "attention-backend", words=BACKENDS),
-    variant(
-        knobs.MOE_KNOB, "moe-runner-backend", words=MOE_BACKENDS, aliases=("moe_runner_backend",), versions=">=0.5"
-    ),
-    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.4.6.post5"),
-    knob(
-        REDUNDANT,
-        "Copies of experts, in addition to the experts of the model.",
-        label="redundant experts",
-        flags=("ep-num-redundant-experts",),
-        versions=">=0.4.6.post5",
-    ),
-    variant(
-        knobs.SPECULATION_KNOB,
-        "speculative-algorithm",
-        words=(NGRAM, "NEXTN", *NEED_DRAFT_MODEL),
-        spellings={"ngram": NGRAM, "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"},
-        versions=">=0.4.2",
-    ),
-    variant(knobs.DRAFTED_KNOB, versions=">=0.4.2"),
-    knob(HICACHE, "GiB of host memory for evicted cache of each rank.", label="offload", versions=">=0.4.6"),
-    knob(COMPILE, "Whether torch.compile is used.", label="compile", kind="flag", neutral=False),
-    variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
-    variant(knobs.TOWER_KNOB, Flag(name="mm-enable-dp-encoder", word="data"), versions=">=0.5.6"),
-)
-"""`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
-`data_parallel_size`."""
-BY_NAME = {knob.name: knob for knob in KNOBS}
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
-
-
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
 """SGLang's servers behind one port; with `enable-dp-attention` the attention groups of one server."""
 STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
@@ -252,7 +97,8 @@ def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
     return {DRAFTED: drafted}
 
 
-PROGRAM = SglangProgram.read("flagcore.engines.serving.sglang", KNOBS)
+PROGRAM = SglangProgram.read("flagcore.engines.serving.sglang", {"cache_types": knobs.if_fp8("auto", "fp8_e4m3")})
+KNOBS = PROGRAM.knobs
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
@@ -303,7 +149,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), or_default(values[PREFILL], PREFILL_TOKENS))
     ranks = values[TP] * values[PP] * values[DP]
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
-    element = np.array([2.0, *KV_BYTES.values()])[values[KV]]
+    element = PROGRAM.element_bytes(values)
     share = knobs.shares(values[MEMORY], memory_share(task, values))
     return Settings.of(
         task,
@@ -318,15 +164,15 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
         drafted=_drafted(other_args, values),
-        quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
-        tower_shares=knobs.tower_shares(BY_NAME[knobs.TOWER], values),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values),
     )
 
 
 def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
     """Return the drafted tokens in succession; by default the steps of a tree of drafts, or SGLang's number."""
     steps = other_args.get(STEPS)
-    default = np.where(columns[SPECULATION] == code(BY_NAME[SPECULATION], NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
+    default = np.where(columns[SPECULATION] == PROGRAM.code(SPECULATION, NGRAM), NGRAM_TOKENS, DRAFTED_TOKENS)
     if isinstance(steps, int):
         default = np.full_like(default, steps)
     return np.where(columns[SPECULATION] > 0, or_default(columns[DRAFTED], default), 0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.objective import is_rate
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.space import placement
 from flagcore.engines.serving.space.hardware import (
@@ -33,6 +35,7 @@ DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 CONTEXT = "context_len"
 """A spec without a space sets it only if the engine does not start otherwise."""
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
@@ -121,17 +124,10 @@ def code(knob: Knob, value: KnobValue) -> int:
     return words.index(value) + 1 if isinstance(value, str) else value or 0
 
 
-def is_fp8(quantization: Knob, columns: Columns) -> BoolArray:
-    """Return the rows whose weights are converted to fp8."""
-    return np.isin(
-        columns[quantization.name], [code(quantization, word) for word in quantization.words if "fp8" in word]
-    )
-
-
-def tower_shares(knob: Knob, columns: Columns, *, loaded: bool = True) -> FloatArray:
+def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
     """Return the ranks that split the weights of the vision tower, infinity if it is not `loaded`."""
     tensor = columns[TP].astype(np.float64)
-    is_whole = columns[TOWER] == code(knob, "data")
+    is_whole = columns[TOWER] == 1 + COMMON[TOWER]["words"].index("data")
     return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
 
 
@@ -197,42 +193,15 @@ def if_fp8(default: str, fp8: str) -> Auto:
 
 
 NOT_SET = fixed_values(None)
-DIVISORS = Auto(divisors, "divisors of the devices")
-TENSOR_SIZES = Auto(tensor_sizes, "divisors of the devices, and powers of two")
-DIVISORS_WITH_EXPERTS = Auto(
-    lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,), "1; with experts divisors of the devices"
-)
-POWERS_IN_FLIGHT = Auto(lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight")
-DIVISORS_FOR_RATES = Auto(
-    lambda task: divisors(task) if is_rate(task.spec.objective) else (1,), "divisors of the devices; 1 for a latency"
-)
-"""Several instances do not reduce a latency."""
 
 
-def knob(
-    name: str,
-    help: str,
-    *,
-    flags: Sequence[str | Flag] | None = None,
-    off: str = "",
-    auto: Auto = NOT_SET,
-    **fields: Any,
-) -> Knob:
+def knob(name: str, help: str, *, flags: Sequence[str] | None = None, auto: Auto = NOT_SET, **fields: Any) -> Knob:
     """Return a knob with its flags, the preferred one first; the default flag is its name with hyphens.
 
-    `off` is the flag that means False; `fields` are fields of `Knob`.
+    `fields` are fields of `Knob`.
     """
-    spellings = (name.replace("_", "-"),) if flags is None else flags
-    rows = tuple(each if isinstance(each, Flag) else Flag(name=each, off=off) for each in spellings)
+    rows = tuple(Flag(name=each) for each in (flags if flags is not None else [name.replace("_", "-")]))
     return Knob(name=name, help=help, flags=rows, auto=auto.values, auto_help=auto.help, **fields)
-
-
-def variant(common: Knob, *flags: str | Flag, off: str = "", auto: Auto | None = None, **fields: Any) -> Knob:
-    """Return a common knob with an engine's flags, the preferred one first, and changed fields."""
-    if auto is not None:
-        fields |= {"auto": auto.values, "auto_help": auto.help}
-    rows = [each if isinstance(each, Flag) else Flag(name=each, off=off) for each in flags or (("",) if off else ())]
-    return replace(common, flags=tuple(rows), **fields)
 
 
 class RolesKnob(Knob):
@@ -242,114 +211,60 @@ class RolesKnob(Knob):
         return None if value is None else placement.parse_roles(value, key)
 
 
-def switch(name: str, help: str, on: str, off: str, **fields: Any) -> Knob:
-    """Return a knob with the values on and off, which have a flag each; not set: the engine decides."""
-    flags = (Flag(name=on, word="on"), Flag(name=off, word="off"))
-    spellings = {"enabled": "on", "disabled": "off"}
-    return knob(name, help, kind="word", words=("on", "off"), spellings=spellings, flags=flags, **fields)
-
-
 ASYNC, BACKEND, SPECULATION, DRAFTED = "async_scheduling", "attention_backend", "speculation", "speculative_tokens"
 MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
-TRANSFER = "kv_transfer"
-TOWER = "mm_encoder_tp_mode"
+KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
+TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
 """Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
-
-INSTANCES_KNOB = knob(
-    INSTANCES,
-    "Number of servers, each with its own devices or CPU cores; `serve.router` divides the requests between them.",
-    flags=(),
-    layout=True,
-    neutral=1,
-    auto=DIVISORS_FOR_RATES,
-    aliases=("instance",),
-)
-ROLES_KNOB = RolesKnob(
-    name=PREFILL_DECODE,
-    help="Instances that only prefill and instances that only decode, with their layouts, such as 2xtp2+1xtp4; "
-    "replaces all other knobs of layouts.",
-    label="P+D",
-    layout=True,
-    kind="word",
-    auto=placement.auto_roles,
-    auto_help="not set; for a rate also divisions of all devices between two layouts",
-)
-TRANSFER_KNOB = knob(
-    TRANSFER,
-    f"What moves caches from instances that prefill to instances that decode; used with {PREFILL_DECODE}.",
-    flags=(),
-    label="KV transfer",
-    kind="word",
-)
-_SIZE: dict[str, Any] = {"flags": (), "layout": True, "neutral": 1}
-TP_KNOB = knob(TP, "Devices that split each layer's matrices.", label="TP", auto=TENSOR_SIZES, **_SIZE)
-PP_KNOB = knob(PP, "Pipeline stages: devices that hold successive layers.", label="PP", auto=DIVISORS, **_SIZE)
-DP_KNOB = knob(
-    DP,
-    "Attention data parallelism: groups inside one instance that each hold the attention of some sequences.",
-    label="DP",
-    auto=DIVISORS_WITH_EXPERTS,
-    **_SIZE,
-)
-EP_KNOB = knob(EP, "Devices that share the experts.", label="EP", auto=DIVISORS_WITH_EXPERTS, **_SIZE)
-CONTEXT_KNOB = knob(CONTEXT, "Tokens of one sequence, prompt and answer.", flags=())
-PREFIX_KNOB = knob(
-    "enable_prefix_caching",
-    "Whether cached prompt prefixes are reused.",
-    flags=(),
-    label="prefix caching",
-    kind="flag",
-    neutral=True,
-    auto=fixed_values(True, False),
-)
-EAGER_KNOB = knob(
-    "enforce_eager",
-    "Eager mode: no graph capture and no compilation, for a faster start and slower serving.",
-    flags=(),
-    label="eager",
-    kind="flag",
-    neutral=False,
-    auto=fixed_values(False, True),
-    memory_order=-1,
-)
-KV_KNOB = knob(
-    "kv_cache_type",
-    "Number format of cached keys and values; 8 or 4 bits change the answers.",
-    flags=(),
-    label="KV cache",
-    kind="word",
-)
-BACKEND_KNOB = knob(BACKEND, "Kernels of attention.", label="attention", kind="word")
-MOE_KNOB = knob(MOE, "Kernels of the experts.", label="MoE backend", kind="word")
-BALANCING_KNOB = knob(
-    BALANCING,
-    "Whether experts with much work get copies on other devices; needs expert parallelism.",
-    label="EPLB",
-    kind="flag",
-    neutral=False,
-)
-QUANTIZATION_KNOB = knob(
-    QUANTIZATION,
-    "Format to which the engine converts the weights, or in which they are stored; a conversion changes the answers.",
-    kind="word",
-)
-TOWER_KNOB = knob(
-    TOWER,
-    "How tensor ranks share the vision tower: each has a part of its weights, or all weights and a part of the images.",
-    label="tower",
-    kind="word",
-    words=("weights", "data"),
-    auto=Auto(
+AUTOS = {
+    "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
+    "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two"),
+    "divisors": Auto(divisors, "divisors of the devices"),
+    "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
+    "divisors_with_experts": Auto(
+        lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,),
+        "1; with experts divisors of the devices",
+    ),
+    "divisors_for_rates": Auto(  # several instances do not reduce a latency
+        lambda task: divisors(task) if is_rate(task.spec.objective) else (1,),
+        "divisors of the devices; 1 for a latency",
+    ),
+    "powers_in_flight": Auto(
+        lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight"
+    ),
+    "tower_modes": Auto(
         lambda task: ("weights", "data") if task.spec.model.vision and has_images(task.spec.serve.loads) else (None,),
         "both for a load with images; else not set",
     ),
+}
+"""The values of `auto` by their names in tables of knobs."""
+
+
+def read(rows: Mapping[str, Mapping[str, Any] | None], autos: Mapping[str, Auto] = AUTOS) -> tuple[Knob, ...]:
+    """Return the knobs of a table. A row has the fields of a knob, or those in which it differs from a common knob.
+
+    `flags` are names, or fields of `Flag`; the default is the name of the knob with hyphens. `off_flag` is the flag
+    that means False. `auto` is a list, or a name of `autos`; `on_cores` is that on CPU cores.
+    """
+    return tuple(_knob(name, {**COMMON.get(name, {}), **(row or {})}, autos) for name, row in rows.items())
+
+
+def _knob(name: str, row: dict[str, Any], autos: Mapping[str, Auto]) -> Knob:
+    def auto_of(key: str) -> Auto:
+        value = row.pop(key, [None])
+        return autos[value] if isinstance(value, str) else fixed_values(*value)
+
+    auto = by_hardware(auto_of("on_cores"), auto_of("auto")) if "on_cores" in row else auto_of("auto")
+    off, flags = row.pop("off_flag", ""), row.pop("flags", [name.replace("_", "-")])
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    fields = {"auto": auto.values, "auto_help": auto.help, **fields}
+    fields["flags"] = tuple(Flag(name=each, off=off) if isinstance(each, str) else Flag(**each) for each in flags)
+    return (RolesKnob if name == PREFILL_DECODE else Knob)(name=name, **fields)
+
+
+COMMON: Mapping[str, Mapping[str, Any]] = yaml.load(
+    files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER
 )
-SPECULATION_KNOB = knob(
-    SPECULATION,
-    "Method that drafts tokens, which the model accepts or rejects; the gain depends on the text.",
-    kind="word",
-)
-DRAFTED_KNOB = knob(
-    DRAFTED, "Drafted tokens of a sequence in one iteration.", label="drafted tokens", part_of=SPECULATION
-)
+"""The rows of the knobs that engines share."""
+(INSTANCES_KNOB,) = read({INSTANCES: None})

@@ -11,15 +11,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import yaml
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.installed import strip_dashes
+from flagcore.engines.serving.space.knobs import Auto
 from flagcore.engines.serving.space.weights import check_directory
 from flagcore.errors import NoDevice, SpecError, join_errors
 
@@ -44,8 +46,24 @@ class EngineArgs(NamedTuple):
     others: dict[str, EngineArg]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """How Dynamo runs an engine: the Python module of its worker, and flags that differ from those of the server.
+
+    The worker takes the server's flags except `frontend_flags`, and also `flags`. `kind_flag` selects workers that only
+    prefill or decode; empty if it is the server's. Such workers set `own_variables` themselves, and exchange caches by
+    one of `transfers`.
+    """
+
+    module: str
+    transfers: Sequence[str]
+    frontend_flags: Sequence[str] = ()
+    flags: Sequence[str] = ()
+    kind_flag: str = ""
+    own_variables: Sequence[str] = ()
+
+
 P = TypeVar("P", bound="Program")
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +78,9 @@ class Program:
     `flag_fields`; flags are not checked if both are empty.
 
     `overheads` are the fields of `Overheads` (model/work.py) by the first release to which they apply, the newest
-    first.
-    `block_sizes` are the supported block sizes of attention backends.
+    first. `block_sizes` are the supported block sizes of attention backends, `cache_types` the bytes of a cached
+    element by the words of its knob. `word_releases` are the releases that have words, by knob; other words are in all
+    releases. `dynamo` is how Dynamo runs the engine; None: it does not.
     """
 
     title: str
@@ -77,13 +96,38 @@ class Program:
     flag_fields: Sequence[str] = ()
     overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    cache_types: Mapping[str, float] = field(default_factory=dict)
+    word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    dynamo: Worker | None = None
 
     @classmethod
-    def read(cls: type[P], package: str, knobs: tuple[Knob, ...]) -> P:
-        """Return the program in `engine.yaml` of an engine's package, whose keys are the fields."""
-        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), _Loader)
-        data["reserved"] = RESERVED_FLAGS | data["reserved"]
-        return cls(knobs=knobs, **data)
+    def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
+        """Return the program in `engine.yaml` of an engine's package, whose keys are the fields.
+
+        `autos` are the engine's own values of `auto`, by their names in the table of knobs.
+        """
+        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
+        rows = {name: row or {} for name, row in data.pop("knobs").items()}
+        rows[knobs.KV]["words"] = list(data["cache_types"])
+        releases = {name: row.pop("word_releases") for name, row in rows.items() if "word_releases" in row}
+        reserved = RESERVED_FLAGS | data.pop("reserved")
+        if "dynamo" in data:
+            data["dynamo"] = Worker(**data["dynamo"])
+        table = knobs.read(rows, {**knobs.AUTOS, **(autos or {})})
+        return cls(knobs=table, word_releases=releases, reserved=reserved, **data)
+
+    def code(self, name: str, value: KnobValue) -> int:
+        """Return the code of a value in the columns of the knob `name`."""
+        return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
+
+    def element_bytes(self, columns: Columns) -> FloatArray:
+        """Return the bytes of a cached element; types that are not set have 16 bits."""
+        return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
+
+    def converts_to_fp8(self, columns: Columns) -> BoolArray:
+        """Return the rows whose weights are converted to fp8."""
+        words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
+        return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
 
     def parse(self, spec: Spec) -> EngineArgs:
         """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
 from flagcore.engines.serving.space.installed import strip_dashes
-from flagcore.engines.serving.space.knobs import CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, code, tensor_sizes
+from flagcore.engines.serving.space.knobs import BACKEND, CONTEXT, DRAFTED, LAYOUT, SPECULATION, TOWER, tensor_sizes
 from flagcore.engines.serving.space.program import Program
 from flagcore.engines.serving.space.weights import context_limit
 from flagcore.errors import SpecError
@@ -172,43 +171,41 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
 
 
 def speculation_rules(
-    task: Task,
-    method: Knob,
-    program: Program,
-    need_model: Sequence[str],
-    model_flag: str,
-    own_layers: str,
-    *,
-    needs_tokens: bool = True,
+    task: Task, program: Program, need_model: Sequence[str], model_flag: str, own_layers: str
 ) -> tuple[Rule, ...]:
-    """Return the rules of speculation by `method`.
+    """Return the rules of speculation.
 
-    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens. With
-    `needs_tokens`, all methods need the number of drafted tokens.
+    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens.
     """
-    drafts = [code(method, word) for word in need_model]
+    drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
-    tokens = Rule(
-        name="speculation_needs_tokens",
-        knobs=(method.name, DRAFTED),
-        message=f"{method.name} needs {DRAFTED}",
-        broken=lambda c: (c[method.name] > 0) & (c[DRAFTED] == 0),
-    )
     return (
-        *((tokens,) if needs_tokens else ()),
         Rule(
             name="speculation_needs_a_draft",
-            knobs=(method.name,),
-            message=f"{method.name} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
-            broken=lambda c: np.isin(c[method.name], drafts) & (not has_model),
+            knobs=(SPECULATION,),
+            message=f"{SPECULATION} = {', '.join(need_model)} needs {model_flag} in serve.engine_args",
+            broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
         ),
         Rule(
             name="no_prediction_layers",
-            knobs=(method.name,),
-            message=f"{method.name} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
-            broken=lambda c: (c[method.name] == code(method, own_layers)) & (task.spec.model.mtp_num_layers == 0),
+            knobs=(SPECULATION,),
+            message=f"{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
+            broken=lambda c: (c[SPECULATION] == layers) & (task.spec.model.mtp_num_layers == 0),
         ),
     )
+
+
+def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntArray], BoolArray]) -> Rule:
+    """Return the rule for the sizes of blocks that attention backends take; `is_bad` is that of all other backends."""
+    sizes_by_code = {program.code(BACKEND, name): sizes for name, sizes in program.block_sizes.items()}
+
+    def broken(c: Columns) -> BoolArray:
+        bad = is_bad(c[knob])
+        for backend, sizes in sizes_by_code.items():
+            bad = np.where(c[BACKEND] == backend, ~np.isin(c[knob], sizes), bad)
+        return (c[knob] > 0) & bad
+
+    return Rule(name=knob, knobs=(knob, BACKEND), message=f"{knob} {problem}", broken=broken)
 
 
 def no_drafts() -> Merge:
@@ -220,16 +217,16 @@ def no_drafts() -> Merge:
     )
 
 
-def same_as_unset(knobs: Sequence[Knob], defaults: Mapping[str, KnobValue]) -> list[Merge]:
+def same_as_unset(program: Program, defaults: Mapping[str, KnobValue]) -> list[Merge]:
     """Return the merges of the engine's default values with knobs that are not set."""
 
-    def merge(knob: Knob) -> Merge:
-        name, default = knob.name, code(knob, defaults[knob.name])
+    def merge(name: str) -> Merge:
+        default = program.code(name, defaults[name])
         return Merge(
             name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
         )
 
-    return [merge(knob) for knob in knobs if knob.name in defaults]
+    return [merge(knob.name) for knob in program.knobs if knob.name in defaults]
 
 
 CACHE_SHARE = 0.25
@@ -237,7 +234,7 @@ CACHE_SHARE = 0.25
 
 
 def usual_space(
-    task: Task, knobs: Sequence[Knob], defaults: Mapping[str, KnobValue], fixed: Mapping[str, KnobValue]
+    task: Task, program: Program, defaults: Mapping[str, KnobValue]
 ) -> dict[str, str | tuple[KnobValue, ...]]:
     """Return the layouts among which an expert chooses, with the engine's defaults for all other knobs.
 
@@ -245,12 +242,13 @@ def usual_space(
     CPU cores the engine's defaults are the only choice: one instance uses all of them.
     """
     space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
+    fixed = program.parse(task.spec).fixed
     usual: dict[str, str | tuple[KnobValue, ...]] = {name: (value,) for name, value in defaults.items()}
     if task.spec.serve.default_space and CONTEXT in usual and CONTEXT not in fixed:
         usual[CONTEXT] = AUTO
     if Hardware.of(task).on_cores:
         return usual
-    for knob in (knob for knob in knobs if knob.name in LAYOUT and knob.name not in fixed):
+    for knob in (knob for knob in program.knobs if knob.name in LAYOUT and knob.name not in fixed):
         named = knob.value_in(space)
         if named is not None:
             usual[knob.name] = named

@@ -71,7 +71,7 @@ class Settings:
         ones = np.ones_like(columns[INSTANCES])
         unknown = np.full(ones.shape, np.nan)
         tensor, pipeline, data, expert = (columns.get(knob, ones) for knob in (TP, PP, DP, EP))
-        context = columns.get(common_knobs.CONTEXT_KNOB.name, 0 * ones)
+        context = columns.get(common_knobs.CONTEXT, 0 * ones)
         common_settings: dict[str, Any] = {
             "instances": columns[INSTANCES],
             "devices": tensor * pipeline * data,
@@ -86,7 +86,7 @@ class Settings:
             ),
             "chunked": ones,
             "graphs": 0 * ones,
-            "prefix_caching": columns.get(common_knobs.PREFIX_KNOB.name, 0 * ones),
+            "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
             "memory_fraction": unknown,
             "cache_bytes": unknown,
         }

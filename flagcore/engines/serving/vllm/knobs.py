@@ -2,24 +2,20 @@
 
 Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `platforms/cpu.py`; for older
 versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21: graphs within the memory share, 0.92).
-The releases that have a flag follow from `engine/arg_utils.py` and `config/` of 0.8.5 to 0.32; for images, from the CPU
-builds 0.8.5 and 0.9.1 to 0.10.2 (vllm-project/vllm #23190: mm-encoder-tp-mode).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.knob import Flag
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore.engines.serving.space.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
+from flagcore.engines.serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, SPECULATION, Auto, or_default
 from flagcore.engines.serving.space.program import EngineArgs, Program
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
@@ -32,51 +28,14 @@ REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
 }
 """Removed flags: the release that removed them, and the alternative (swap_space: vllm-project/vllm #36216)."""
 
-SEQS, TOKENS, BLOCK, CONTEXT = "max_num_seqs", "max_num_batched_tokens", "block_size", "context_len"
-MEMORY, KV, PREFIX, CHUNKED = (
-    "gpu_memory_utilization",
-    "kv_cache_type",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-)
-EAGER, GRAPHS, THREADS = "enforce_eager", "cudagraph_mode", "threads"
-ASYNC, BACKEND, SPECULATION, DRAFTED = knobs.ASYNC, knobs.BACKEND, knobs.SPECULATION, knobs.DRAFTED
-POLICY, COMPILATION, LEVEL = "scheduling_policy", "compilation_mode", "optimization_level"
-BALANCING, OFFLOADING, QUANTIZATION = knobs.BALANCING, "kv_offloading_size", knobs.QUANTIZATION
-TOWER, IMAGES, PROCESSED = knobs.TOWER, "limit_mm_per_prompt", "mm_processor_cache_gb"
+SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
+MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
+POLICY, IMAGES = "scheduling_policy", "limit_mm_per_prompt"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The release since which scheduling is asynchronous by default (#27614), but not on CPU cores."""
 SYNCHRONOUS_SECONDS = 956e-6
 """The host time of an iteration with synchronous scheduling, fitted to releases from 0.12 (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
-BACKENDS = (
-    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TREE_ATTN", "TORCH_SDPA", "CPU_ATTN"),
-    *("FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "CPU_MLA"),
-    *("FLASHINFER_MLA_SPARSE", "TOKENSPEED_MLA", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN"),
-    *("ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "ROCM_AITER_TRITON_MLA", "XPU_MLA_SPARSE", "HPC_ATTN"),
-    *("TURBOQUANT", "B12X", "CUSTOM"),
-)
-MOE_BACKENDS = (
-    *("auto", "triton", "batched_triton", "triton_unfused", "deep_gemm", "deep_gemm_mega_moe", "cutlass", "marlin"),
-    *("flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl", "aiter", "aiter_mega_moe", "humming"),
-)
-QUANTIZATIONS = (
-    *("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8"),
-    *("nvfp4_per_token", "experts_int8", "ptpc_fp8", "bitsandbytes", "torchao", "rtn", "inc", "awq", "awq_marlin"),
-    *("gptq", "gptq_marlin", "compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "quark", "moe_wna16", "gguf"),
-    *("ascend", "auto_awq", "auto_gptq", "fbgemm_fp8", "hqq", "online", "humming"),
-)
-KV_BYTES = {
-    "auto": 2.0,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "fp8": 1.0,
-    "fp8_e5m2": 1.0,
-    "fp8_inc": 1.0,
-    "fp8_ds_mla": 1.0,
-    "nvfp4": 0.5625,
-}
-"""Bytes of a cached element; `auto` is the format of activations, fp8 is fp8_e4m3, NVFP4 has a scale per 16."""
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
@@ -102,137 +61,6 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     return (longest,) if needed > room else (None,)
 
 
-CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
-
-KNOBS = (
-    knobs.INSTANCES_KNOB,
-    variant(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
-    replace(knobs.ROLES_KNOB, versions=">=0.8.5"),
-    variant(knobs.TRANSFER_KNOB, words=("NixlConnector", "P2pNcclConnector", "ExampleConnector"), versions=">=0.8.5"),
-    variant(knobs.PP_KNOB, "pipeline-parallel-size", "pp", auto=by_hardware(fixed_values(1), knobs.DIVISORS)),
-    variant(knobs.DP_KNOB, "data-parallel-size", "dp"),
-    variant(knobs.EP_KNOB, help="Devices that share the experts: 1, or all of an instance."),
-    knob(
-        BLOCK,
-        "Tokens of one block of the cache.",
-        aliases=("page_size",),
-        auto=by_hardware(fixed_values(32, 128), fixed_values(16, 32, 64)),
-    ),
-    knob(
-        SEQS,
-        "Maximum number of sequences in one iteration.",
-        aliases=("max_running_requests",),
-        auto=knobs.POWERS_IN_FLIGHT,
-        memory_order=1,
-    ),
-    knob(
-        TOKENS,
-        "Maximum number of tokens of prompts and answers in one iteration.",
-        aliases=("chunked_prefill_size",),
-        auto=by_hardware(fixed_values(256, 1024, 2048), fixed_values(2048, 4096, 8192, 16384)),
-        memory_order=1,
-    ),
-    variant(knobs.CONTEXT_KNOB, "max-model-len", auto=CONTEXTS),
-    knob(
-        MEMORY,
-        "Share of a device's memory for weights, activations, graphs and cache together.",
-        label="memory share",
-        kind="share",
-        flags=("gpu-memory-utilization", "device-memory-utilization"),
-        auto=by_hardware(knobs.NOT_SET, fixed_values("0.9", "0.95")),
-    ),
-    variant(knobs.KV_KNOB, "kv-cache-dtype", words=tuple(KV_BYTES), auto=knobs.if_fp8("auto", "fp8")),
-    variant(knobs.EAGER_KNOB, "enforce-eager"),
-    knob(
-        GRAPHS,
-        "Which iterations run as captured graphs.",
-        label="graphs",
-        kind="word",
-        words=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
-        flags=("compilation-config.cudagraph_mode",),
-        versions=">=0.10.1",
-        auto=by_hardware(knobs.NOT_SET, fixed_values("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
-    ),
-    variant(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
-    knob(
-        CHUNKED,
-        "Whether long prompts are computed in chunks, together with answers.",
-        label="chunked prefill",
-        kind="flag",
-        neutral=True,
-        off="no-enable-chunked-prefill",
-        auto=fixed_values(True),
-    ),
-    knobs.switch(
-        ASYNC,
-        "Whether the next iteration is scheduled while the device computes; the default since 0.14.",
-        "async-scheduling",
-        "no-async-scheduling",
-        label="async",
-        versions=">=0.10",
-    ),
-    knob(
-        POLICY,
-        "Order of waiting requests: first come first served, or by the priority of the request.",
-        label="policy",
-        kind="word",
-        words=("fcfs", "priority"),
-        aliases=("schedule_policy",),
-    ),
-    variant(knobs.BACKEND_KNOB, Flag(name="attention-backend", versions=">=0.13"), words=BACKENDS),
-    variant(knobs.MOE_KNOB, "moe-backend", words=MOE_BACKENDS, versions=">=0.17"),
-    variant(knobs.BALANCING_KNOB, "enable-eplb", versions=">=0.9.2"),
-    variant(
-        knobs.SPECULATION_KNOB,
-        "speculative-config.method",
-        words=("ngram", "ngram_gpu", "suffix", "mtp", *NEED_DRAFT_MODEL),
-    ),
-    variant(knobs.DRAFTED_KNOB, "speculative-config.num_speculative_tokens"),
-    knob(OFFLOADING, "GiB of host memory for evicted cache, over all ranks.", label="offload", versions=">=0.14"),
-    knob(
-        COMPILATION,
-        "How much is compiled: 0 nothing, 3 vLLM's own compilation.",
-        label="compilation",
-        kind="word",
-        words=("0", "1", "2", "3"),
-        flags=(
-            Flag(name="compilation-config.mode", versions=">=0.11.1"),
-            Flag(name="compilation-config.level", versions="<0.11.1"),
-        ),
-    ),
-    knob(
-        LEVEL,
-        "Preset for compilation, graphs and fused kernels, from 0 (fast start) to 3.",
-        label="O",
-        kind="word",
-        words=("0", "1", "2", "3"),
-        versions=">=0.12",
-    ),
-    variant(knobs.QUANTIZATION_KNOB, "quantization", words=QUANTIZATIONS),
-    variant(knobs.TOWER_KNOB, "mm-encoder-tp-mode", versions=">=0.10.2"),
-    knob(IMAGES, "Most images of a request.", flags=("limit-mm-per-prompt.image",), label="images", versions=">=0.9.1"),
-    knob(
-        PROCESSED,
-        "GiB of host memory for prepared images, in each front end and scheduler, for repeated ones; 0: none.",
-        label="image cache",
-        neutral=4,
-        minimum=0,
-        versions=">=0.10.1",
-    ),
-    knob(
-        THREADS,
-        "CPU cores of one rank. If not set, a single rank leaves one core to the API server.",
-        flags=(),
-        auto=knobs.Auto(
-            lambda task: (None, *knobs.divisors(task)) if Hardware.of(task).on_cores else (None,),
-            "on cores not set, and their divisors; else not set",
-        ),
-    ),
-)
-"""The neutral values mean vLLM's defaults."""
-BY_NAME = {knob.name: knob for knob in KNOBS}
-
-
 class VllmProgram(Program):
     """`vllm serve`, with checks for flags that depend on the release."""
 
@@ -249,7 +77,11 @@ class VllmProgram(Program):
         return super().parse(spec)
 
 
-PROGRAM = VllmProgram.read("flagcore.engines.serving.vllm", KNOBS)
+CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
+PROGRAM = VllmProgram.read(
+    "flagcore.engines.serving.vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")}
+)
+KNOBS = PROGRAM.knobs
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -327,11 +159,11 @@ def settings(task: Task, columns: Columns) -> Settings:
         graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
-        cache_element_bytes=np.array([2.0, *KV_BYTES.values()])[values[KV]],
+        cache_element_bytes=PROGRAM.element_bytes(values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
-        quantized=knobs.is_fp8(BY_NAME[QUANTIZATION], values),
-        tower_shares=knobs.tower_shares(BY_NAME[TOWER], values, loaded="language-model-only" not in other_args),
+        quantized=PROGRAM.converts_to_fp8(values),
+        tower_shares=knobs.tower_shares(values, loaded="language-model-only" not in other_args),
     )
 
 

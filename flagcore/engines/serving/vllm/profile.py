@@ -6,47 +6,60 @@ Sources of the rules: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.knob import in_versions
+from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.launch.profile import Worker
-from flagcore.engines.serving.launch.server import HEAD, HEAD_PORT, PORT, Instance, address
-from flagcore.engines.serving.space import installed, knobs, placement
-from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, most_images
-from flagcore.engines.serving.space.knobs import code
-from flagcore.engines.serving.space.program import as_words
-from flagcore.engines.serving.space.rules import (
-    context_rules,
-    no_drafts,
-    same_as_unset,
-    speculation_rules,
-    split_rules,
-    tower_merge,
+from flagcore.engines.serving.launch.server import (
+    HEAD,
+    HEAD_PORT,
+    PORT,
+    SHARED,
+    TRANSFER_PORT,
+    Instance,
+    Router,
+    address,
 )
-from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
-from flagcore.engines.serving.vllm import disaggregation
-from flagcore.engines.serving.vllm import knobs as own
-from flagcore.engines.serving.vllm.knobs import (
+from flagcore.engines.serving.load import routing
+from flagcore.engines.serving.space import installed, knobs, placement, rules
+from flagcore.engines.serving.space.hardware import (
+    DP,
+    EP,
+    INSTANCES,
+    PP,
+    PREFILL_DECODE,
+    TP,
+    Hardware,
+    count,
+    longest_request,
+    most_images,
+)
+from flagcore.engines.serving.space.knobs import (
     ASYNC,
     BACKEND,
     BALANCING,
-    CHUNKED,
     CONTEXT,
+    DRAFTED,
     EAGER,
-    GRAPHS,
-    NEED_DRAFT_MODEL,
-    SEQS,
     SPECULATION,
-    THREADS,
-    TOKENS,
-    limits,
+    TRANSFER,
 )
+from flagcore.engines.serving.space.program import as_words
+from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
+from flagcore.engines.serving.vllm import knobs as own
+from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
 from flagcore.engines.serving.vllm.reports import REPORTS
+from flagcore.errors import UsageError
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
@@ -60,33 +73,20 @@ MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
-FRONTEND_FLAGS = """
-host port uds uvicorn-log-level disable-uvicorn-access-log disable-access-log-for-endpoints allow-credentials
-allowed-origins allowed-methods allowed-headers api-key ssl-keyfile ssl-certfile ssl-ca-certs enable-ssl-refresh
-ssl-cert-reqs ssl-ciphers root-path middleware enable-request-id-headers disable-fastapi-docs
-h11-max-incomplete-event-size h11-max-header-count lora-modules chat-template chat-template-content-format
-trust-request-chat-template default-chat-template-kwargs response-role return-tokens-as-token-ids
-enable-auto-tool-choice exclude-tools-when-tool-choice-none tool-call-parser tool-parser-plugin tool-server
-log-config-file max-log-len enable-prompt-tokens-details enable-server-load-tracking enable-force-include-usage
-enable-tokenizer-info-endpoint enable-log-outputs enable-log-deltas log-error-stack api-server-count
-"""
-"""Flags of vLLM's HTTP server that are not the engine's (0.32: `entrypoints/openai/cli_args.py`)."""
-
-
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
-    command = own.PROGRAM.start_command(task.spec)
+    command = PROGRAM.start_command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
-    version = own.PROGRAM.version(task.spec)
+    version = PROGRAM.version(task.spec)
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values, version)]
     if count(values, EP) > 1:
-        argv.append(f"--{own.PROGRAM.expert_switch}")
-    others = own.PROGRAM.parse(task.spec).others
+        argv.append(f"--{PROGRAM.expert_switch}")
+    others = PROGRAM.parse(task.spec).others
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # other candidates have the draft model
         others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
     argv += as_words(others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if (backend := values.get(BACKEND)) and not own.BY_NAME[BACKEND].arguments(backend, version):
+    if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
         environment[BACKEND_VARIABLE] = str(backend)
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
@@ -107,7 +107,7 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     """
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}
-    if "kv-cache-memory-bytes" not in own.PROGRAM.parse(task.spec).others:
+    if "kv-cache-memory-bytes" not in PROGRAM.parse(task.spec).others:
         environment[CACHE_SPACE] = f"{own.cache_gib(task, instances, ranks):.0f}"
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
@@ -117,6 +117,59 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     return environment
 
 
+NIXL, P2P, EXAMPLE = "NixlConnector", "P2pNcclConnector", "ExampleConnector"
+RELEASES = {NIXL: ">=0.9", P2P: ">=0.9.2,<0.24", EXAMPLE: ">=0.8.5"}
+"""The releases that have a connector. The example connector, which uses a folder, was SharedStorageConnector."""
+RENAMED, OLD_EXAMPLE = "<0.13", "SharedStorageConnector"
+PROTOCOLS = {NIXL: routing.NIXL, P2P: routing.P2P, EXAMPLE: routing.FOLDER}
+BUFFER_BYTES = {True: "1e1", False: "8e9"}
+"""Buffers of the P2P connector by whether the instance prefills: it sends as soon as a layer is computed."""
+CONFIG = "kv-transfer-config"
+
+
+def _transfer_of(task: Task, values: Mapping[str, KnobValue]) -> str:
+    """Return the connector of a candidate, by default NIXL; on CPU cores the one that needs no further package."""
+    return str(values.get(TRANSFER) or (EXAMPLE if Hardware.of(task).on_cores else NIXL))
+
+
+def _of_kind(task: Task, values: Mapping[str, KnobValue], kind: str, instance: Instance) -> Instance:
+    """Return an instance with the flags and variables of its kind."""
+    connector, prefills = _transfer_of(task, values), kind == routing.PREFILL
+    version = PROGRAM.version(task.spec)
+    environment, flags = dict(instance.environment), list[str]()
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    if connector == NIXL:
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": HEAD, "VLLM_NIXL_SIDE_CHANNEL_PORT": TRANSFER_PORT}
+        config |= {"kv_buffer_device": "cpu"} if Hardware.of(task).on_cores else {}
+    elif connector == P2P:
+        # the connector reads both addresses from the request's id, to which newer releases add random digits
+        environment |= {"VLLM_HOST_IP": HEAD, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+        config |= {"kv_role": "kv_producer" if prefills else "kv_consumer", "kv_port": TRANSFER_PORT}
+        config |= {"kv_buffer_size": BUFFER_BYTES[prefills], "kv_connector_extra_config": {"send_type": "PUT_ASYNC"}}
+    else:
+        name = OLD_EXAMPLE if version and in_versions(RENAMED, version) else EXAMPLE
+        config |= {"kv_connector": name, "kv_connector_extra_config": {"shared_storage_path": SHARED}}
+        # the connector stores the first piece of a prompt only
+        flags += ["--no-enable-chunked-prefill"] if prefills and values.get(CHUNKED) is not False else []
+    return replace(instance, argv=(*instance.argv, *flags, f"--{CONFIG}", json.dumps(config)), environment=environment)
+
+
+def _protocol(task: Task, values: Mapping[str, KnobValue]) -> str:
+    """Return how the connector of a candidate finds caches."""
+    return PROTOCOLS[_transfer_of(task, values)]
+
+
+def _router(task: Task, values: Mapping[str, KnobValue]) -> Router:
+    """Return vLLM's router, of pairs for NIXL only. Raises UsageError for other connectors, which it does not know."""
+    folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
+    program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
+    if not values.get(PREFILL_DECODE):
+        return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)
+    if (connector := _transfer_of(task, values)) != NIXL:
+        raise UsageError(f"vllm-router does not know {TRANSFER} = {connector}; use {NIXL}")
+    return Router.of_pairs(program, "--vllm-pd-disaggregation")
+
+
 def _graph_tokens(task: Task) -> int:
     version = installed.release(task.spec.serve.engine_version or "")
     is_newer = version is None or version >= MORE_GRAPHS_SINCE
@@ -124,11 +177,11 @@ def _graph_tokens(task: Task) -> int:
     return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
-def rules(task: Task) -> tuple[Rule, ...]:
+def _rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of vLLM for legal candidates."""
     hardware = Hardware.of(task)
     layouts = (
-        *split_rules(task, data=True, span=True),
+        *rules.split_rules(task, data=True, span=True),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
@@ -140,7 +193,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     return (
         *layouts,
         *placement.rules(task, layouts),
-        *disaggregation.rules(task),
+        *_transfer_rules(task),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
@@ -160,7 +213,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
         *_model_rules(task),
-        *context_rules(task, CONTEXT),
+        *rules.context_rules(task, CONTEXT),
         _block_rule(task),
         Rule(
             name="images_of_request",
@@ -171,9 +224,64 @@ def rules(task: Task) -> tuple[Rule, ...]:
     )
 
 
+def _transfer_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules for connectors."""
+    longest = longest_request(task.spec.serve.loads, task.spec.model.vision)
+    version = PROGRAM.version(task.spec)
+    codes = {0: _transfer_of(task, {}), **{PROGRAM.code(TRANSFER, word): word for word in RELEASES}}
+    known = [word for word, releases in RELEASES.items() if in_versions(releases, version)]
+    has_config = CONFIG in PROGRAM.parse(task.spec).others
+
+    def unequal(pair: placement.Pair) -> bool:
+        return pair[0].tp != pair[1].tp
+
+    def split(pair: placement.Pair) -> bool:
+        return max(each.devices for each in pair) > 1
+
+    def staged(pair: placement.Pair) -> bool:
+        sizes = sorted(each.tp for each in pair)
+        return max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0
+
+    checks = {NIXL: staged, P2P: unequal, EXAMPLE: split}
+    return (
+        Rule(
+            name="transfer_release",
+            knobs=(PREFILL_DECODE, TRANSFER),
+            message=f"vllm {version} has the connectors {' and '.join(known) or 'of no kind'} for {PREFILL_DECODE}; "
+            + ", ".join(f"{word} needs vllm {releases}" for word, releases in RELEASES.items() if word not in known),
+            broken=lambda c: (
+                (c[PREFILL_DECODE] > 0) & ~np.isin(c[TRANSFER], [n for n, word in codes.items() if word in known])
+            ),
+        ),
+        Rule(
+            name="own_transfer_config",
+            knobs=(PREFILL_DECODE,),
+            message=f"{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args",
+            broken=lambda c: (c[PREFILL_DECODE] > 0) & has_config,
+        ),
+        Rule(
+            name="whole_prompts_in_folder",
+            knobs=(PREFILL_DECODE, TRANSFER, TOKENS, CONTEXT),
+            message=f"with {EXAMPLE}, which needs whole prompts, {TOKENS} must be at least {CONTEXT}",
+            broken=lambda c: (
+                (c[PREFILL_DECODE] > 0)
+                & np.isin(c[TRANSFER], [n for n, word in codes.items() if word == EXAMPLE])
+                & (c[TOKENS] > 0)
+                & (c[TOKENS] < np.maximum(c[CONTEXT], longest))
+            ),
+        ),
+        placement.transfer_rule(
+            task,
+            TRANSFER,
+            {number: checks[word] for number, word in codes.items()},
+            f"{NIXL} needs pp1 and tp that divide each other, {P2P} the same tp, {EXAMPLE} one device per instance",
+        ),
+    )
+
+
 def _model_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of knobs that only some models have."""
-    method = own.BY_NAME[SPECULATION]
+    on_host = [PROGRAM.code(SPECULATION, method) for method in ("ngram", "suffix")]
     return (
         Rule(
             name="load_balancing",
@@ -181,33 +289,32 @@ def _model_rules(task: Task) -> tuple[Rule, ...]:
             message=f"{BALANCING} needs {EP} > 1",
             broken=lambda c: (c[BALANCING] == 1) & (c[EP] <= 1),
         ),
-        *speculation_rules(task, method, own.PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
+        Rule(
+            name="speculation_needs_tokens",
+            knobs=(SPECULATION, DRAFTED),
+            message=f"{SPECULATION} needs {DRAFTED}",
+            broken=lambda c: (c[SPECULATION] > 0) & (c[DRAFTED] == 0),
+        ),
+        *rules.speculation_rules(task, PROGRAM, own.NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         Rule(  # 0.32: `config/vllm.py`
             name="asynchronous_drafts",
             knobs=(ASYNC, SPECULATION),
             message=f"{ASYNC} must not be on with {SPECULATION} = ngram or suffix, which draft on the host",
-            broken=lambda c: (c[ASYNC] == 1) & np.isin(c[SPECULATION], [code(method, "ngram"), code(method, "suffix")]),
+            broken=lambda c: (c[ASYNC] == 1) & np.isin(c[SPECULATION], on_host),
         ),
     )
 
 
 def _block_rule(task: Task) -> Rule:
     """Return the rule for block sizes of the attention backend, or of any backend."""
-    hardware, multiple, only = Hardware.of(task), 16, list[int]()
-    problem = f"must be a multiple of 16, and a size that {BACKEND} supports"
-    if hardware.on_cores:
-        multiple, problem = 32, "must be a multiple of 32 for vLLM's CPU attention"
-        if task.spec.model.multi_latent_attention:
-            only, problem = [16], "must be 16 for vLLM's CPU kernels for latent attention"
-    backend_sizes = {code(own.BY_NAME[BACKEND], name): sizes for name, sizes in own.PROGRAM.block_sizes.items()}
-
-    def broken(c: Columns) -> BoolArray:
-        is_bad = ~np.isin(c[own.BLOCK], only) if only else c[own.BLOCK] % multiple != 0
-        for backend, sizes in backend_sizes.items():
-            is_bad = np.where(c[BACKEND] == backend, ~np.isin(c[own.BLOCK], sizes), is_bad)
-        return (c[own.BLOCK] > 0) & is_bad
-
-    return Rule(name="block_size", knobs=(own.BLOCK, BACKEND), message=f"{own.BLOCK} {problem}", broken=broken)
+    if not Hardware.of(task).on_cores:
+        problem = f"must be a multiple of 16, and a size that {BACKEND} supports"
+        return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes % 16 != 0)
+    if task.spec.model.multi_latent_attention:
+        problem = "must be 16 for vLLM's CPU kernels for latent attention"
+        return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes != own.MLA_CPU_BLOCK)
+    problem = "must be a multiple of 32 for vLLM's CPU attention"
+    return rules.block_rule(PROGRAM, own.BLOCK, problem, lambda sizes: sizes % 32 != 0)
 
 
 def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
@@ -239,7 +346,7 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
     )
 
 
-def merges(task: Task) -> tuple[Merge, ...]:
+def _merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are vLLM's defaults, and knobs without effect."""
 
     def batch(c: Columns) -> dict[str, IntArray]:
@@ -250,47 +357,46 @@ def merges(task: Task) -> tuple[Merge, ...]:
             SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
         }
 
+    defaults: dict[str, KnobValue] = {knobs.KV: "auto", own.POLICY: "fcfs", knobs.TOWER: "weights"}
+    defaults[ASYNC] = "on" if own.is_async(task) else "off"
     on_cores = Hardware.of(task).on_cores
     own_block = on_cores and not task.spec.model.multi_latent_attention
     return (
         *placement.merges(knobs.TRANSFER),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
-        *same_as_unset(
-            own.KNOBS,
-            {own.KV: "auto", own.POLICY: "fcfs", ASYNC: "on" if own.is_async(task) else "off", own.TOWER: "weights"},
+        *rules.same_as_unset(
+            PROGRAM,
+            {
+                knobs.KV: "auto",
+                own.POLICY: "fcfs",
+                ASYNC: "on" if own.is_async(task) else "off",
+                knobs.TOWER: "weights",
+            },
         ),
-        no_drafts(),
-        tower_merge(task),
+        rules.no_drafts(),
+        rules.tower_merge(task),
         Merge(
             name="no_graphs_is_eager",
             knobs=(EAGER, GRAPHS),
             canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
         ),
-        *same_as_unset(own.KNOBS, {own.BLOCK: own.CPU_BLOCK} if own_block else {}),
+        *rules.same_as_unset(PROGRAM, {own.BLOCK: own.CPU_BLOCK} if own_block else {}),
     )
 
 
-DYNAMO = Worker(
-    module="dynamo.vllm",
-    transfers=frozenset((disaggregation.NIXL,)),
-    frontend_flags=frozenset(FRONTEND_FLAGS.split()),
-    kind_flag="--disaggregation-mode",
-    own_variables=frozenset(("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")),
-)
 WORKLOAD = Engine(
     name="vllm",
     where="flagcore.engines.serving.vllm.reports:REPORTS",
-    program=own.PROGRAM,
+    program=PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
-    rules=rules,
-    merges=merges,
+    rules=_rules,
+    merges=_merges,
     settings=own.settings,
     server=_server,
     on_host=_on_host,
-    of_kind=disaggregation.of_kind,
-    protocol=disaggregation.protocol,
-    router=disaggregation.router,
-    dynamo=DYNAMO,
+    of_kind=_of_kind,
+    protocol=_protocol,
+    router=_router,
     reports=REPORTS,
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,

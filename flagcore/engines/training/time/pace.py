@@ -63,8 +63,8 @@ class Pace:
     """Computes the seconds of stages of each candidate. `host` is the seconds of a launch, `depths` the MTP layers."""
 
     blocks: _Blocks
-    host: float
-    lag: float
+    host: FloatArray | float
+    lag: FloatArray | float
     depths: float
 
     @classmethod
@@ -109,16 +109,23 @@ class Pace:
         return cls(passes_by_block, host, 1.0 if costs.synchronous else LAUNCH_NORM, depths)
 
     def __getitem__(self, rows: IntArray) -> Pace:
-        return replace(self, blocks=self.blocks[rows])
+        host, lag = (each[rows] if isinstance(each, np.ndarray) else each for each in (self.host, self.lag))
+        return replace(self, blocks=self.blocks[rows], host=host, lag=lag)
 
     def seconds(
-        self, layers: FloatArray, leading: int, *, first: bool = False, mtp: bool = False, last: bool = False
+        self,
+        layers: FloatArray,
+        leading: FloatArray | int,
+        *,
+        first: bool = False,
+        mtp: bool = False,
+        last: bool = False,
     ) -> FloatArray:
         """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * mtp)
-        if leading:
-            total = total + blocks.leading_layer * float(leading)
+        if np.any(leading):
+            total = total + blocks.leading_layer * np.float64(leading)
         share = np.minimum(blocks.recomputed_layers / np.maximum(layers, 1.0), 1.0)
         backward = total.backward + share * total.forward + blocks.once_s
         backward_launches = total.backward_launches + share * total.launches
@@ -133,7 +140,7 @@ class Pace:
         return forward + self._with_launches(total.backward, total.backward_launches)
 
     def _with_launches(self, device: FloatArray, launches: FloatArray) -> FloatArray:
-        if not self.host:
+        if not np.any(self.host):
             return device
         busy = np.maximum(device, MIN_SECONDS)
         ratio = launches * self.host / busy

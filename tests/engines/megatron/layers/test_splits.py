@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.fastest import layouts, split_layers
 from flagcore.engines.megatron.layers.memory_fit import fit_splits
 from flagcore.engines.megatron.layers.split import SPLIT
-from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
-from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts, with_layout
+from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, parse_layout
+from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts
 from flagcore.engines.megatron.space.options import options
 from flagcore.engines.training.layout import Layout, Splits, Training
 from flagcore.engines.training.memory.training import memory_in_use, stages_in_use
@@ -77,8 +76,6 @@ def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArra
     model, layers = work.model, work.model.num_layers
     cuts = combinations(range(1, layers + 1), length * chunks - 1 - early)
     counts = [(*np.diff([0, *cut, layers]).tolist(), *[0] * early) for cut in cuts]
-    if work.options.equal_stages:
-        counts = [each for each in counts if equal(each, length, model)]
     if early and chunks > 1:  # no leading layer is on a last virtual stage
         counts = [each for each in counts if sum(each[:-length]) >= model.moe_first_dense_layers]
     table = np.array(counts, dtype=np.float64).reshape(-1, length * chunks)
@@ -89,7 +86,7 @@ def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArra
     place = np.arange(length) * np.ones((len(devices), 1))
     first, last = (place == 0).astype(np.float64), (place == length - 1).astype(np.float64)
     norm = last.copy()
-    if model.mtp_num_layers and not work.options.equal_stages:
+    if model.mtp_num_layers:
         for row, each in enumerate(devices.astype(np.int64)):
             norm[row] = place[row] == np.flatnonzero(virtual_stages(each, model, chunks, early))[-1] % length
     dense = devices[:, :, 1] if experts else devices[:, :, 0]
@@ -108,14 +105,6 @@ def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> li
     if model.num_moe_experts is not None:
         np.testing.assert_array_equal(leading.reshape(virtual, -1).sum(axis=0), held[:, 1])
     return found
-
-
-def equal(counts: Sequence[int], length: int, model: Model) -> bool:
-    """Return whether a release without layouts has such a split: no device differs but the first and the last."""
-    devices = {counts[place::length] for place in range(1, length - 1)}
-    leading = 0 if model.num_moe_experts is None else model.moe_first_dense_layers
-    alike = all(len(set(counts[place::length])) == 1 for place in range(length))
-    return alike and len(devices) <= 1 and counts[0] >= leading and counts[-1] > 0
 
 
 CASES: dict[str, list[Model]] = {
@@ -161,21 +150,6 @@ def test_the_split_is_the_best_of_all_splits(kind: str, virtual: int, pipeline: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@each_pipeline
-@pytest.mark.parametrize("kind", CASES)
-def test_the_split_is_the_best_split_with_equal_middle_stages(
-    kind: str, virtual: int, pipeline: int, recompute: str
-) -> None:
-    for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
-        work = dataclasses.replace(work, options=dataclasses.replace(work.options, equal_stages=True))
-        every = all_splits(work, split)
-        if every[1].split.size:
-            seconds = slowest(*every, costs())
-            assert slowest(*derived(work, split, costs()), costs())[0] == pytest.approx(seconds.min(), rel=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_the_split_is_the_best_split_that_fits_into_memory(kind: str) -> None:
     narrower = 0
@@ -208,9 +182,8 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     depths = int(draw.integers(2))
     model = dataclasses.replace(model, num_layers=layers, moe_first_dense_layers=leading, mtp_num_layers=depths)
     work = train(model, sequence=int(draw.choice([1024, 4096])), transformer_engine=bool(draw.integers(2)))
-    equal_stages = bool(draw.random() < 0.15)
-    early = bool(depths) and not equal_stages and bool(draw.random() < 0.7)
-    options = dataclasses.replace(work.options, equal_stages=equal_stages, early_mtp=early, overlap_p2p_comm=not early)
+    early = bool(depths) and bool(draw.random() < 0.7)
+    options = dataclasses.replace(work.options, early_mtp=early, overlap_p2p_comm=not early)
     work = dataclasses.replace(work, options=options)
     extra = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
     recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]
@@ -354,7 +327,7 @@ def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() 
         ({"num_layers_in_last_pipeline_stage": 3}, None),
         ({"account_for_loss_in_pipeline_split": True}, None),
         ({"pipeline_schedule": "zb-h1"}, None),
-        ({}, "0.10.0"),
+        ({}, "0.12.0"),
     ],
 )
 def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
@@ -364,23 +337,6 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
     task = small.task(model, devices=2, settings=settings, engine_version=version)
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     assert set(space.columns()[SPLIT].tolist()) == {0}
-
-
-def test_a_release_without_layouts_takes_the_layers_of_the_first_and_of_the_last_stage() -> None:
-    model = dataclasses.replace(EXPERTS, num_layers=61, moe_first_dense_layers=3)
-    task = small.task(model, devices=16, engine_version="0.12.0", settings={"moe_grouped_gemm": False})
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    columns = space.columns()
-    assert set(columns[PP].tolist()) == {1, 2, 4, 8, 16}
-    assert set(columns[EACH][columns[PP] > 1].tolist()) == {0}  # 61 layers have no equal virtual stages
-    platform = small.platform(task)
-    for pipeline in (2, 4, 8, 16):
-        values = with_layout(platform, Candidate.of({PP: pipeline, SPLIT: "balanced"}))
-        first, last = int(str(values[FIRST])), int(str(values[LAST] or 0))
-        assert values.get(LAYOUT) is None
-        assert (last == 0) == (pipeline == 2)
-        if last:
-            assert (61 - first - last) % (pipeline - 2) == 0
 
 
 @pytest.mark.slow

@@ -33,11 +33,11 @@ def task_of(space: dict[str, Any], settings: dict[str, Any] | None = None, **cha
     task = small.task(**{"space": ONE | {"data_parallel_size": (4,)} | space, **changes})
     train = replace(task.spec.train, settings=settings or {}, command=("pretrain_gpt.py",))
     task = replace(task, spec=replace(task.spec, work=train))
-    return with_plugin_knobs(small.platform(task), WORKLOAD).task
+    return with_plugin_knobs(small.platform(task)).task
 
 
 def rows(task: Task) -> list[dict[str, Any]]:
-    legal = legality(task, WORKLOAD)
+    legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     return [space.candidate(row).as_dict() for row in range(len(space))]
 
@@ -142,10 +142,10 @@ SWITCHES: dict[str, Any] = {
 
 def test_a_candidate_is_predicted_as_a_job_with_its_settings() -> None:
     task = task_of(SWITCHES, model=small.EXPERTS)
-    legal = legality(task, WORKLOAD)
+    legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
     assert len(space) == 2 * 96
-    found = predict(task, WORKLOAD, space, small.costs(task))
+    found = predict(small.platform(task), space)
     for row in range(0, len(space), 7):
         candidate = space.candidate(row).as_dict()
         settings = {name: candidate[name] for name in SWITCHES if name in NAMES and candidate[name] is not None}
@@ -168,7 +168,7 @@ def test_a_candidate_is_started_with_its_settings(tmp_path: Path) -> None:
         "moe_grouped_gemm": False,
     }
     candidate = next(row for row in rows(task) if expected.items() <= row.items())
-    argv = planned_launch(small.platform(task), WORKLOAD, Candidate.of(candidate), str(tmp_path)).argv
+    argv = planned_launch(small.platform(task), Candidate.of(candidate), str(tmp_path)).argv
     assert {"--overlap-grad-reduce", "--moe-flex-dispatcher-backend"} <= set(argv)
     assert argv[argv.index("--fp8-format") + 1] == "hybrid"
     assert "--moe-grouped-gemm" not in argv

@@ -62,9 +62,9 @@ def typed(task: Task, settings: dict[str, SettingValue]) -> Task:
 @pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
 def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(model: Model, precision: str) -> None:
     task = plan(model, precision=precision)
-    legal = legality(task, WORKLOAD)
+    legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
-    bare = legality(typed(task, {}), WORKLOAD)
+    bare = legality(small.platform(typed(task, {})))
     assert len(space) == len(build(bare.axes, bare.rules, bare.merges))
     costs, everything = platform(model).costs, np.arange(len(space))
     found = WORKLOAD.predict(task, space.columns(everything), costs)
@@ -74,7 +74,7 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
     assert len(kinds) > 2
     for settings, some in kinds.items():
         strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
-        assert not any(rule.broken(columns).any() for rule in legality(strict, WORKLOAD).rules)
+        assert not any(rule.broken(columns).any() for rule in legality(small.platform(strict)).rules)
         single = WORKLOAD.predict(strict, columns, costs)
         np.testing.assert_allclose(found.step_time_s[some], single.step_time_s)
         np.testing.assert_allclose(found.static_bytes[some], single.static_bytes)
@@ -104,7 +104,7 @@ def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> Non
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
     arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
-    knobs = {axis.knob: axis.neutral for axis in legality(arguments.task, WORKLOAD).axes} | {
+    knobs = {axis.knob: axis.neutral for axis in legality(small.platform(arguments.task)).axes} | {
         "expert_model_parallel_size": 4
     }
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_kubernetes.job import export as kubernetes
 
 from flagcore.contracts import ExportJob, Platform, ServerGroups
 from flagcore.domain.candidate import Candidate
@@ -27,7 +28,6 @@ from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.routing import NIXL
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError, UsageError
-from flagcore.launchers.kubernetes_job import export as kubernetes
 from tests.engines.serving.engines.tasks import serving
 from tests.small import SOURCE
 from tests.small import platform as small_platform

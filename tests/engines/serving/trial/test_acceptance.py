@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.contracts import Problem
 from flagcore.domain.trial import Trial
 from flagcore.engines.serving.trial.reading import acceptance, with_measured_acceptance
 from flagcore.engines.serving.vllm.profile import WORKLOAD
-from flagcore.tuner.problem import Problem, with_learned
+from flagcore.tuner.problem import with_learned
 from flagcore.tuner.stages.build import legality
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
@@ -57,15 +58,15 @@ def test_predictions_of_other_candidates_with_speculation_change() -> None:
     space = {"speculation": [None, "ngram"], "speculative_tokens": [2, 3], "max_num_seqs": [64]}
     task = serving("vllm", devices=1, space=space)
     platform, found = small.platform(task), space_of(WORKLOAD, task)
-    legal = legality(task, WORKLOAD, platform.value_rules)
-    predictions = predict(task, WORKLOAD, found, platform.costs)
-    pruned, first = prune(found, predictions, WORKLOAD, (), ()), found.candidate(0)
+    legal = legality(platform)
+    predictions = predict(platform, found)
+    pruned, first = prune(found, predictions, ()), found.candidate(0)
     problem = Problem(
         platform=platform, legality=legal, space=found, predictions=predictions, pruned=pruned, baseline=first
     )
-    learned = with_learned(problem, WORKLOAD, [measured(3.5)])
+    learned = with_learned(problem, [measured(3.5)])
     drafts = problem.space.columns(np.arange(len(found)))["speculation"] > 0
     before, after = problem.predictions.step_time_s, learned.predictions.step_time_s
     assert (after[drafts] < 0.8 * before[drafts]).all()
     assert (after[~drafts] == before[~drafts]).all()
-    assert with_learned(learned, WORKLOAD, [measured(3.5)]) is learned
+    assert with_learned(learned, [measured(3.5)]) is learned

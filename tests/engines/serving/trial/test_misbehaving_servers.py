@@ -17,7 +17,6 @@ from fixed_machine import PINS
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
@@ -166,7 +165,7 @@ def test_a_server_is_stopped_with_all_its_processes(behaviour: str, tmp_path: Pa
 def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
     platform = trials.platform(tmp_path, "slow")
     candidate, folder = trials.candidate(platform, instances=2), str(trials.trial_folder(tmp_path))
-    running = launch(platform, LLAMACPP, LAUNCHER, candidate, folder, TimeLimit(seconds=60.0, because="test"))
+    running = launch(platform, LAUNCHER, candidate, folder, TimeLimit(seconds=60.0, because="test"))
     while not (tmp_path / "requests.jsonl").exists():
         assert running.poll() is None
         time.sleep(0.05)

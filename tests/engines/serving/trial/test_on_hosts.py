@@ -11,7 +11,6 @@ import pytest
 from flagcore.contracts import Platform
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
-from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.tuner.stages.launch import launch
@@ -43,8 +42,8 @@ def run(platform: Platform, folder: Path, **values: int) -> Trial:
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
     candidate, trial_folder = trials.candidate(platform, **values), str(trials.trial_folder(folder))
     trial = Trial(number=0, candidate=candidate, role=Role.SEARCH, state=TrialState.RUNNING)
-    running = launch(platform, LLAMACPP, launcher, candidate, trial_folder, TimeLimit(seconds=60.0, because="test"))
-    return measure(running, platform, LLAMACPP, trial, trial_folder, None)
+    running = launch(platform, launcher, candidate, trial_folder, TimeLimit(seconds=60.0, because="test"))
+    return measure(running, platform, trial, trial_folder, None)
 
 
 def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     requested, folder_ = candidate(where, **values), str(trial_folder(folder))
     trial = Trial(number=0, candidate=requested, role=Role.SEARCH, state=TrialState.RUNNING)
     limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
-    running = launch(where, LLAMACPP, LAUNCHER, requested, folder_, limit)
-    return measure(running, where, LLAMACPP, trial, folder_, None)
+    running = launch(where, LAUNCHER, requested, folder_, limit)
+    return measure(running, where, trial, folder_, None)
 
 
 def requests_sent(folder: Path) -> list[dict[str, Any]]:

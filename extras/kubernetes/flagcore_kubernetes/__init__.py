@@ -1,0 +1,1 @@
+"""The kubernetes launcher, and manifests for Kubernetes."""

@@ -1,0 +1,82 @@
+"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore_kubernetes.join`).
+
+It also writes manifests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import ExportJob, Launcher, Platform
+from flagcore.errors import UsageError
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hub import Hub
+from flagcore_kubernetes.job import HOSTS, export, manifest
+from flagcore_kubernetes.join import PORT, TOKEN
+
+PORT_VARIABLE = "FLAGCORE_PORT"
+"""Environment variable with the port on which the tuning pod listens."""
+JOIN_SECONDS = 600.0
+"""Maximum time until all pods have joined; images are large."""
+HUB = Hub("kubernetes", "flagcore_kubernetes.hub")
+
+
+def find_hosts(nodes: int) -> tuple[str, ...]:
+    """Return the pods of this job; empty outside of a job."""
+    return tuple(os.environ.get(HOSTS, "").split())
+
+
+def hold(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Wait until all other pods have joined. Raises NoDevice, UsageError."""
+    names = [_name(host) for host in hosts if not _is_this(host)]
+    port = os.environ.get(PORT_VARIABLE, str(PORT))
+    if not port.isdecimal():
+        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not a port number; omit it or use a number")
+    HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
+    return tuple(hosts)
+
+
+def channel(host: str) -> list[str]:
+    """Return the command that connects to an agent in a pod."""
+    return ["env", "-u", TOKEN, "sh", "-c", agent_command()] if _is_this(host) else HUB.channel(_name(host))
+
+
+def _is_this(host: str) -> bool:
+    return host == next(iter(find_hosts(1)), "")
+
+
+def _name(host: str) -> str:
+    """Return the host name of a pod without the domain of the service."""
+    return host.partition(".")[0]
+
+
+@dataclass(kw_only=True)
+class KubernetesLauncher(HostsLauncher):
+    """The launcher, which also exports jobs as manifests."""
+
+    targets: Collection[str] = ("kubernetes",)
+    per_server: bool = True
+
+    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
+        """Return the manifest of a job. Raises UsageError."""
+        return export(job)
+
+    def manifest(
+        self, platform: Platform, spec: Path, *, name: str, kind: str, image: str, volume: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the manifest of a job that tunes a spec, and notes for the user. Raises UsageError, SpecError."""
+        return manifest(platform, spec, name=name, kind=kind, image=image, volume=volume)
+
+
+LAUNCHER: Launcher = KubernetesLauncher(
+    name="kubernetes",
+    channel=channel,
+    find_hosts=find_hosts,
+    hold=hold,
+    fix="start the job that `flag manifest` writes",
+)

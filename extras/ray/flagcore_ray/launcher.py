@@ -1,0 +1,32 @@
+"""The ray launcher: agents are actors on whole nodes of a Ray cluster, which are reserved until the search ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from flagcore.contracts import Launcher
+from flagcore.errors import NoDevice
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hub import Hub
+
+ANY = "any-"
+"""Prefix of the name of a host that Ray has not chosen yet."""
+HOLD_SECONDS = 120.0
+HUB = Hub("ray", "flagcore_ray.hub")
+
+
+def find_hosts(nodes: int) -> tuple[str, ...]:
+    """Return placeholders for `nodes` hosts, which `hold` replaces. A plan needs no cluster."""
+    return tuple(f"{ANY}{number}" for number in range(1, nodes + 1))
+
+
+def hold(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Reserve hosts of the cluster until this process ends, and return their addresses. Raises NoDevice."""
+    if find_spec("ray") is None:
+        raise NoDevice('auto_tuner.launcher = ray: Ray is not installed; pip install "flagcore[ray]"')
+    names = [host for host in hosts if not host.startswith(ANY)]
+    return tuple(HUB.ask(HOLD_SECONDS, nodes=len(hosts), names=names)["hosts"])
+
+
+LAUNCHER: Launcher = HostsLauncher(name="ray", channel=HUB.channel, find_hosts=find_hosts, hold=hold)

@@ -1,0 +1,33 @@
+"""The conformance kit for plugins: checks for `flag plugins check`, and tests for pytest.
+
+```python
+from flagcore_testing import PluginConformance
+from flagcore_acme import hooks
+
+class TestAcme(PluginConformance):
+    @pytest.fixture
+    def plugin(self) -> object:
+        return hooks
+```
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flagcore_testing.conformance import PluginConformance
+
+__all__ = ["PluginConformance"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the class of tests on access, with assertions rewritten by pytest; the checks do not need pytest."""
+    if name != "PluginConformance":
+        raise AttributeError(name)
+    import pytest
+
+    pytest.register_assert_rewrite("flagcore_testing.conformance")
+    from flagcore_testing.conformance import PluginConformance
+
+    return PluginConformance

@@ -1,0 +1,30 @@
+"""The checks of the kit, by subject: one function per check. The name of a check is true for a valid plugin."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from flagcore_testing.checks import (
+    answers,
+    chips,
+    costs,
+    detection,
+    engines,
+    environment,
+    module,
+    packaging,
+    trials,
+)
+from flagcore_testing.kit import LOADS, SLOW, Check
+
+
+def _checks(module: ModuleType) -> tuple[Check, ...]:
+    """Return the checks of a module: the public functions that it defines, and those in its CHECKS."""
+    own_functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+    return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
+
+
+MODULES = (module, chips, answers, costs, engines, environment, trials, detection, packaging)
+_ALL = [check for each in MODULES for check in _checks(each)]
+CHECKS: tuple[Check, ...] = tuple(sorted(_ALL, key=lambda check: check.__name__ not in (LOADS, SLOW)))
+"""The checks in order of execution: first those whose failure ends the others."""

@@ -1,0 +1,67 @@
+"""Answers of hooks: their types and values, and no answers for other vendors' chips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flagcore.domain.chip import Chip, Device
+from flagcore.errors import SpecError
+from flagcore.plugins.installed import one_line
+from flagcore_testing.examples import FOREIGN_CHIP, example_calls
+from flagcore_testing.kit import Check, Problems, Subject, check
+
+
+@check("return None for chips of other vendors")
+def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
+    for hook, arguments in example_calls(FOREIGN_CHIP):
+        try:
+            answer = plugin.ask(hook, arguments)
+        except SpecError:
+            raise  # of a file, which another check may have reported
+        except Exception as error:
+            yield f"{hook} raises {one_line(error)} for a chip of another vendor"
+            continue
+        if answer is not None and answer not in ((), [], {}):
+            yield f"{hook} answers for a chip of another vendor"
+
+
+@check("return None if `kind` is neither train nor serve")
+def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        about: dict[str, Chip | str | None] = {"chip": chip, "engine": "none", "engine_version": None, "kind": ""}
+        if plugin.ask("flagcore_engine_support", about) is not None:
+            yield f"flagcore_engine_support answers for an unknown engine on {chip.name}"
+
+
+BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
+BY_ENGINE = (
+    *("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid"),
+    *("environment_is_valid", "failure_patterns_are_valid"),
+)
+ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
+    "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
+    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, "megatron") for group in plugin.groups()]),
+    **dict.fromkeys(BY_ENGINE, Subject.pairs),
+    "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
+    **dict.fromkeys(
+        ("check_task_is_valid", "pruning_rules_are_valid"), lambda plugin: [(task,) for task in plugin.tasks()]
+    ),
+}
+"""The arguments of the hook in each check."""
+
+
+def _made(name: str) -> Check:
+    hook = name.removesuffix("_is_valid").removesuffix("_are_valid")
+
+    def valid(plugin: Subject) -> Problems:
+        plugin.implements(f"flagcore_{hook}")
+        for arguments in ARGUMENTS[name](plugin):
+            getattr(plugin.loaded, hook)(*arguments)
+        yield from plugin.problems_of(f"flagcore_{hook}")
+
+    valid.__name__ = name
+    return check()(valid)
+
+
+CHECKS = tuple(map(_made, ARGUMENTS))

@@ -1,0 +1,348 @@
+"""Chips: names, plausible figures in base units, and figures against what their sources and the transcripts state."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip, Fact, normalize_name, slowness
+from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
+
+KINDS = {*SOURCE_KEYS, "user"}
+DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
+
+
+@check()
+def chips_and_devices_are_valid(plugin: Subject) -> Problems:
+    plugin.loaded.chips()
+    plugin.loaded.devices()
+    for problem in plugin.problems_of("flagcore_chips", "flagcore_devices"):
+        if "is already a name of" not in problem.message:
+            yield problem
+
+
+@check("write it as 2026-11-02 or 2026-11")
+def source_dates_are_iso(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for path, entry in _mappings(content):
+            value = entry.get("date", "2026")
+            if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
+                yield f"{name}: {path}date = {value!r} is not a date"
+
+
+@check("add date: 2026-11-02, and preferably software and repeats; measurements of others are published")
+def measured_figures_have_dates(plugin: Subject) -> Problems:
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for path, entry in _mappings(content):
+            if entry.get("kind") == "measured" and not entry.get("date"):
+                yield f"{name}: {path.rstrip('.')} is measured, but has no date"
+
+
+@check("give each name or alias to one chip")
+def chip_names_are_unique(plugin: Subject) -> Problems:
+    plugin.own_chips()
+    for problem in plugin.problems_of("flagcore_chips"):
+        if "is already a name of" in problem.message:
+            yield problem.message
+
+
+@check("list only names that this vendor's tools print")
+def chip_names_differ_from_other_plugins(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        vendor = normalize_name(chip.vendor)
+        for name in (chip.name, *chip.aliases):
+            spellings = dict.fromkeys((name, normalize_name(name).removeprefix(vendor)))
+            if owner := next(filter(None, map(plugin.others.owner, spellings)), None):
+                yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
+
+
+@check("separate words by single spaces, and keep one of names that differ in case only", each=chips)
+def chip_names_are_clean(chip: Chip) -> Problems:
+    for name in (chip.name, chip.vendor, *chip.aliases):
+        if not name or name != " ".join(name.split()) or not name.isprintable():
+            yield f"{chip.name}: the name {name!r} has extra spaces"
+    for name, times in Counter(name.casefold() for name in chip.aliases).items():
+        if times > 1:
+            yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"
+
+
+@check("write the same lower-case word in each chips/*.yaml")
+def chips_have_one_lowercase_vendor(plugin: Subject) -> Problems:
+    vendors = sorted({chip.vendor for chip in plugin.own_chips()})
+    if len(vendors) > 1 or vendors[0] != vendors[0].casefold():
+        yield f"vendor is {', '.join(vendors)}"
+
+
+@check()
+def chip_files_match_chip_names(plugin: Subject) -> Problems:
+    files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
+    if not files:
+        raise Skip("the plugin has no chips/*.yaml")
+    names = {chip.name for chip in plugin.chips}
+    for name, content in files.items():
+        chip = str(content.get("chip"))
+        file = f"{chip.casefold().replace(' ', '-')}.yaml"
+        if name != f"chips/{file}":
+            yield Problem(f"{name}: chip is {chip}", f"name the file {file}")
+        elif names and chip not in names:
+            fix = "return load_chips(package) there, as VendorPlugin does"
+            yield Problem(f"{name}: flagcore_chips does not return {chip}", fix)
+
+
+def _mappings(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every mapping of a file with its path, which ends in a dot; empty for the file."""
+    if isinstance(content, dict):
+        yield path, content
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in pairs:
+        yield from _mappings(value, f"{path}{key}.")
+
+
+RANGES = {
+    "memory_bytes": (2**27, 2**40),
+    "memory_bandwidth_bytes_per_second": (1e9, 1e14),
+    "dense_flops_per_second": (1e8, 1e17),
+    "link.bytes_per_second": (1e8, 1e13),
+    "link.latency_seconds": (1e-8, 1e-3),
+    "host_bytes_per_second": (1e8, 1e12),
+    "nic_bytes_per_second": (1e8, 1e12),
+    "tdp_watts": (1, 3000),
+}
+"""Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s is far outside. The lower bounds are
+for one core of a small CPU.
+"""
+
+NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
+"""Pairs of formats. The narrower format is never slower, because it moves fewer bytes."""
+
+OPERATIONS_PER_BYTE = (0.5, 2000.0)
+"""Operations per byte of memory traffic, from a CPU core to an accelerator with all matrix units."""
+
+ALIKE = (0.6, 1.5)
+"""Ratio of the bf16 peak to the fp16 peak: about 1, except for the few chips whose notes explain another one."""
+
+LINK_SHARE = 0.75
+"""Maximum ratio of a link's rate to the memory's; no known accelerator reaches half of it."""
+
+
+@check("write bytes, seconds, bytes or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
+def figures_are_plausible(chip: Chip) -> Problems:
+    figures = {key: fact.value for key, fact in chip.figures.items()}
+    if chip.link:
+        figures["link.latency_seconds"] = chip.link.latency_seconds
+    for key, value in figures.items():
+        low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
+        if not low <= value <= high:
+            yield f"{chip.name}: {key} = {value:g} is not in {low:g} to {high:g}"
+
+
+@check("check both peaks; if the chip emulates a format, say so in notes", each=chips)
+def narrow_formats_are_not_slower(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    for wide, narrow in NARROWER:
+        comparable = wide in peaks and narrow in peaks and "emulated" not in chip.notes
+        if comparable and peaks[narrow].value < 0.999 * peaks[wide].value:
+            yield f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}"
+
+
+@check("give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes", each=chips)
+def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    has_explanation = "emulated" in chip.notes or "half the rate" in chip.notes
+    if "bf16" in peaks and "fp16" in peaks and not has_explanation:
+        ratio = peaks["bf16"].value / peaks["fp16"].value
+        if not ALIKE[0] <= ratio <= ALIKE[1]:
+            yield f"{chip.name}: bf16 is {ratio:g} times fp16"
+
+
+@check("one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix", each=chips)
+def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
+    rate, (low, high) = chip.memory_bandwidth_bytes_per_second, OPERATIONS_PER_BYTE
+    for name, peak in chip.dense_flops_per_second.items():
+        is_emulated = "emulated" in chip.notes and slowness(chip, name) > 1.0
+        if rate and name in ("bf16", "fp16") and not is_emulated and not low <= peak.value / rate.value <= high:
+            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations per byte of memory traffic"
+
+
+@check("give bytes, not bits, that one device sends in one direction", each=chips)
+def links_are_slower_than_memory(chip: Chip) -> Problems:
+    rate = chip.memory_bandwidth_bytes_per_second
+    link = chip.link if chip.link and chip.link.topology != "shared-memory" else None
+    if link and rate and link.bytes_per_second.value > LINK_SHARE * rate.value:
+        share = link.bytes_per_second.value / rate.value
+        yield f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second"
+
+
+@check(
+    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes "
+    "say the words 'same fabric'",
+    each=chips,
+)
+def network_is_slower_than_the_link(chip: Chip) -> Problems:
+    card, figures = chip.nic_bytes_per_second, chip.figures
+    for key, share in (("link.bytes_per_second", 0.999), ("host_bytes_per_second", 1.001)):
+        rate = figures.get(key)
+        if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
+            yield f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}"
+
+
+@check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)
+def link_domains_divide_nodes(chip: Chip) -> Problems:
+    size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
+    if size is not None and (size < 1 or (size % node and node % size)):
+        yield f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}"
+
+
+DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
+"""Half the bits give about twice the rate; four times means sparsity. Integers may differ."""
+SPARSE = 3.8
+
+USUAL_OPERATIONS_PER_BYTE = 330.0
+"""Operations per byte of memory traffic in 16 bits. Few chips exceed this, but most would with doubled (sparse) peaks.
+"""
+OVER_FP32 = 40.0
+"""Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
+SAME = (0.9, 1.25)
+"""8 bits are about twice as fast as 16 bits, or integers are slow. If both are equal, one of the peaks is sparse."""
+
+REACHED = 0.3
+"""Minimum share of a dense peak that large products reach. They reach half as much of a sparse peak."""
+
+DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
+"""Words of a source or of the notes that confirm a dense peak."""
+
+
+@check(each=chips)
+def peaks_are_dense(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    for wide, narrow in DOUBLES:
+        if wide in peaks and narrow in peaks and (ratio := peaks[narrow].value / peaks[wide].value) > SPARSE:
+            yield Problem(
+                f"{chip.name}: {narrow} = {peaks[narrow].value:g} is {ratio:.1f} times {wide}",
+                f"give the dense peak of {narrow}: half of what is published with structured sparsity",
+            )
+    for name in ("bf16", "fp16"):
+        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _peak_problem(chip, name)):
+            yield Problem(
+                f"{chip.name}: {name} = {peaks[name].value:g} {why}",
+                "give dense peaks, half of what is published with structured sparsity; if they are dense, add the "
+                "word 'dense' to the source or the notes",
+            )
+
+
+@check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)
+def peak_sources_are_dense(chip: Chip) -> Problems:
+    for name, peak in chip.dense_flops_per_second.items():
+        detail = peak.source.detail
+        if re.search(r"spars|\u7a00\u758f", detail, re.I) and not DENSE.search(detail) and "half" not in detail:
+            yield f"{chip.name}: {name} has the source {detail[:120]!r}, which mentions sparsity"
+
+
+@check(
+    "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small gemm_share in "
+    "curve.yaml",
+    each=Subject.own_costs,
+)
+def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
+    side = np.full(1, 8192.0)
+    for name in ("bf16", "fp16"):
+        peak = chip.dense_flops_per_second.get(name)
+        rate = 2.0 * 8192.0**3 / float(costs.gemm_seconds(side, side, side, name)[0])
+        if peak and rate < REACHED * peak.value:  # false for NaN
+            yield f"{chip.name}: a product of 8192 cubed reaches {rate / peak.value:.0%} of the peak in {name}"
+
+
+def _peak_problem(chip: Chip, name: str) -> str:
+    """Return why a 16-bit peak looks sparse; empty if it does not."""
+    peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
+    peak = peaks[name].value
+    if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
+        return f"is {peak / rate.value:.0f} operations per byte of memory traffic, more than any known chip"
+    if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
+        return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
+    for narrow in ("fp8", "int8"):
+        if narrow in peaks and SAME[0] <= peaks[narrow].value / peak <= SAME[1]:
+            return f"equals the peak of {narrow}, which has half the bits"
+    return ""
+
+
+def _is_dense(chip: Chip, peak: Fact) -> bool:
+    return bool(DENSE.search(peak.source.detail) or DENSE.search(chip.notes))
+
+
+ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
+"""Words that confirm the rate of one device in one direction."""
+BOTH_WAYS = re.compile(r"both directions|two directions|bidirectional|per pair|a pair\b|in total|\u53cc\u5411", re.I)
+GIGABITS = re.compile(r"(?<![\d.])(?<!lanes of )(\d+(?:\.\d+)?) ?(?:Gb/s|Gbps|Gbit/s)")
+PER_NODE = re.compile(r"(?:a|per|each|every) (?:node|server|machine|host)\b|\u6bcf\u8282\u70b9|\u6bcf\u53f0", re.I)
+MEMORY_RATIOS = (0.98, 1.25)
+"""Memory of a chip over the memory in a transcript, which error correction reduces."""
+
+
+@check(
+    "give what one device sends in one direction, half of what is published for both; say 'one way' in the source or "
+    "the notes",
+    each=chips,
+)
+def link_rates_are_one_way(chip: Chip) -> Problems:
+    link = chip.link
+    if link is None or link.topology in ("pcie", "shared-memory"):
+        return
+    words = f"{link.bytes_per_second.source.detail} {chip.notes}"
+    if not ONE_WAY.search(words):
+        two_way = BOTH_WAYS.search(link.bytes_per_second.source.detail)
+        problem = f"has a source for {two_way[0]!r}" if two_way else "does not say whether it is one way"
+        yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} {problem}"
+
+
+@check("give bytes: 64 GiB are 68719476736; if only the nominal size is known, say 'nominal' in the source", each=chips)
+def memory_is_in_binary_units(chip: Chip) -> Problems:
+    memory = chip.memory_bytes
+    if memory and memory.value % 1e9 == 0 and "nominal" not in memory.source.detail:
+        yield f"{chip.name}: memory_bytes = {memory.value:g} is {memory.value / 1e9:g} GB, not GiB"
+
+
+@check("give bytes per second of one device: 400 Gb/s are 5.0e+10; divide what a node shares by devices_per_node")
+def rates_match_their_sources(plugin: Subject) -> Problems:
+    for chip in plugin.own_chips():
+        for key in ("link.bytes_per_second", "nic_bytes_per_second", "host_bytes_per_second"):
+            fact = chip.figures.get(key)
+            if fact and (why := _unlike(fact, chip)):
+                yield f"{chip.name}: {key} = {fact.value:g}, {why}"
+
+
+def _unlike(fact: Fact, chip: Chip) -> str:
+    """Return how a rate differs from what its source states in gigabits; empty if it does not."""
+    for number in map(float, GIGABITS.findall(fact.source.detail)):
+        stated = number * 1e9 / 8
+        if abs(fact.value / (8 * stated) - 1) < 0.01:
+            return f"but its source has {number:g} Gb/s, which are {stated:g} bytes per second"
+        shared = PER_NODE.search(fact.source.detail) and not re.search(r"shared|share of", fact.source.detail)
+        if shared and chip.devices_per_node > 1 and abs(fact.value / stated - 1) < 0.01:
+            share = stated / chip.devices_per_node
+            return f"but its source has {number:g} Gb/s for a node of {chip.devices_per_node} devices: {share:g} each"
+    return ""
+
+
+@check("give the total that the tool reports, not what is in use, in bytes")
+def memory_matches_transcripts(plugin: Subject) -> Problems:
+    compared = [
+        (each.name, chip, listed.memory_mib * 2**20, chip.memory_bytes.value)
+        for chip in plugin.own_chips()
+        for each in plugin.listings
+        for listed in each.lists
+        if chip.memory_bytes and listed.memory_mib and chip.has_name(listed.chip)
+    ]
+    if not compared:
+        raise Skip("no transcript has the memory of a chip")
+    for name, chip, reported, given in compared:
+        if not MEMORY_RATIOS[0] <= given / reported <= MEMORY_RATIOS[1]:
+            shown = f"{reported / 2**20:g} MiB = {reported}"
+            yield f"{chip.name}: memory_bytes = {given:g}, but the transcript {name} has {shown}"

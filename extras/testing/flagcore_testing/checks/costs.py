@@ -1,0 +1,292 @@
+"""Memory models, kernel times, topologies and collectives, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel
+from flagcore.domain.chip import Chip, with_network
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.space import FloatArray
+from flagcore.physics.collectives.costs import topology_of
+from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
+from flagcore.plugins import workload
+from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore_testing.examples import group_of, task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+MIN_BYTES = 2**20
+"""Minimum number of bytes; a smaller figure is in MiB or GiB."""
+IDLE_SHARE = 0.25
+"""Maximum share of a device's memory for context, libraries and collective buffers."""
+
+
+def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
+    return plugin.each("flagcore_memory_model", lambda chip: plugin.loaded.memory_model(group_of(chip), "megatron"))
+
+
+@check("add to the argument, or multiply by at least 1", each=_models)
+def memory_use_grows_with_allocation(chip: Chip, model: MemoryModel) -> Problems:
+    allocated = np.linspace(0, 2.0**37, 200)
+    reserved = model.reserved_bytes(allocated)
+    used = model.device_used_bytes(reserved)
+    for method, argument, answer in (("reserved_bytes", allocated, reserved), ("device_used_bytes", reserved, used)):
+        if not ((answer >= argument).all() and (np.diff(answer) >= 0).all()):
+            yield f"{chip.name}: {method} of the memory model returns less than its argument, or falls as that grows"
+
+
+@check("use group.memory_bytes if it is set, else the chip's memory_bytes")
+def memory_budget_is_respected(plugin: Subject) -> Problems:
+    for chip, _ in _models(plugin):
+        model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
+        capacity = model.capacity_bytes() if model else None
+        if capacity is None or capacity > 10**9:
+            yield f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9"
+
+
+@check("give bytes; context, libraries and collective buffers take hundreds of MiB to a few GiB", each=_models)
+def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
+    memory = chip.memory_bytes.value if chip.memory_bytes else None
+    used, capacity = float(model.device_used_bytes(np.zeros(1))[0]), model.capacity_bytes()
+    if memory and capacity is not None and capacity > memory:
+        yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {memory:g}"
+    if used != 0 and not MIN_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
+        yield f"{chip.name}: device_used_bytes(0) = {used:g}"
+    if not 0 <= model.workspace_bytes() <= 2**32:
+        yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
+
+
+@check("find the part of the memory model that shrinks as its argument grows")
+def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
+    engine = workload("megatron")
+    for task in map(task_on, plugin.own_chips()):
+        costs = costs_of(task.cluster, plugin.loaded, "megatron")
+        rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
+        columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
+        if not (np.diff(engine.predict(task, columns, costs).device_used_bytes) >= 0).all():
+            yield f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
+
+
+ABOVE_PEAK = 1.05
+"""Tolerance of a measured kernel above the peak: clocks and timers vary."""
+FILES = {"curve.yaml", "kernels.jsonl", "provenance.yaml", "serving.yaml", "collectives.yaml"}
+
+
+@check("check sizes and times (us) in costs/*/kernels.jsonl; return NaN for what is unknown", each=Subject.own_costs)
+def kernel_times_grow_with_size(chip: Chip, costs: KernelCosts) -> Problems:
+    sizes = _powers_of_two(8, 14)
+    ones = np.ones_like(sizes)
+    training_shape = AttentionShape(
+        batch=ones, heads=8 * ones, groups=8 * ones, queries=sizes, keys=sizes, head_dim=128 * ones
+    )
+    decoded = replace(training_shape, batch=16 * ones, groups=ones, queries=ones)
+    for method, seconds in (
+        ("gemm_seconds", costs.gemm_seconds(sizes, sizes, sizes, "bf16")),
+        ("attention_seconds", costs.attention_seconds(training_shape, "bf16")),
+        ("attention_seconds of one query", costs.attention_seconds(decoded, "bf16")),
+        ("attention_backward_seconds", costs.attention_backward_seconds(training_shape, "bf16")),
+        ("memory_seconds", costs.memory_seconds(sizes**2)),
+        ("host_copy_seconds", costs.host_copy_seconds(sizes**2)),
+    ):
+        known_times = np.asarray(seconds)[~np.isnan(seconds)]
+        if not ((known_times > 0).all() and (np.diff(known_times) >= 0).all()):
+            yield f"{chip.name}: {method} is not above 0, or falls as the sizes grow"
+
+
+@check("give seconds for launches (8.0e-6) and a factor for runs (1 to 3), or NaN if unknown", each=Subject.own_costs)
+def kernel_constants_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
+    for method, value, low, high in (
+        ("launch_seconds", costs.launch_seconds(), 1e-7, 1e-3),
+        ("run_slowdown", costs.run_slowdown(), 1.0, 3.0),
+    ):
+        if not (np.isnan(value) or low <= value <= high):
+            yield f"{chip.name}: {method}() = {value:g}"
+
+
+@check(each=Subject.own_costs)
+def kernels_do_not_exceed_peaks(chip: Chip, costs: KernelCosts) -> Problems:
+    side, large = np.full(4, 8192.0), _powers_of_two(30, 34)
+    for precision, peak in chip.dense_flops_per_second.items():
+        rate = np.nanmax([0.0, *(2.0 * side**3 / costs.gemm_seconds(side, side, side, precision))])
+        if rate > ABOVE_PEAK * peak.value:
+            yield Problem(
+                f"{chip.name}: a product in {precision} has {rate:g} flops/s, its peak {peak.value:g}",
+                "check the times in kernels.jsonl, the shares in curve.yaml (at most 1) and the peak",
+            )
+    bandwidth = chip.memory_bandwidth_bytes_per_second
+    if bandwidth and np.nanmax([0.0, *(large / costs.memory_seconds(large))]) > ABOVE_PEAK * bandwidth.value:
+        yield Problem(
+            f"{chip.name}: memory_seconds is faster than memory_bandwidth_bytes_per_second",
+            "count bytes read and written; memory_share in curve.yaml is at most 1",
+        )
+
+
+@check()
+def shipped_costs_are_used(plugin: Subject) -> Problems:
+    folders = dict(_folders(plugin))
+    if plugin.failed("flagcore_kernel_costs", "flagcore_collective_costs"):
+        return  # another check reports it
+    for chip in plugin.own_chips():
+        folder = chip.name.casefold()
+        files = folders.get(folder, set())
+        if files & {"curve.yaml", "kernels.jsonl"} and plugin.loaded.kernel_costs(chip, "megatron") is None:
+            fix = "return kernel_costs(package, chip) there, as VendorPlugin does"
+            yield Problem(f"{chip.name}: flagcore_kernel_costs ignores costs/{folder}", fix)
+        if "collectives.yaml" in files and plugin.loaded.collective_costs(group_of(chip), "megatron") is None:
+            fix = "return collective_table(package, group.chip) there, as VendorPlugin does"
+            yield Problem(f"{chip.name}: flagcore_collective_costs ignores costs/{folder}", fix)
+
+
+@check()
+def shipped_costs_belong_to_chips(plugin: Subject) -> Problems:
+    names = {chip.name.casefold() for chip in plugin.own_chips()}
+    for name, files in _folders(plugin):
+        if name not in names:
+            yield Problem(f"costs/{name}: no chip has this name", "name the folder like a chip, in lower case")
+        for file in sorted(files - FILES):
+            yield Problem(f"costs/{name}/{file} is not read", f"the files are {', '.join(sorted(FILES))}")
+
+
+def _folders(plugin: Subject) -> Iterable[tuple[str, set[str]]]:
+    """Return the folders of costs with the names of their files. Raises Skip without any."""
+    folder = plugin.package_folder / "costs"
+    if not folder.is_dir():
+        raise Skip("the plugin has no folder costs")
+    return [(each.name, {file.name for file in each.iterdir()}) for each in sorted(folder.iterdir()) if each.is_dir()]
+
+
+@check("add it with how, software and date of the measurement", each=_folders)
+def measured_kernels_have_provenance(name: str, files: set[str]) -> Problems:
+    if "kernels.jsonl" in files and "provenance.yaml" not in files:
+        yield f"costs/{name}/provenance.yaml is missing next to kernels.jsonl"
+
+
+def _powers_of_two(first: int, end: int) -> FloatArray:
+    return np.exp2(np.arange(first, end)).astype(np.float64)
+
+
+PAYLOADS = np.exp2(np.arange(10, 30)).astype(np.float64)
+ONES = np.ones(20, dtype=np.int64)
+MEASURED = 1.1
+"""Tolerance of a message above the memory bandwidth."""
+MINIMUM_SHARE = 0.5
+"""Minimum share of the best bandwidth for the largest message; 0.58 was measured with copies through the host."""
+OVER_LINK = 1.25
+"""Tolerance of a measured collective above the rate of its link."""
+
+
+@check("give what one device sends over each level; nic_bytes_per_second is its share in bytes")
+def outer_levels_are_not_faster(plugin: Subject) -> Problems:
+    for group in plugin.groups():
+        topology = plugin.loaded.topology(group)
+        if group.chip.link is None and topology is None:
+            continue
+        inner, *others = (topology or topology_of(group)).levels
+        for outer in others:  # one between may be slower: traffic to another node need not cross a host's bridge
+            if outer.bytes_per_second > 1.001 * inner.bytes_per_second:
+                yield (
+                    f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
+                    f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}"
+                )
+
+
+@check("give each level its own name; measured curves refer to it")
+def level_names_are_unique(plugin: Subject) -> Problems:
+    for group in plugin.groups():
+        topology = plugin.loaded.topology(group)
+        names = [level.name for level in topology.levels] if topology else []
+        if len(set(names)) != len(names) or not all(names):
+            yield f"flagcore_topology: the levels of {group.chip.name} are named {', '.join(names)}"
+
+
+USER_RATE = 1.25e9
+"""A network far slower than any default, as a user states it."""
+
+
+@check("take the rate of the network from group.chip.nic_bytes_per_second, which has the user's value")
+def topology_uses_the_users_network(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_topology")
+    for chip in plugin.own_chips():
+        with_rate = with_network(chip, USER_RATE)
+        found = plugin.loaded.topology(NodeGroup(chip=with_rate, nodes=2, devices_per_node=chip.devices_per_node))
+        if found and found.levels[-1].bytes_per_second > 1.01 * USER_RATE:
+            rate = found.levels[-1].bytes_per_second
+            yield f"flagcore_topology: {chip.name} has {rate:g} B/s between nodes, the user stated {USER_RATE:g}"
+
+
+def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:
+    return plugin.each(
+        "flagcore_collective_costs", lambda chip: plugin.loaded.collective_costs(group_of(chip), "megatron")
+    )
+
+
+def _curves(plugin: Subject) -> list[tuple[Chip, CollectiveTable, Curve, float]]:
+    """Return each measured curve with its best bytes per second. Raises Skip without usable ones."""
+    _costs(plugin)
+
+    def table(chip: Chip) -> CollectiveTable | None:
+        about = {"group": group_of(chip), "engine": "megatron"}
+        answer = plugin.ask("flagcore_collective_costs", about)
+        return answer if isinstance(answer, CollectiveTable) else None
+
+    return [
+        (chip, table, curve, max(_rates(curve)))
+        for chip, table in plugin.each("flagcore_collective_costs", table)
+        for curve in table.curves
+    ]
+
+
+def _rates(curve: Curve) -> list[float]:
+    return [size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True)]
+
+
+@check("check the times (in seconds) in costs/*/collectives.yaml", each=_costs)
+def collective_times_grow_with_payload(chip: Chip, costs: CollectiveCosts) -> Problems:
+    for kind in KINDS:
+        if not (np.diff(costs.seconds(kind, PAYLOADS, 2 * ONES, ONES)) >= 0).all():
+            yield f"{chip.name}: a larger {kind} of two devices is predicted to take less time"
+
+
+@check("check its last seconds and payload_bytes; leave out a disturbed point", each=_curves)
+def measured_bandwidth_does_not_fall(chip: Chip, table: CollectiveTable, curve: Curve, best: float) -> Problems:
+    last_rate = _rates(curve)[-1]
+    if last_rate < MINIMUM_SHARE * best:
+        yield (
+            f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {best:.3g} to {last_rate:.3g} bytes a "
+            "second at its last point, from which larger payloads are extrapolated"
+        )
+
+
+@check("give seconds and the payload of the whole tensor in bytes, or correct the rate of the link", each=_curves)
+def measured_curves_do_not_exceed_the_link(chip: Chip, table: CollectiveTable, curve: Curve, best: float) -> Problems:
+    rate = best * ((curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0)
+    if chip.link and not table.level and rate > OVER_LINK * chip.link.bytes_per_second.value:
+        yield (
+            f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} bytes per second, "
+            f"above link.bytes_per_second = {chip.link.bytes_per_second.value:.3g}"
+        )
+
+
+@check("return 0 where ranks is 1", each=_costs)
+def single_device_collectives_are_free(chip: Chip, costs: CollectiveCosts) -> Problems:
+    seconds, share = costs.seconds("all_reduce", PAYLOADS, ONES, ONES), costs.compute_share(ONES, ONES)
+    if (seconds != 0).any() or (share != 0).any():
+        yield f"{chip.name}: a collective of one device takes time, or compute"
+
+
+@check("give a share of the device's compute", each=_costs)
+def collectives_leave_compute_for_kernels(chip: Chip, costs: CollectiveCosts) -> Problems:
+    share = costs.compute_share(2 * ONES, ONES)
+    if not ((share >= 0) & (share < 1)).all():
+        yield f"{chip.name}: compute_share is not 0 to 1"
+
+
+@check("give seconds and the payload of the whole tensor in bytes in costs/*/collectives.yaml", each=_costs)
+def messages_do_not_exceed_memory_bandwidth(chip: Chip, costs: CollectiveCosts) -> Problems:
+    rate = chip.memory_bandwidth_bytes_per_second
+    seconds = costs.seconds("send", PAYLOADS[-1:], 2 * ONES[:1], ONES[:1])
+    if rate is not None and PAYLOADS[-1] / seconds[0] > MEASURED * rate.value:
+        yield f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s"

@@ -1,0 +1,263 @@
+"""Detection of devices: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
+executables.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from flagcore.domain.chip import Device
+from flagcore.errors import SpecError
+from flagcore.plugins.installed import capture_warnings
+from flagcore_testing import fakes
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore_testing.package import FOLDER, SOURCES, Transcript
+
+SECONDS = 15.0
+TOTAL_SECONDS = 30.0
+"""Time limit for all hanging tools of one command."""
+ENDLESS = "prints without end"
+BROKEN = {
+    "crashes": "kill -SEGV $$",
+    "fails": "echo 'failed to initialize' >&2; exit 139",
+    "does not reach its driver": "echo 'No devices were found'; exit 0",
+    "prints nothing": "exit 0",
+    "prints binary data": r"head -c 20000 /bin/sh",
+    ENDLESS: "exec yes '| 0  |'",
+    "prints half a line": "printf '| 0  '",
+}
+
+
+@check()
+def detection_is_quick(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_devices")
+    start = time.monotonic()
+    devices = fakes.ask(plugin)
+    if time.monotonic() - start > SECONDS:
+        yield Problem(f"flagcore_devices takes more than {SECONDS:.0f} s here", "give the tool a time limit")
+    if len({device.index for device in devices}) != len(devices):
+        yield Problem("flagcore_devices returns two devices with one index", "leave out both")
+
+
+@check("return no devices, and raise nothing, if the tool or driver is missing")
+def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
+    _tools(plugin)
+    devices = fakes.without_tools(plugin)
+    if any(plugin.loaded.find_chip(device.chip) is None for device in devices):
+        yield f"flagcore_devices returns {devices[0].chip!r} without the vendor's tool"
+
+
+@check("use only lines in a known format; ignore the output of a failed tool")
+def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
+    for how, script in BROKEN.items():
+        with fakes.with_short_timeouts({}, seconds=0.2 if how == ENDLESS else 10.0):
+            yield from _unexpected_devices(plugin, script, f"if {_tools(plugin)[0]} {how}")
+
+
+@check()
+def hanging_tool_is_stopped(plugin: Subject) -> Problems:
+    tools = _tools(plugin)
+    waited: dict[int, float] = {}
+    with fakes.with_short_timeouts(waited):
+        try:
+            fakes.devices(plugin, dict.fromkeys(tools, "exec sleep 5"))
+        except fakes.NoLimit:
+            yield Problem(
+                f"flagcore_devices waits for {tools[0]} without a time limit",
+                "run it with flagcore.vendorkit.smi.tool_output, or give subprocess a timeout",
+            )
+            return
+    if sum(waited.values()) > TOTAL_SECONDS:
+        yield Problem(
+            f"flagcore_devices waits {sum(waited.values()):.0f} s for hanging tools",
+            f"lower timeout_seconds: together they must take less than {TOTAL_SECONDS:.0f} s",
+        )
+
+
+@check("check the title, the PCI vendor or the devices' names before using a table")
+def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
+    foreign_texts = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
+    for name, text in foreign_texts.items():
+        yield from _unexpected_devices(plugin, fakes.prints(text), f"which a tool of {name} printed")
+
+
+@check()
+def visible_devices_are_respected(plugin: Subject) -> Problems:
+    names = sorted({name for pair in plugin.pairs() for name in plugin.loaded.engine_support(*pair).visible_devices})
+    if not names:
+        raise Skip("no engine has visible_devices")
+    multi_device = [each for each in plugin.listings if each.devices >= 2]
+    if not multi_device:
+        raise Skip("no transcript lists two devices")
+    for name in names:
+        for setting, selectors in (("1,0", ["1", "0"]), ("0", ["0"]), ("-1", [])):
+            with fakes.machine(fakes.printing(multi_device[0])):
+                devices = fakes.ask(plugin, **{name: setting})
+            if [device.selector for device in devices] != selectors:
+                yield Problem(
+                    f"flagcore_devices returns the devices {[each.index for each in devices]} with {name}={setting}",
+                    f"return visible(found, {name!r}, environment=environment) of flagcore.vendorkit.smi",
+                )
+
+
+@check()
+def vendor_selection_is_respected(plugin: Subject) -> Problems:
+    chip = plugin.own_chips()[0]
+    variables = {
+        name: value for engine in plugin.engines for name, value in plugin.loaded.environment(chip, engine).items()
+    }
+    names = [name for name, value in variables.items() if value.casefold() == chip.vendor]
+    if not names:
+        raise Skip("no variable of trials selects the vendor")
+    for name in names:
+        for setting, seen in ((chip.vendor.upper(), True), ("another_vendor", False)):
+            devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
+            if bool(devices) is not seen:
+                yield Problem(
+                    f"flagcore_devices returns {len(devices)} devices with {name}={setting}",
+                    f"return none if vendorkit.machine.other_vendor_selected({chip.vendor!r}, ({name!r},))",
+                )
+
+
+def _tools(plugin: Subject) -> tuple[str, ...]:
+    plugin.implements("flagcore_devices")
+    tools = fakes.tools_of(plugin)
+    if not tools:
+        raise Skip("the plugin runs no tool for devices")
+    return tools
+
+
+def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
+    """Yield each device that is found although the tools run `script`, which prints no devices of this vendor."""
+    own_devices = fakes.without_tools(plugin)
+    devices = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
+    if more := [device for device in devices if device not in own_devices]:
+        yield f"flagcore_devices returns {more[0].chip!r}, {when}"
+
+
+def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
+    foreign_texts = {}
+    for other in plugin.others.plugins:
+        hooks = next(iter(other.manager.get_plugins()), None)
+        try:
+            listings = Subject(name=other.name, hooks=hooks).listings
+        except (Skip, OSError, SpecError):
+            continue
+        foreign_texts[f"{other.name} ({listings[0].name})"] = listings[0].text
+    return foreign_texts
+
+
+PIECES = 36
+"""Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
+SLOW_SECONDS = 1.0
+"""If detection takes longer, fewer variants are tried."""
+
+
+@check()
+def transcripts_have_sources(plugin: Subject) -> Problems:
+    listed_files = {each.name for each in plugin.transcripts}
+    present_files = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
+    for name in sorted(present_files - listed_files):
+        yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed")
+    for name in sorted(listed_files - present_files):
+        yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
+    for each in plugin.transcripts:
+        if not each.source.strip():
+            yield Problem(f"{FOLDER / SOURCES}: {each.name} has no source", "add where it was printed")
+
+
+@check(f"correct the parser, or `lists` in {SOURCES}")
+def transcripts_are_parsed(plugin: Subject) -> Problems:
+    for each in (each for each in plugin.transcripts if each.tool):
+        devices = fakes.devices(plugin, fakes.printing(each))
+        if each.devices == 0 and fakes.without_tools(plugin):
+            continue  # this machine has its own devices
+        wanted = [listed for listed in each.lists for _ in range(listed.devices)]
+        if len(devices) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, devices, strict=True)):
+            listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
+            expected = listed or "no device"
+            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}, expected {expected}"
+
+
+@check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
+def transcripts_leave_nothing_out(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        with fakes.machine(fakes.printing(each)), fakes.warnings_enabled(), capture_warnings() as messages:
+            fakes.ask(plugin)
+        if len(messages) != each.left_out:
+            shown = "; ".join(messages)[:200] or "nothing"
+            yield f"{FOLDER / each.name}: {len(messages)} devices are left out, expected {each.left_out}: {shown}"
+
+
+@check("leave out a device with incomplete lines")
+def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
+    for each, whole, pieces in _whole_transcripts(plugin):
+        lines = [match.end() for match in re.finditer("\n", each.text)]
+        cut_positions = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
+        cut_positions += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
+        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
+        texts = ((f"truncated after {end} characters", each.text[:end]) for end in cut_positions)
+        for how, found in _devices_per_text(plugin, each, texts):
+            unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected_devices]
+            if unexpected:
+                yield f"{how}: {_device_text(unexpected)}"
+                break
+
+
+@check("leave out rows that share an index or have an unknown format")
+def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
+    for each, whole, pieces in _whole_transcripts(plugin):
+        texts = ((f"garbled ({seed})", _garbled_texts(each.text, seed)) for seed in range(pieces))
+        for how, found in _devices_per_text(plugin, each, texts):
+            if len(found) > len(whole) or len({device.index for device in found}) != len(found):
+                yield f"{how}: flagcore_devices returns {_device_text(found)}"
+                break
+
+
+@check("add it to the aliases of its chip, or mark it other: true in sources.yaml")
+def transcript_names_match_one_chip(plugin: Subject) -> Problems:
+    plugin.own_chips()
+    matches = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
+    if not matches:
+        raise Skip("the transcripts list only unknown chips")
+    for each, listed in matches:
+        count = sum(chip.has_name(listed.chip) for chip in plugin.chips)
+        if count != 1:
+            yield f"{FOLDER / each.name} lists {listed.chip!r}, a name of {count} chips"
+
+
+def _whole_transcripts(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
+    """Yield each listing with its devices, those of this machine included, and the number of variants to try."""
+    share = max(PIECES // len(plugin.listings), 6)
+    own_devices = fakes.without_tools(plugin)
+    for each in plugin.listings:
+        start = time.monotonic()
+        whole_output = fakes.devices(plugin, fakes.printing(each))
+        yield each, (*whole_output, *own_devices), share if time.monotonic() - start < SLOW_SECONDS else 2
+
+
+def _devices_per_text(
+    plugin: Subject, transcript: Transcript, texts: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, tuple[Device, ...]]]:
+    """Yield a description of each text, and the devices that are found in it. Raises BadPlugin."""
+    for how, text in texts:
+        location = f"{FOLDER / transcript.name}, {how}"
+        yield location, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, location)
+
+
+def _garbled_texts(text: str, seed: int) -> str:
+    rng, garbled = random.Random(seed), bytearray(text.encode())
+    for _ in range((1, 20, 400)[seed % 3]):
+        garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)
+    return garbled.decode("utf-8", "replace")
+
+
+def _device_text(devices: Sequence[Device]) -> str:
+    if not devices:
+        return "no device"
+    first = devices[0]
+    mib = first.memory_bytes // 2**20 if first.memory_bytes else None
+    return f"{len(devices)} devices, the first {first.index} {first.chip!r} with {mib} MiB, driver {first.driver!r}"

@@ -1,0 +1,166 @@
+"""Engines: support, rejected values, and knobs of the plugin."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+from flagcore.domain.chip import Chip, Support
+from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues, ValueRule
+from flagcore.domain.knob import Factor, Knob
+from flagcore.domain.spec import PRECISIONS
+from flagcore.errors import SpecError
+from flagcore.plugins import workload
+from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problems, Skip, Subject, check
+
+PREFIXES = ", ".join(SHARED_PREFIXES)
+Supported = tuple[str, Chip, str, EngineSupport]
+
+
+def _supports(plugin: Subject) -> list[Supported]:
+    """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
+    plugin.implements("flagcore_engine_support")
+    supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
+    answers = [
+        (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
+        for chip, engine, answer in supports
+        if not answer.reason.startswith("no plugin supports")
+    ]
+    if not answers:
+        raise Skip("the plugin supports no engine")
+    return answers
+
+
+@check("give torch's names: without both, nothing can run", each=_supports)
+def supported_engines_have_device_and_backend(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
+        yield f"{where} lacks device_type or distributed_backend"
+
+
+@check("give a reason for `flag doctor` and `flag explain`", each=_supports)
+def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if answer.support is not Support.YES and not answer.reason.strip():
+        yield f"{where} is {answer.support.value!r} without a reason"
+
+
+def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
+    """Return the start of messages, the chip, the engine and the rule for each rule about values."""
+    plugin.implements("flagcore_pruning_rules")
+    where, pairs = "flagcore_pruning_rules: {} on {}", plugin.pairs()
+    rules = plugin.once(
+        "rules about values",
+        lambda: [
+            (where.format(engine, chip.name), chip, engine, rule)
+            for chip, engine in pairs
+            for rule in plugin.loaded.pruning_rules(task_on(chip, engine))[0]
+        ],
+    )
+    if not rules:
+        raise Skip("the plugin has no rules about values")
+    return rules
+
+
+@check("give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_rules)
+def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
+    is_named = rule.name.isidentifier() and bool(rule.reason.strip())
+    if isinstance(rule, ForcedSetting):
+        if not (is_named and rule.setting.startswith(SHARED_PREFIXES)):
+            yield f"{where}: {rule.name!r} forces {rule.setting!r}, which begins with none of {PREFIXES}"
+    elif not (is_named and (rule.values or rule.above is not None)):
+        yield f"{where}: {rule.name!r} is incomplete"
+
+
+@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_rules)
+def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, rule: ValueRule) -> Problems:
+    if isinstance(rule, ForcedSetting):
+        if rule.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, rule.setting, (rule.value,)):
+            yield f"{where}: {rule.name} forces {rule.setting} = {rule.value!r}, which is not a valid setting"
+    elif not _is_known(engine, rule.knob, rule.values):
+        yield f"{where}: unknown knob {rule.knob!r} with {rule.values}"
+
+
+@check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason")
+def refused_values_leave_candidates(plugin: Subject) -> Problems:
+    engine = "megatron"
+    for where, chip in {where: chip for where, chip, name, _ in _rules(plugin) if name == engine}.items():
+        rules, _ = plugin.loaded.pruning_rules(task_on(chip, engine))
+        refusals = [rule for rule in rules if isinstance(rule, RefusedValues)]
+        for axis in workload(engine).axes(task_on(chip, engine)):
+            refused_values = {value for rule in refusals if rule.knob == axis.knob for value in rule.values}
+            if set(axis.values) <= refused_values:
+                yield f"{where}: every value of {axis.knob} is refused"
+
+
+@check("give the names of environment variables, such as ACME_VISIBLE_DEVICES", each=_supports)
+def visible_devices_are_variable_names(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
+        yield f"{where}: visible_devices = {answer.visible_devices!r}"
+
+
+@check("advise on what this task lacks: names, reasons and known settings; a small task on one node can run")
+def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_check_task")
+    for task in plugin.tasks():
+        location = f"flagcore_check_task: a small task on one node of {task.cluster.chips}"
+        for advice in plugin.loaded.check_task(task):
+            if advice.impossible:
+                yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
+            for preferred in advice.preferred:
+                if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
+                    yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
+            if not all(note.strip() for note in advice.notes):
+                yield f"{location}: a note is empty"
+
+
+def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
+    """Return whether these values are valid for a knob, a key of the job or a setting of an engine."""
+    where, _, name = key.rpartition(".")
+    if key == "precision":
+        return set(values) <= set(PRECISIONS)
+    if key in JOB_KEYS or where == "engine_args":
+        return True
+    scope = "setting" if where == "settings" else "space"
+    knobs = {name: knob for knob in workload(engine).knobs if scope in knob.scope for name in knob.names}
+    with suppress(SpecError, KeyError):
+        for value in values:
+            knobs[name].parse(value, key)
+        return name in knobs
+    return False
+
+
+def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
+    plugin.implements("flagcore_knobs")
+    knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not knobs:
+        raise Skip("the plugin adds no knobs")
+    return knobs
+
+
+@check("add a sentence for `flag explain`", each=_knobs)
+def knobs_have_help(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if not knob.help.strip():
+        yield f"flagcore_knobs: {knob.name} of {engine} has no help"
+
+
+@check("rename it, for example with the vendor as prefix", each=_knobs)
+def knob_names_differ_from_engine_knobs(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if engine == "megatron" and knob.name in {axis.knob for axis in workload(engine).axes(task_on(chip))}:
+        yield f"flagcore_knobs: {knob.name} is already a knob of {engine}"
+
+
+@check("give low and high, the ends of an 80% interval", each=_knobs)
+def knob_effects_have_intervals(chip: Chip, engine: str, knob: Knob) -> Problems:
+    for effect in knob.effects.values():
+        for what, factor in (("time", effect.time), ("memory", effect.memory)):
+            if factor.value != 1.0 and factor.low == factor.high:
+                yield f"flagcore_knobs: {knob.name} of {engine} scales {what} without an interval"
+
+
+@check("add effect: {kind: estimated, method: WHY}, or the source of these figures", each=_knobs)
+def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
+    factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
+    estimated = knob.source is not None and knob.source.kind == "estimated"
+    if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
+        yield f"flagcore_knobs: {knob.name} of {engine} has factors without a source"

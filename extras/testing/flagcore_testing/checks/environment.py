@@ -1,0 +1,170 @@
+"""The environment of trials, and `environment.yaml`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from difflib import SequenceMatcher
+from unittest import mock
+
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.plugins import kind_of
+from flagcore.vendorkit.engines import Variable
+from flagcore.vendorkit.fields import applicable
+from flagcore_testing import fakes
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problems, Skip, Subject, check
+
+USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
+"""Variables that belong to the user's shell."""
+KNOWN = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "GEMS_VENDOR", "FLAGTREE_BACKEND"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_SOCKET_IFNAME", "NCCL_NET_GDR_LEVEL"),
+    *("NCCL_CUMEM_ENABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_DEBUG"),
+    *("GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS"),
+    *(
+        "NVTE_FLASH_ATTN",
+        "NVTE_FUSED_ATTN",
+        "OMP_NUM_THREADS",
+        "VLLM_PLUGINS",
+        "VLLM_USE_V1",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+    ),
+)
+"""Variables of software that many vendors share."""
+Set = tuple[Chip, str, Mapping[str, str]]
+
+
+def _environments(plugin: Subject) -> Iterator[Set]:
+    plugin.implements("flagcore_environment")
+    return ((chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs())
+
+
+def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
+    return ((each,) for each in plugin.variables)
+
+
+@check("keep one, or restrict each by engines, chips or versions")
+def variables_are_listed_once(plugin: Subject) -> Problems:
+    for chip, engine in plugin.pairs():
+        for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
+            if times > 1:
+                yield f"environment.yaml: {name} has {times} values for {engine}"
+
+
+@check("use `used` instead of `value`: it documents the value without setting it", each=_environments)
+def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name in sorted(USERS & {*variables}):
+        yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
+
+
+@check("write the name that the software has for this vendor, and handle it in discover.py")
+def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
+    other_vendors = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
+    for chip, _, variables in _environments(plugin):
+        wrong_names = [name for name, value in variables.items() if value.casefold() in other_vendors - {chip.vendor}]
+        for name in dict.fromkeys([*wrong_names, *_device_variables(plugin, variables)]):
+            reason = "another vendor" if name in wrong_names else "its own devices are then not found"
+            yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {reason}"
+
+
+@check("add it with value, meaning and source")
+def variables_are_documented(plugin: Subject) -> Problems:
+    documented = {each.name for each in plugin.variables if each.value}
+    for _, engine, variables in _environments(plugin):
+        for name in sorted(set(variables) - documented):
+            yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
+
+
+@check("correct the name if it is misspelled; another file spells this variable differently")
+def variables_are_spelt_as_elsewhere(plugin: Subject) -> Problems:
+    own_names = {each.name for each in plugin.variables}
+    for name in sorted(own_names - {*KNOWN}):
+        similar = [known for known in sorted({*KNOWN, *own_names}) if known != name and _is_misspelt(name, known)]
+        if similar:
+            yield f"environment.yaml: {name} is unknown; similar: {similar[0]}"
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Return whether two names with the same first word differ by one letter, or by two swapped letters.
+
+    Names of the vendors' collective libraries (NCCL, CNCL) may differ.
+    """
+    name, known = (re.sub(r"(?<=_)[A-Z]+CL(?=_)", "CCL", each) for each in (name, known))
+    if len(name) < 8 or name == known or name.partition("_")[0] != known.partition("_")[0]:
+        return False
+    steps = [step for step in SequenceMatcher(None, name, known, autojunk=False).get_opcodes() if step[0] != "equal"]
+    letters = "".join(name[start:end] + known[at:to] for _, start, end, at, to in steps)
+    edits = sum(max(end - start, to - at) for _, start, end, at, to in steps)
+    return not re.search(r"\d", letters) and (edits == 1 or (edits == 2 and sorted(name) == sorted(known)))
+
+
+@check("return the variables of environment.yaml there, as VendorPlugin does")
+def documented_variables_are_set(plugin: Subject) -> Problems:
+    if plugin.failed("flagcore_environment"):
+        raise Skip("flagcore_environment has no valid answer")
+    for chip, engine, variables in _environments(plugin):
+        for each in _variables_on_chip(plugin, chip, engine):
+            is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
+            if is_unconditional and each.name not in variables:
+                yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
+
+
+@check("return what trials need: the core keeps the user's values and reports conflicts")
+def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
+    for chip, engine, variables in _environments(plugin):
+        with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
+            second_answer = plugin.loaded.environment(chip, engine)
+        for name in sorted(name for name in variables if second_answer.get(name) != variables[name]):
+            yield f"flagcore_environment returns {second_answer.get(name)!r} for {name} if the shell sets it"
+
+
+@check("add variables for several nodes to those of one")
+def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_environment")
+    for task in map(task_on, plugin.own_chips()):
+        (chip,) = (group.chip for group in task.cluster.groups)
+        nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
+        one = plugin.loaded.environment(chip, "megatron", None, task)
+        two_nodes = plugin.loaded.environment(chip, "megatron", None, replace(task, cluster=Cluster(groups=(nodes,))))
+        for name in sorted(set(one) - set(two_nodes)):
+            yield f"flagcore_environment sets {name} on one node of {chip.name}, but not on two nodes"
+
+
+def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
+    """Return the names of another plugin's vendor; empty if its devices are plain CPUs."""
+    is_cpu = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
+    return () if is_cpu else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
+
+
+def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
+    """Return the variables that hide the devices of the plugin's own transcript."""
+    try:
+        tools = fakes.printing(plugin.listings[0])
+    except Skip:
+        return []
+
+    def found(more: Mapping[str, str]) -> bool:
+        def responds() -> bool:
+            with suppress(Exception):  # another check reports it
+                return bool(fakes.devices(plugin, tools, **more))
+            return True
+
+        return plugin.once(f"found with {sorted(more.items())}", responds)
+
+    device_variables = {name: value for name, value in variables.items() if name not in USERS}
+    return (
+        [name for name in device_variables if not found({name: device_variables[name]})]
+        if found({}) and not found(device_variables)
+        else []
+    )
+
+
+def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
+    """Return the variables with a value for an engine on a chip."""
+    return [each for each in applicable(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

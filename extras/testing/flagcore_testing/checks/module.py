@@ -1,0 +1,252 @@
+"""The module of the plugin: loading, imports, reproducible answers, and side effects.
+
+Side effects of its import and of its hooks are observed in a separate process.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.plugins import LoadedPlugins
+from flagcore_testing.examples import group_of, task_on
+from flagcore_testing.hook_runner import DRIVERS
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
+"""Packages of flagcore that a plugin may import."""
+
+
+FIX_OF_IMPORT = "correct pyproject.toml or the import; `python -c` with the entry point's module shows the traceback"
+FIX_OF_HOOKS = "correct the object that the entry point names; docs/hooks.md lists all hooks"
+
+
+@check()
+def plugin_loads(plugin: Subject) -> Problems:
+    for failure in plugin.loaded.failures:
+        if failure.stage in ("load", "check"):
+            fix = FIX_OF_IMPORT if failure.stage == "load" else FIX_OF_HOOKS
+            yield Problem(f"{plugin.name}: {failure.reason}", fix)
+
+
+@check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, and no other plugin")
+def imports_only_public_modules(plugin: Subject) -> Problems:
+    if not (plugin.package_folder / "__init__.py").is_file():
+        raise Skip("the plugin is a module, not a package")
+    for path in sorted(plugin.package_folder.rglob("*.py")):
+        for name, line in _imports(path):
+            root, _, inner = name.partition(".")
+            room = inner.partition(".")[0]
+            is_other_plugin = root.startswith("flagcore_") and root != plugin.package
+            if is_other_plugin or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
+                yield f"{path.name}:{line} imports {name}"
+
+
+@check("compute the answer from the arguments only")
+def answers_are_reproducible(plugin: Subject) -> Problems:
+    first, second = (
+        _answers(plugin, loaded) for loaded in (plugin.loaded, LoadedPlugins.of({plugin.name: plugin.hooks}))
+    )
+    for hook, answer in first.items():
+        if answer != second[hook]:
+            yield f"{hook} returns another answer on the second call"
+
+
+@check("use plain dicts and tuples")
+def chips_can_be_pickled(plugin: Subject) -> Problems:
+    for chip in plugin.chips:
+        try:
+            if pickle.loads(pickle.dumps(chip)) != chip:
+                yield f"chip {chip.name} differs after pickle"
+        except Exception as error:
+            yield f"chip {chip.name} cannot be pickled: {error}"
+
+
+def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
+    chips = loaded.chips()
+    pairs = [(chip, engine) for chip in plugin.chips for engine in plugin.engines]
+    return {
+        "flagcore_chips": [_stable_values(chip) for chip in chips],
+        "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
+        "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
+        "flagcore_check_task": [loaded.check_task(task_on(*pair)) for pair in pairs],
+        "flagcore_pruning_rules": [loaded.pruning_rules(task_on(*pair))[0] for pair in pairs],
+        "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
+        "flagcore_failure_patterns": [loaded.failure_patterns(*pair) for pair in pairs],
+    }
+
+
+def _stable_values(chip: Chip) -> object:
+    """Return the values that must not change between calls. Figures, such as this machine's clock, may change."""
+    return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            inner = [f"flagcore.{alias.name}" for alias in node.names] if node.module == "flagcore" else [node.module]
+            yield from ((name, node.lineno) for name in inner)
+
+
+ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
+"""Environment variables of the separate process."""
+IMPORT_SECONDS = 5.0
+"""Time limit of the import, without flagcore's own imports."""
+SECONDS = 12.0
+"""Time limit of a hook; a command calls it once per chip."""
+START_SECONDS = 15.0
+"""Additional time of the first step, in which flagcore is imported."""
+TOTAL_SECONDS = 35.0
+"""Time limit of all hooks together."""
+Record = dict[str, Any]
+
+
+@check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
+def import_loads_no_framework(plugin: Subject) -> Problems:
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _import_record(plugin):
+        if record["raised"]:
+            message = f"{import_text} fails in a new process: {record['raised']}"
+            yield Problem(message, "import everything that the module uses")
+        if record["drivers"]:
+            yield f"{import_text} loads {', '.join(record['drivers'])}"
+        for path in map(Path, record["files"]):
+            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body):
+                if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
+                    yield f"{path.name}:{line} imports {name} if it is installed"
+
+
+@check("change no state of the process; do slow work, start threads and log in the hook that needs it")
+def import_has_no_side_effects(plugin: Subject) -> Problems:
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _import_record(plugin):
+        if record["printed"]:
+            yield f"{import_text} prints {record['printed'][:60]!r}"
+        if not record["drivers"]:
+            if record["seconds"] > IMPORT_SECONDS:
+                yield f"{import_text} takes {record['seconds']:.1f} s"
+            yield from (f"{import_text} changes the {each}" for each in record["changed"])
+
+
+@check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
+def hooks_return_quickly(plugin: Subject) -> Problems:
+    records, hanging = _records(plugin)
+    if hanging:
+        limits = f"{SECONDS:.0f} s, or all hooks {TOTAL_SECONDS:.0f} s"
+        yield f"{hanging} took more than {limits}, or ended its process"
+    for record in records[1:]:
+        if record["seconds"] > SECONDS:
+            yield f"{record['hook']} took {record['seconds']:.0f} s"
+
+
+@check()
+def hooks_have_no_side_effects(plugin: Subject) -> Problems:
+    for record in _records(plugin)[0][1:]:
+        if record["printed"]:
+            message = f"{record['hook']} prints {record['printed'][:60]!r}"
+            yield Problem(message, "print nothing; log what users should know")
+        for what in record["changed"]:
+            yield Problem(
+                f"{record['hook']} changes the {what}",
+                "change no state of the process, or restore it; return variables for trials from flagcore_environment",
+            )
+
+
+@check("return a new object: replace(chip, ...), {**environment, ...}")
+def hooks_do_not_modify_arguments(plugin: Subject) -> Problems:
+    for record in _records(plugin)[0]:
+        yield from (f"{record['hook']} modifies its argument {name}" for name in record["arguments"])
+
+
+@check("keep results in memory, or remove the file")
+def hooks_write_no_files(plugin: Subject) -> Problems:
+    _records(plugin)
+    yield from (f"a hook writes the file {name}" for name in plugin.memory["files"])
+
+
+def _import_record(plugin: Subject) -> list[Record]:
+    """Return the record of the import; empty if the import ended the process, which another check reports."""
+    return _records(plugin)[0][:1]
+
+
+def _records(plugin: Subject) -> tuple[list[Record], str]:
+    """Return the side effects of the import and of each hook in another process, and the call that crashed or hung."""
+    return plugin.once("records", lambda: _call_hooks(plugin))
+
+
+def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
+    package = plugin.package_folder
+    with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
+        work_folder, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
+        for folder in (work_folder, home, scratch):
+            folder.mkdir()
+        files_before = _files(package)
+        output = _run(plugin, work_folder, {"HOME": str(home), "TMPDIR": str(scratch)})
+        written_files = [
+            *_files(work_folder),
+            *(name for name in _files(home) if not name.startswith(".")),
+            *_files(scratch),
+        ]
+        plugin.memory["files"] = [
+            *written_files,
+            *(f"{package.name}/{name}" for name in _files(package) - files_before),
+        ]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+    is_complete = bool(lines) and "ends" in lines[-1]
+    hanging_call = "" if is_complete else lines[-1].get("begins", "what follows") if lines else "its start"
+    return [line for line in lines if "hook" in line], hanging_call
+
+
+def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
+    argv = [sys.executable, "-B", "-m", "flagcore_testing.hook_runner", plugin.entry, paths]
+    with open(folder.parent / "records", "w+b") as records:
+        start, size = time.monotonic(), 0
+        quiet: Any = {"stdout": records, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        last, process = start, subprocess.Popen(argv, env={**environment, **more}, cwd=folder, **quiet)
+        try:
+            while process.poll() is None and time.monotonic() - last <= SECONDS + START_SECONDS * (size == 0):
+                time.sleep(0.02)
+                if (now := os.fstat(records.fileno()).st_size) != size:
+                    size, last = now, time.monotonic()
+                if last - start > TOTAL_SECONDS:
+                    break
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        records.seek(0)
+        return records.read().decode("utf-8", "replace")
+
+
+def _files(folder: Path) -> set[str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in files}
+
+
+def _top_level_imports(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Yield the packages that the module imports on load, with their lines."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0], node.lineno
+        elif isinstance(node, ast.Try):
+            yield from _top_level_imports([*node.body, *node.orelse, *node.finalbody])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _top_level_imports([*node.body, *node.orelse])

@@ -1,0 +1,244 @@
+"""The distribution: its metadata, and its files with quirks, maturity and placeholders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from flagcore import __version__
+from flagcore.domain.chip import Claim
+from flagcore.domain.engine import ValueRule
+from flagcore.plugins import kind_of
+from flagcore.vendorkit.engines import all_knobs, read_variables
+from flagcore.vendorkit.fields import Scope, applicable
+from flagcore.vendorkit.quirks import read_quirks
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+FRAMEWORKS = {
+    *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),
+    *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
+    *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
+}
+"""Packages with builds of vendors, which a dependency would replace."""
+DATA = {".yaml", ".jsonl", ".py", ".typed"}
+
+
+@check()
+def entry_point_names_the_plugin(plugin: Subject) -> Problems:
+    if plugin.entry not in plugin.packaged.points.values():
+        yield Problem(
+            f"pyproject.toml: no entry point of flagcore.plugins names {plugin.entry}",
+            f'write [project.entry-points."flagcore.plugins"] and below it NAME = "{plugin.entry}"',
+        )
+
+
+@check('write "flagcore>=0.1,<0.2"; widen the range if the checks pass')
+def flagcore_version_is_limited(plugin: Subject) -> Problems:
+    core = [each for each in _requirements(plugin) if canonicalize_name(each.name) == "flagcore"]
+    if not core:
+        yield "pyproject.toml: dependencies does not name flagcore"
+    for each in core:
+        if not any(part.operator in ("<", "<=", "==", "~=") for part in each.specifier):
+            yield f"pyproject.toml: {each} has no upper bound"
+        elif not each.specifier.contains(__version__, prereleases=True):
+            yield f"pyproject.toml: {each} does not include this flagcore, {__version__}"
+
+
+@check("remove it; trials use what is installed, and [project.optional-dependencies] may name it")
+def dependencies_have_no_framework(plugin: Subject) -> Problems:
+    for each in _requirements(plugin):
+        optional = each.marker is not None and not each.marker.evaluate({"extra": ""})
+        if not optional and canonicalize_name(each.name) in FRAMEWORKS:
+            yield f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
+
+
+@check('add it to [project], the version as "0.1.0"')
+def metadata_is_complete(plugin: Subject) -> Problems:
+    for key in ("description", "license"):
+        if not getattr(plugin.packaged, key).strip():
+            yield f"pyproject.toml: {key} is missing"
+    try:
+        Version(plugin.packaged.version)
+    except InvalidVersion:
+        yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
+
+
+@check("add the empty file")
+def py_typed_exists(plugin: Subject) -> Problems:
+    folder = plugin.package_folder
+    if (folder / "__init__.py").is_file() and not (folder / "py.typed").is_file():
+        yield f"{folder.name}/py.typed is missing"
+
+
+@check('write one that lists all chips; readme = "README.md"')
+def readme_names_all_chips(plugin: Subject) -> Problems:
+    readme = plugin.packaged.readme
+    if not readme:
+        yield "README.md is missing, or pyproject.toml has no readme"
+        return
+    for chip in plugin.own_chips():
+        if not all(word in readme.casefold() for word in re.split(r"[- ]", chip.name.casefold())):
+            yield f"README.md does not name {chip.name}"
+
+
+@check("name the package in `packages` of [tool.hatch.build.targets.wheel], and remove `exclude`")
+def wheel_contains_data_files(plugin: Subject) -> Problems:
+    source = plugin.source
+    if "hatchling" not in (source / "pyproject.toml").read_text("utf-8"):
+        raise Skip("the wheel is not built by hatchling")
+    try:
+        from hatchling.builders.wheel import WheelBuilder
+    except ImportError:
+        raise Skip("hatchling is not installed") from None
+    packed = {Path(file.distribution_path).as_posix() for file in WheelBuilder(str(source)).recurse_included_files()}
+    package = plugin.package_folder
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package.parent).as_posix()
+        data = path.is_file() and path.suffix in DATA and "__pycache__" not in name
+        if data and name not in packed:
+            yield f"the wheel of {source.name} leaves out {name}"
+
+
+@check("write tests/test_conformance.py as in docs/write-a-plugin.md, so that pytest and CI run the kit")
+def tests_run_the_conformance_kit(plugin: Subject) -> Problems:
+    tests = plugin.source / "tests"
+    if not any(re.search(r"\bPluginConformance\b", path.read_text("utf-8")) for path in tests.rglob("test_*.py")):
+        yield "no file in tests runs PluginConformance"
+
+
+def _requirements(plugin: Subject) -> Iterator[Requirement]:
+    """Yield the dependencies. Raises InvalidRequirement with the invalid text."""
+    return (Requirement(text) for text in plugin.packaged.requires)
+
+
+MARK = "TODO"
+"""Mark of a placeholder in files of `flag plugins new`."""
+
+
+def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
+    """Yield the location and the content of each entry that may be restricted to chips or engines."""
+    quirks = read_quirks(plugin.package)
+    for section in fields(quirks):
+        for place, each in enumerate(getattr(quirks, section.name)):
+            yield plugin, f"quirks.yaml: {section.name}[{place}]", each
+    yield from ((plugin, f"environment.yaml: {each.name}", each) for each in read_variables(plugin.package))
+    yield from ((plugin, f"knobs.yaml: {each.knob.name}", each.scope) for each in all_knobs(plugin.package))
+
+
+@check(each=_entries)
+def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Scope) -> Problems:
+    fix = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
+    unknown = {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}
+    for word in unknown:
+        yield Problem(f"{where} is for the unknown {word!r}", fix)
+
+
+@check("return the entries of quirks.yaml there, as VendorPlugin does")
+def quirks_are_used(plugin: Subject) -> Problems:
+    if not (plugin.quirks.refused or plugin.quirks.forced):
+        raise Skip("quirks.yaml refuses nothing")
+    if plugin.failed("flagcore_pruning_rules"):
+        raise Skip("flagcore_pruning_rules has no valid answer")
+    for chip, engine in plugin.pairs():
+        rules, _ = plugin.loaded.pruning_rules(task_on(chip, engine))
+        about = (chip, engine, None, kind_of(engine))
+        refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
+        expected: tuple[ValueRule, ...] = (*refused, *forced)
+        for name in (quirk.name for quirk in expected if quirk not in rules):
+            yield f"flagcore_pruning_rules: {chip.name} lacks {name} of quirks.yaml"
+
+
+@check("write maturity.yaml, and return its content as VendorPlugin does")
+def maturity_is_given(plugin: Subject) -> Problems:
+    plugin.own_chips()
+    if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
+        yield from plugin.problems_of("flagcore_maturity")
+        yield "flagcore_maturity returns None, so `flag plugins list` cannot show the maturity of the data"
+
+
+@check("name chips of chips/*.yaml")
+def maturity_names_known_chips(plugin: Subject) -> Problems:
+    chips = {chip.name for chip in plugin.own_chips()}
+    for claim in _claims(plugin):
+        for name in sorted(set(claim.chips) - chips):
+            yield f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}"
+
+
+@check("list every chip there, under run_on_hardware, checked_on_transcripts or from_documents")
+def maturity_covers_all_chips(plugin: Subject) -> Problems:
+    covered_chips = _chips_of(plugin, "facts of the chips")
+    for chip in plugin.own_chips():
+        if chip.name.casefold() not in covered_chips:
+            yield f"maturity.yaml: {chip.name} is missing in 'facts of the chips'"
+
+
+@check("name each file of tests/smi once under checked_on_transcripts")
+def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
+    named_files = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
+    for name in sorted({each.name for each in plugin.transcripts} ^ named_files):
+        problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
+        yield f"tests/smi/{name} {problem}"
+
+
+@check("add the kernel times there, with software and date")
+def measured_kernels_are_claimed(plugin: Subject) -> Problems:
+    run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
+    measured_folders = _folders_with(plugin, "provenance.yaml", without="\nsource:")
+    if not measured_folders:
+        raise Skip("there are no measured kernels")
+    for name in sorted(measured_folders - run):
+        yield f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
+
+
+@check("correct maturity.yaml or the files")
+def claimed_costs_are_shipped(plugin: Subject) -> Problems:
+    curves = _folders_with(plugin, "collectives.yaml", without="same_as")
+    kernels = _folders_with(plugin, "curve.yaml") | _folders_with(plugin, "kernels.jsonl")
+    for what, file, claimed, shipped in (
+        ("collectives", "collectives.yaml", _chips_of(plugin, "collectives", "all-reduces"), curves),
+        ("kernel times", "curve.yaml or kernels.jsonl", _chips_of(plugin, "kernel times"), kernels),
+    ):
+        for name in sorted(claimed ^ shipped):
+            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            yield f"maturity.yaml {problem}: costs/{name} and {file} disagree"
+
+
+@check()
+def no_placeholders_are_left(plugin: Subject) -> Problems:
+    if places := list(_placeholders(plugin)):
+        raise Skip(f"to fill in: {', '.join(places)}")
+    yield from ()
+
+
+def _placeholders(plugin: Subject) -> Iterator[str]:
+    folder = plugin.packaged.folder or plugin.package_folder
+    suffixes = {".yaml", ".py", ".md", ".toml", ".jsonl"}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+                if MARK in line:
+                    yield f"{path.relative_to(folder)}:{number}"
+
+
+def _claims(plugin: Subject) -> tuple[Claim, ...]:
+    maturity = plugin.maturity
+    return (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
+
+
+def _chips_of(plugin: Subject, *words: str) -> set[str]:
+    """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
+    claims = (claim for claim in _claims(plugin) if any(word in claim.what for word in words))
+    return {name.casefold() for claim in claims for name in claim.chips}
+
+
+def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:
+    """Return the folders of costs with a file that does not contain the text `without`."""
+    files = plugin.package_folder.glob(f"costs/*/{file}")
+    return {path.parent.name for path in files if without not in path.read_text("utf-8")}

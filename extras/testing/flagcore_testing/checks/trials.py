@@ -1,0 +1,293 @@
+"""Trials: telemetry, pruning rules, and patterns of log lines of failed trials."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.resources import files
+
+import numpy as np
+
+from flagcore.contracts import Platform, PruningRule
+from flagcore.domain.chip import Device
+from flagcore.domain.devices import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Space
+from flagcore.domain.trial import TrialState
+from flagcore.plugins import workload
+from flagcore.tuner.stages.build import build
+from flagcore.tuner.stages.discover import costs as costs_of
+from flagcore.tuner.stages.predict import predict
+from flagcore.tuner.stages.prune import prune
+from flagcore_testing import fakes
+from flagcore_testing.examples import task_on
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "memory_used_bytes": (0, 2**42),
+    "power_watts": (0, 5000),
+    "power_limit_watts": (1, 5000),
+    "temperature_celsius": (-40, 150),
+    "utilization_share": (0, 1),
+    "clock_hertz": (0, 1e10),
+    "load_average": (0, 1e5),
+    OTHERS_CORES: (0, 1e4),
+    CORES: (1, 1e4),
+    DISK_WAIT: (0, 1),
+    SWAPPED: (0, 1e11),
+    "throttled": (0, 1),
+}
+"""Range of each figure; names end in the unit. A name comes before its prefixes."""
+Sample = tuple[Device, Mapping[str, float]]
+
+
+def _samples(plugin: Subject) -> list[Sample]:
+    """Return a reading of each device of this machine, or else of each device of the first transcript with known
+    chips.
+    """
+    plugin.implements("flagcore_telemetry")
+    samples = plugin.once("samples", lambda: _read_sample(plugin))
+    if not samples:
+        raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
+    return samples
+
+
+def _read_sample(plugin: Subject) -> list[Sample]:
+    def sample(device: Device) -> list[Sample]:
+        reader = plugin.loaded.telemetry(device)
+        return [(device, reader.sample())] if reader else []
+
+    if here := plugin.loaded.devices():
+        return [pair for device in here for pair in sample(device)]
+    try:
+        listings = plugin.listings
+    except Skip:
+        return []
+    for each in listings:
+        if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
+            with fakes.machine(fakes.printing(each)):
+                return [pair for device in fakes.ask(plugin) for pair in sample(device)]
+    return []
+
+
+@check(each=_samples)
+def telemetry_names_are_known(device: Device, sample: Mapping[str, float]) -> Problems:
+    location = f"flagcore_telemetry of device {device.index}: "
+    for name, value in sample.items():
+        if not any(name == prefix or name.startswith(f"{prefix}_") for prefix in RANGES):
+            yield Problem(f"{location}{name} is an unknown figure", f"the names are {', '.join(RANGES)}")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            yield Problem(
+                f"{location}{name} = {value!r} is not a number", "leave out what the tool does not report (N/A)"
+            )
+
+
+@check("give bytes, watts, degrees, shares of 1 and hertz", each=_samples)
+def telemetry_is_plausible(device: Device, sample: Mapping[str, float]) -> Problems:
+    for name, value in sample.items():
+        low, high = next((limits for prefix, limits in RANGES.items() if name.startswith(prefix)), (-1e30, 1e30))
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            yield f"flagcore_telemetry of device {device.index}: {name} = {value:g}, not {low:g} to {high:g}"
+
+
+@check("read it from the same output: trials use the values that the device reports", each=_samples)
+def telemetry_has_memory_in_use(device: Device, sample: Mapping[str, float]) -> Problems:
+    if "memory_used_bytes" not in sample:
+        yield f"flagcore_telemetry of device {device.index} lacks memory_used_bytes"
+
+
+@check("read the first figure of the cell: memory in use is not the memory of the device")
+def telemetry_memory_is_that_in_use(plugin: Subject) -> Problems:
+    samples = _samples(plugin)
+    full = [device for device, sample in samples if sample.get("memory_used_bytes") == (device.memory_bytes or -1)]
+    if full and len(full) == len(samples):
+        used = full[0].memory_bytes
+        yield f"flagcore_telemetry: memory_used_bytes = {used} of every device, which is all of its memory"
+
+
+@check("compare names with chip.has_name(device.chip)")
+def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_telemetry")
+    for chip in plugin.chips:
+        if plugin.loaded.telemetry(Device(index=0, chip=chip.name)) is None:
+            continue
+        for name in sorted({*chip.aliases, chip.name.lower(), f"{chip.vendor} {chip.name}"}):
+            if plugin.loaded.telemetry(Device(index=0, chip=name)) is None:
+                yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
+
+
+RuleWithCandidates = tuple[PruningRule, Space, Predictions]
+
+
+def _rules(plugin: Subject) -> list[RuleWithCandidates]:
+    """Return each rule with the candidates of its task."""
+    plugin.implements("flagcore_pruning_rules")
+    return plugin.once("pruning rules", lambda: _rules_with_candidates(plugin))
+
+
+def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
+    found: list[RuleWithCandidates] = []
+    engine = workload("megatron")
+    for task in (task_on(chip) for chip in plugin.own_chips()):
+        if rules := plugin.loaded.pruning_rules(task)[1]:
+            space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+            costs = costs_of(task.cluster, plugin.loaded, "megatron")
+            predictions = predict(Platform(task=task, workload=engine, costs=costs), space)
+            found += [(rule, space, predictions) for rule in rules]
+    if not found:
+        raise Skip("the plugin has no pruning rules for a small task on 8 of its chips")
+    return found
+
+
+@check("give it a name of letters and underscores, and a sentence for `flag explain`", each=_rules)
+def pruning_rules_have_messages(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
+    if not rule.name.isidentifier() or not rule.message.strip():
+        yield f"flagcore_pruning_rules: the rule {rule.name!r} has the message {rule.message!r}"
+
+
+@check(each=_rules)
+def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
+    pruned_rows = prune(space, predictions, (rule,))
+    if pruned_rows.broken_rules:
+        yield Problem(
+            f"flagcore_pruning_rules: {'; '.join(map(str, pruned_rows.broken_rules))}",
+            "return an array of booleans, one per candidate, computed from the columns of knobs",
+        )
+    elif not pruned_rows.open_rows.size:
+        yield Problem(
+            f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
+            "prune only candidates that are worse than a remaining one",
+        )
+
+
+@check("compute a new array: columns[...] of a rule are also those of the rules after it", each=_rules)
+def pruning_rules_keep_columns(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
+    rows = np.arange(min(len(space), 200))
+    columns = {name: column.copy() for name, column in space.columns(rows).items()}
+    before = {name: column.copy() for name, column in columns.items()}
+    with suppress(Exception):  # another check reports it
+        rule.prunes(columns, predictions.take(rows))
+    changed = [name for name in before if not np.array_equal(before[name], columns.get(name, ()))]
+    if changed:
+        yield f"flagcore_pruning_rules: {rule.name} changes the column {changed[0]!r}"
+
+
+@check("judge each row independently: no mean, no minimum, no sorting", each=_rules)
+def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
+    rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
+    try:
+        together, *pieces = (
+            np.asarray(rule.prunes(space.columns(some), predictions.take(some)))
+            for some in (rows, rows[:50], rows[50:51], rows[51:])
+        )
+        is_equal = np.array_equal(together, np.concatenate(pieces))
+    except Exception:
+        return  # another check reports it
+    if not is_equal:
+        yield f"flagcore_pruning_rules: {rule.name} depends on the other candidates"
+
+
+HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
+"""Lines of successful runs."""
+
+PATTERN_SECONDS = 10.0
+"""Time limit of all patterns together on long lines."""
+_TRY = """
+import json, re, sys
+for pattern in json.load(sys.stdin):
+    print(json.dumps(pattern), flush=True)
+    compiled = re.compile(pattern)
+    words = re.findall(r"[A-Za-z]{3,}", pattern)[:3]
+    for piece in ["a", " ", "0", "a ", ":", "a:", *words, *(word + " " for word in words)]:
+        compiled.search((piece * 4000)[:8000] + "!")
+    for letter in sorted(set(re.findall(r"[^\\W_]", pattern))):
+        compiled.search(letter * 400 + "!")
+"""
+
+
+@check("do not nest repetitions, as in (a+)+")
+def failure_patterns_are_fast(plugin: Subject) -> Problems:
+    if not _patterns(plugin):
+        raise Skip("the plugin has no failure patterns")
+    if slow := _slow_pattern(plugin):
+        limit = f"{PATTERN_SECONDS:.0f} s on a line of 8,000 characters"
+        yield f"flagcore_failure_patterns: {slow!r} takes more than {limit}"
+
+
+@check("correct the pattern or the example, or put the narrower pattern first")
+def failure_examples_match(plugin: Subject) -> Problems:
+    failures = plugin.quirks.failures
+    if not failures:
+        raise Skip("quirks.yaml has no failures")
+    if plugin.failed("flagcore_failure_patterns"):
+        raise Skip("flagcore_failure_patterns has no valid answer")
+    if plugin.chips:
+        _require_fast_patterns(plugin)
+    for place, each in enumerate(failures):
+        engines = {*each.engines}
+        same_engines = [
+            other_match
+            for other_match in failures
+            if not engines or not other_match.engines or engines & {*other_match.engines}
+        ]
+        first = next(
+            (other_match for other_match in same_engines if re.search(other_match.pattern, each.example)), None
+        )
+        if first is not each:
+            other_match = f"the earlier pattern {first.pattern!r} does" if first else "none does"
+            yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other_match}"
+
+
+@check("correct the pattern or the order of the patterns")
+def log_examples_match(plugin: Subject) -> Problems:
+    patterns = _patterns(plugin)
+    if not plugin.examples:
+        raise Skip("there are no log lines in addition to those of quirks.yaml: override the fixture failure_examples")
+    _require_fast_patterns(plugin)
+    ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
+    for line, state in plugin.examples:
+        first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
+        if first is None or first.state is not state:
+            matched_text = f"as {first.state.value}" if first else "by no pattern"
+            yield f"flagcore_failure_patterns: {line!r} is matched {matched_text}, not as {state.value}"
+
+
+@check("match more of the failure's text")
+def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
+    _require_fast_patterns(plugin)
+    for pattern in _patterns(plugin):
+        for line in HEALTHY:
+            if re.search(pattern.pattern, line):
+                yield f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
+
+
+def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
+    patterns = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
+    return tuple(dict.fromkeys(patterns))
+
+
+def _slow_pattern(plugin: Subject) -> str:
+    """Return the first slow pattern, searched for in a separate process; empty if there is none."""
+
+    def _match_in_process() -> str:
+        patterns = [pattern.pattern for pattern in _patterns(plugin)]
+        argv, text = [sys.executable, "-I", "-S", "-c", _TRY], json.dumps(patterns)
+        try:
+            subprocess.run(argv, input=text, capture_output=True, text=True, timeout=PATTERN_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            return str(json.loads(output.splitlines()[-1]) if output else patterns[0])
+        return ""
+
+    return plugin.once("slow pattern", _match_in_process)
+
+
+def _require_fast_patterns(plugin: Subject) -> None:
+    """Raise Skip if a pattern is too slow to be tried."""
+    if _slow_pattern(plugin):
+        raise Skip("a pattern takes too long to be tried on lines")

@@ -1,0 +1,242 @@
+"""Imports a plugin and calls its hooks in a separate process; reports side effects.
+
+`python -m flagcore_testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
+`{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
+`printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
+the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state of a process that a plugin must not change.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import importlib
+import json
+import locale
+import logging
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Any
+
+import numpy as np
+
+from flagcore.domain.engine import ValueRule
+from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
+from flagcore.physics.collectives.costs import topology_of
+from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
+from flagcore.plugins.installed import BadPlugin, one_line
+from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
+from flagcore_testing.examples import example_calls
+
+
+def process_state() -> dict[str, object]:
+    """Return the state by its name in messages. The values are only for comparisons."""
+    return {what: read() for what, read in PARTS.items()}
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the names of changed parts of the state, with the names of changed environment variables."""
+    changed_names = [what for what in before if before[what] != after[what]]
+    return [
+        f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names
+    ]
+
+
+def _names(before: object, after: object) -> str:
+    first, second = (each if isinstance(each, dict) else {} for each in (before, after))
+    return ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
+
+
+def _logging() -> object:
+    root, known = logging.root, logging.root.manager.loggerDict
+    flagcore_logger = known.get("flagcore")
+    handlers = flagcore_logger.handlers if isinstance(flagcore_logger, logging.Logger) else []
+    return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _signals() -> object:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _numpy_random() -> object:
+    name, keys, *other_state = np.random.get_state(legacy=True)
+    return name, bytes(np.asarray(keys)), tuple(other_state)
+
+
+PARTS: Mapping[str, Callable[[], object]] = {
+    "environment": lambda: dict(os.environ),
+    "working directory": os.getcwd,
+    "import path": lambda: list(sys.path),
+    "logging of the program": _logging,
+    "filters of warnings": lambda: [str(each) for each in warnings.filters],
+    "error handling of numpy": np.geterr,
+    "printing of numpy": lambda: str(np.get_printoptions()),
+    "locale": lambda: locale.setlocale(locale.LC_ALL),
+    "signal handlers": _signals,
+    "hooks of exceptions": lambda: (sys.excepthook, threading.excepthook),
+    "random numbers of random": random.getstate,
+    "random numbers of numpy": _numpy_random,
+    "time limit of sockets": socket.getdefaulttimeout,
+    "mode of new files": _umask,
+    "limit of recursion": sys.getrecursionlimit,
+    "CPU affinity of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    "garbage collector": gc.isenabled,
+    "builtins": lambda: sorted(set(vars(builtins)) - {"_"}),
+}
+
+
+DRIVERS = (
+    *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
+    *("cupy", "vllm", "sglang", "megatron", "triton"),
+)
+IMPORT = "its import"
+_PR_SET_PDEATHSIG = 1
+
+
+def main(entry: str) -> int:
+    """Import the plugin, call its hooks, and return 0."""
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
+    for record in _records(entry):
+        report.write(json.dumps(record) + "\n")
+    return 0
+
+
+def _records(entry: str) -> Iterator[dict[str, object]]:
+    module, _, attribute = entry.partition(":")
+    yield {"begins": IMPORT}
+    imported = _observe(partial(importlib.import_module, module))
+    package = module.partition(".")[0]
+    own_modules = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
+    files = sorted(file for each in own_modules if (file := getattr(each, "__file__", None)))
+    drivers = [each for each in DRIVERS if each in sys.modules]
+    yield {"hook": IMPORT, "arguments": [], "drivers": drivers, "files": files, **imported}
+    if not imported["raised"]:
+        hooks: object = sys.modules[module]
+        loaded_plugins = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
+        for plugin in loaded_plugins.plugins:
+            yield from _call_hook(plugin, loaded_plugins)
+    yield {"ends": entry}
+
+
+def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
+    for hook, arguments in _hook_calls(loaded):
+        if hook in plugin.hooks:
+            yield {"begins": hook}
+            frozen_arguments = _frozen_copies(arguments)
+            record = _observe(partial(_answer, plugin, hook, arguments))
+            modified = [name for name, value in _frozen_copies(arguments).items() if value != frozen_arguments[name]]
+            yield {"hook": hook, "arguments": modified, **record}
+
+
+def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
+    """Call a hook, and the methods of the object that it answers."""
+    answer = plugin.call(hook, arguments)
+    if answer is not None and hook in USES:
+        with suppress(BadPlugin):  # another check reports it
+            USES[hook](answer, arguments)
+
+
+def _use_rules(answer: Any, arguments: Mapping[str, Any]) -> None:
+    task, rules = arguments["task"], [rule for rule in answer if not isinstance(rule, ValueRule)]
+    if not rules:
+        return
+    columns = dict.fromkeys((axis.knob for axis in workload(task.spec.work.engine).axes(task)), np.ones(2, dtype=int))
+    for rule in rules:
+        with suppress(Exception):
+            rule.prunes(columns, None)
+
+
+USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
+    "flagcore_memory_model": lambda answer, arguments: validation.memory_model(answer),
+    "flagcore_kernel_costs": lambda answer, arguments: validation.kernel_costs(answer),
+    "flagcore_collective_costs": lambda answer, arguments: validation.collective_costs(
+        answer, topology_of(arguments["group"])
+    ),
+    "flagcore_pruning_rules": _use_rules,
+    "flagcore_telemetry": lambda answer, arguments: answer.sample(),
+}
+"""How the objects of hooks are used."""
+
+
+def _observe(call: Callable[[], object]) -> dict[str, object]:
+    """Call a function and return its side effects."""
+    state, threads = process_state(), threading.active_count()
+    error_text, start = "", time.monotonic()
+    with _captured_output() as file:
+        try:
+            call()
+        except BaseException as error:
+            error_text = one_line(error)
+        seconds = time.monotonic() - start
+        sys.stdout.flush()
+        sys.stderr.flush()
+        file.seek(0)
+        output = file.read().decode("utf-8", "replace").strip()
+    changes = changed(state, process_state())
+    if threading.active_count() > threads:
+        changes.append("threads: a thread still runs")
+    return {"seconds": seconds, "printed": output, "changed": changes, "raised": error_text}
+
+
+def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield each hook with the arguments of the core, once per chip and engine."""
+    yield "flagcore_chips", {}
+    yield "flagcore_devices", {"environment": {**os.environ}}
+    yield "flagcore_maturity", {}
+    yield "flagcore_vendor", {"environment": {}}
+    for chip in loaded.chips():
+        yield from example_calls(chip)
+
+
+def _frozen_copies(arguments: Mapping[str, object]) -> dict[str, bytes]:
+    copies_by_name = {}
+    for name, value in arguments.items():
+        try:
+            copies_by_name[name] = pickle.dumps(value)
+        except Exception:  # another check reports it
+            copies_by_name[name] = repr(value).encode()
+    return copies_by_name
+
+
+@contextmanager
+def _captured_output() -> Iterator[IO[bytes]]:
+    """Capture the output to stdout and stderr within this context, also of native code and child processes."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        copies = {number: os.dup(number) for number in (1, 2)}
+        for number in copies:
+            os.dup2(file.fileno(), number)
+        try:
+            yield file
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in copies.items():
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a hook may never return, and the check may be ended
+    sys.path[:0] = json.loads(sys.argv[2])
+    os._exit(main(sys.argv[1]))  # threads that the plugin started may not keep it alive

@@ -1,0 +1,372 @@
+"""The plugin under test, and checks with their results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import yaml
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip, Maturity
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import TrialState
+from flagcore.errors import SpecError
+from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
+from flagcore.plugins.installed import installed, one_line
+from flagcore.vendorkit.engines import Variable, read_variables
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import Quirks, read_quirks
+from flagcore_testing.examples import task_on
+from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
+from flagcore_testing.places import line_of_error, place_of
+
+T = TypeVar("T")
+
+
+class Skip(Exception):
+    """A check does not apply. The message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem with its location (file and key, or hook), and the fix."""
+
+    message: str
+    fix: str
+
+
+def fix_of(reason: str) -> str:
+    """Return the fix for an error in a plugin's file; empty for other errors."""
+    if reason.startswith("SpecError"):
+        return "correct that key; docs/write-a-plugin.md describes the files"
+    missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+    return missing_fix if reason.startswith("FileNotFoundError") else ""
+
+
+SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
+"""Numbers of nodes, and of devices per node, with which hooks are called."""
+
+
+@dataclass
+class Subject:
+    """A plugin under test. `hooks` is the module or object of its entry point.
+
+    `examples` are log lines with the state of the failed trial, in addition to those of `quirks.yaml`.
+    """
+
+    name: str
+    hooks: object
+    distribution: Distribution | None = None
+    examples: Sequence[tuple[str, TrialState]] = ()
+    engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
+    """The names of the installed engines."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Cached results that several checks use."""
+    is_slow: bool = False
+    """Whether a hook exceeded its time limit."""
+
+    @classmethod
+    def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
+        """Return `hooks` with the name of its entry point, if the plugin is installed or in its source folder."""
+        subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
+        for name, points in installed(GROUP).items():
+            if points[0].value == subject.entry:
+                return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
+        with suppress(Skip):
+            values = subject.packaged.points
+            subject.name = next(name for name, value in values.items() if value == subject.entry)
+        return subject
+
+    @cached_property
+    def loaded(self) -> LoadedPlugins:
+        """The plugin with the core's validation of every answer."""
+        return LoadedPlugins.of({self.name: self.hooks})
+
+    @cached_property
+    def chips(self) -> tuple[Chip, ...]:
+        """The chips of the plugin; empty for an add-on."""
+        return self.loaded.chips()
+
+    @cached_property
+    def others(self) -> LoadedPlugins:
+        """The other plugins that are installed."""
+        return load_plugins({self.name} & {*names(GROUP)})
+
+    @cached_property
+    def entry(self) -> str:
+        """Its entry point: MODULE or MODULE:OBJECT. Empty for an object without a package."""
+        if isinstance(self.hooks, ModuleType):
+            return self.hooks.__name__
+        package = str(getattr(self.hooks, "package", ""))
+        modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
+        names = (
+            f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
+        )
+        return next(names, "")
+
+    @property
+    def hooks_module(self) -> str:
+        """The name of the module of hooks. Raises Skip for an object of no package."""
+        if not self.entry:
+            raise Skip("the plugin is an object without a package")
+        return self.entry.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        """The name of the plugin's package. Raises Skip for an object of no package."""
+        return self.hooks_module.partition(".")[0]
+
+    @property
+    def package_folder(self) -> Path:
+        """The folder of its package. Raises Skip for an object of no package."""
+        return Path(str(sys.modules[self.hooks_module].__file__)).parent
+
+    @cached_property
+    def packaged(self) -> Package:
+        """Return the metadata of its distribution. Raises Skip without a distribution."""
+        if source := source_of(self.package_folder.resolve(), self.hooks_module):
+            return source
+        if self.distribution is None:
+            raise Skip("the plugin's distribution was not found")
+        return read_installed(self.distribution)
+
+    @property
+    def source(self) -> Path:
+        """Its source folder. Raises Skip if only the installed package is available."""
+        if self.packaged.folder is None:
+            raise Skip("only the installed package is available, not its source")
+        return self.packaged.folder
+
+    @cached_property
+    def transcripts(self) -> tuple[Transcript, ...]:
+        """Outputs of its vendor's tools. Raises Skip if there are none."""
+        transcripts_found = read_transcripts(self.source)
+        if not transcripts_found:
+            raise Skip("tests/smi has no transcripts")
+        return transcripts_found
+
+    @property
+    def listings(self) -> tuple[Transcript, ...]:
+        """The transcripts that list devices, each with its tool. Raises Skip if there are none."""
+        with_devices = tuple(each for each in self.transcripts if each.tool and each.devices)
+        if not with_devices:
+            raise Skip("no transcript in tests/smi lists devices")
+        return with_devices
+
+    def shipped(self, file: str, read: Callable[[str], T]) -> T:
+        """Return the content of a file of its package. Raises Skip without the file, SpecError for an invalid file."""
+        if not (self.package_folder / file).is_file():
+            raise Skip(f"the plugin has no {file}")
+        return read(self.package)
+
+    @property
+    def quirks(self) -> Quirks:
+        """The content of `quirks.yaml`."""
+        return self.shipped("quirks.yaml", read_quirks)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The content of `environment.yaml`."""
+        return self.shipped("environment.yaml", read_variables)
+
+    @property
+    def maturity(self) -> Maturity:
+        """The content of `maturity.yaml`."""
+        return self.shipped("maturity.yaml", read_maturity) or Maturity()
+
+    def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the content of each YAML file of its package that matches `pattern`."""
+        for path in sorted(self.package_folder.glob(pattern)):
+            try:
+                yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
+            except yaml.YAMLError:
+                continue  # another check reports it
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """Return the cached result of `make` for `key`."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        found: T = self.memory[key]
+        return found
+
+    def is_reported(self, reason: str) -> bool:
+        """Return whether a check has already reported an invalid file, and record the report."""
+        reported: set[str] = self.memory.setdefault("reported", set())
+        is_known = reason in reported
+        reported.add(reason)
+        return is_known
+
+    def failed(self, *hooks: str) -> bool:
+        """Return whether a call of `hooks` has failed so far."""
+        return any(failure.hook in hooks for failure in self.loaded.failures)
+
+    def problems_of(self, *hooks: str) -> Iterator[Problem]:
+        """Yield the failures of `hooks` so far. Raises Skip for an invalid file that a check has already reported."""
+        for failure in self.loaded.failures:
+            if failure.hook in hooks:
+                if failure.reason.startswith("SpecError") and self.is_reported(failure.reason):
+                    raise Skip(f"{failure.reason.split(': ')[1]} cannot be read")
+                fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for its answer"
+                yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
+
+    def places(self, messages: Iterable[str], error: BaseException | None = None) -> str:
+        """Return the lines that an error or messages are about, separated by commas; empty if unknown."""
+        folders: list[Path] = []
+        with suppress(Skip, KeyError):
+            folders.append(self.package_folder)
+            folders.append(self.source)
+        found = (line_of_error(error, folders) or place_of(message, self.hooks, folders) for message in messages)
+        return ", ".join(dict.fromkeys(filter(None, found)))
+
+    def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Return the plugin's answer, unchecked. Raises its exceptions."""
+        return self.loaded.plugins[0].call(hook, arguments)
+
+    def own_chips(self) -> tuple[Chip, ...]:
+        """Return its chips. Raises Skip if it has no readable chip."""
+        if not self.chips:
+            unread = self.failed("flagcore_chips")
+            raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
+        return self.chips
+
+    def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
+        """Return the plugin's answers for its chips. Raises Skip if there are none."""
+        answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
+        if not answers:
+            raise Skip(f"{hook} returns None for all chips: the core's default is used")
+        return answers
+
+    def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
+        """Return its kernel times without the core's roofline for missing times. Raises Skip."""
+
+        def own(chip: Chip) -> KernelCosts | None:
+            if self.loaded.kernel_costs(chip, "megatron") is None:
+                return None  # nothing, or an invalid answer, which another check reports
+            about = {"chip": chip, "engine": "megatron", "kind": "train"}
+            return validation.kernel_costs(self.ask("flagcore_kernel_costs", about))
+
+        return self.each("flagcore_kernel_costs", own)
+
+    def pairs(self) -> list[tuple[Chip, str]]:
+        """Return each chip with each engine. Raises Skip without chips."""
+        return [(chip, engine) for chip in self.own_chips() for engine in self.engines]
+
+    def groups(self) -> Iterator[NodeGroup]:
+        """Yield each chip in node groups of several sizes."""
+        for chip in self.own_chips():
+            shapes = dict.fromkeys([*SHAPES, (1, chip.devices_per_node), (2, chip.devices_per_node)])
+            yield from (NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices) for nodes, devices in shapes)
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield a small task for each chip and engine, first those of training."""
+        pairs = sorted(self.pairs(), key=lambda pair: pair[1] != "megatron")
+        return (task_on(chip, engine) for chip, engine in pairs)
+
+    def implements(self, hook: str) -> None:
+        """Raise Skip if the plugin does not implement `hook`."""
+        if hook not in self.loaded.plugins[0].hooks:
+            raise Skip(f"the plugin does not implement {hook}")
+
+
+MAX_LISTED = 3
+"""Maximum number of problems in the message of a check; the others are counted."""
+
+Problems = Iterator["str | Problem"]
+Check = Callable[[Subject], Iterator[Problem]]
+"""The name of a check is a sentence that is true for a valid plugin. It yields violations, or raises Skip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result of one check: `state` is passed, failed or skipped. For a skip, `message` is the reason.
+
+    `places` are the lines of the problems, such as `flagcore_acme/chips/a1.yaml:12`, separated by commas.
+    """
+
+    check: str
+    state: str
+    message: str = ""
+    fix: str = ""
+    places: str = ""
+
+
+def whole(plugin: Subject) -> Iterable[tuple[Any, ...]]:
+    """Check the plugin as a whole."""
+    return [(plugin,)]
+
+
+def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
+    """Check each chip of the plugin. Raises Skip without any."""
+    return [(chip,) for chip in plugin.own_chips()]
+
+
+def check(
+    fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
+) -> Callable[[Callable[..., Problems]], Check]:
+    """Return a decorator that makes a check of a function that yields messages with this `fix`, or complete problems.
+
+    The function is called for every item of `each(plugin)`, with the parts of the item as arguments.
+    """
+
+    def decorate(function: Callable[..., Problems]) -> Check:
+        @wraps(function)
+        def checked(plugin: Subject) -> Iterator[Problem]:
+            for arguments in each(plugin):
+                for found in function(*arguments):
+                    yield Problem(found, fix) if isinstance(found, str) else found
+
+        return checked
+
+    return decorate
+
+
+LOADS, SLOW = "plugin_loads", "hooks_return_quickly"
+"""Checks without which the others need not run, or would take minutes."""
+
+
+def run(check: Check, subject: Subject) -> Result:
+    """Return the result of `check` for `subject`. After a failure of LOADS or SLOW, others are skipped."""
+    name = check.__name__
+    if name != LOADS and not subject.loaded.plugins:
+        return Result(check=name, state="skipped", message="the plugin does not load")
+    if name not in (LOADS, SLOW) and subject.is_slow:
+        return Result(check=name, state="skipped", message="a hook takes too long")
+    result = _result(check, subject)
+    subject.is_slow |= name == SLOW and result.state == "failed"
+    return result
+
+
+def _result(check: Check, subject: Subject) -> Result:
+    """Return the result of `check`. An exception of the plugin is a failure of the check."""
+    name = check.__name__
+    problems: list[Problem] = []
+    try:
+        for problem in check(subject):
+            problems.append(problem)
+    except Skip as skip:
+        if not problems:
+            return Result(check=name, state="skipped", message=str(skip))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = one_line(error)
+        if isinstance(error, SpecError) and subject.is_reported(reason):
+            return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
+        fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
+        return Result(check=name, state="failed", message=reason, fix=fix, places=subject.places([reason], error))
+    if not problems:
+        return Result(check=name, state="passed")
+    messages = list(dict.fromkeys(problem.message for problem in problems))
+    remainder = [f"and {len(messages) - MAX_LISTED} more"] if len(messages) > MAX_LISTED else []
+    listed = messages[:MAX_LISTED]
+    message, places = "; ".join([*listed, *remainder]), subject.places(listed)
+    return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
