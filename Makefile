@@ -20,7 +20,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp,flagscale]"
+	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
 	$(PIP) --no-deps $(PARTS:%=-e %)
 	touch $@
 

@@ -34,7 +34,7 @@ CORE = (
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin")
-EXTRAS = ("kubernetes", "ray", "testing")
+EXTRAS = ("flagscale", "kubernetes", "ray", "testing")
 """The folders of `extras`. Each is a distribution of its own, as a plugin is."""
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.12"],
@@ -48,13 +48,13 @@ TOOLS = {
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
 }
-IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "babel>=2.14",
     "jsonschema>=4.21",
     "build>=1.2",
     "gguf>=0.10",
     "hatchling>=1.25",
+    "hydra-core>=1.3",
     "import-linter>=2.1",
     "mypy>=1.11",
     "pre-commit>=3.5",
@@ -85,10 +85,10 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
-        parts = {**own, **ENGINES, **IMPORTERS, **TOOLS}
+        parts = {**own, **ENGINES, **TOOLS}
         everything = [need for name, needs in parts.items() if name not in ENGINES for need in needs]
         metadata["dependencies"] = [*CORE, part("plugins", "cpu")]
-        dev = [*DEV, *IMPORTERS["flagscale"], *TOOLS["tensorboard"]]
+        dev = [*DEV, *TOOLS["tensorboard"]]
         metadata["optional-dependencies"] = {**parts, "all": everything, "dev": dev, "docs": DOCS}
 
 

@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore_flagscale import FlagScale
+
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import Spec
-from flagcore.engines.flagscale import FlagScale
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.launchers.local import free_port
 from flagcore.plugins import engines, load_plugins

@@ -25,7 +25,7 @@ from simulated_hosts import Channel, Simulator, resident_bytes
 
 from flagcore import api
 from flagcore.contracts import Event
-from flagcore.launchers import agent, connection
+from flagcore.launchers import connection, wire
 
 ITERS = 6
 SPEC = """
@@ -112,7 +112,7 @@ def channels(count: int) -> dict[str, Any]:
 
 def tune_simulated(options: argparse.Namespace) -> dict[str, Any]:
     """Tune on simulated hosts, and return the results."""
-    connection.SILENCE_SECONDS, agent.BEAT_SECONDS = options.silence, options.silence / 6
+    connection.SILENCE_SECONDS, wire.BEAT_SECONDS = options.silence, options.silence / 6
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "played.jsonl")

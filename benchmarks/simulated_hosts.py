@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from flagcore.launchers import agent
+from flagcore.launchers import wire
 
 LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 devices, 8 a host."""
@@ -77,6 +77,8 @@ class Host:
         self.name, self.input, self.output = name, read, write
         self.received = b""
         self.booted = self.closed = False
+        self.early: list[dict[str, Any]] | None = []
+        """What arrives before its agent has started."""
         self.trial: SimulatedTrial | None = None
         self.started_at = 0.0
 
@@ -139,22 +141,28 @@ class Simulator:
         for line in lines if host.name not in self.lost else ():
             if not host.booted:
                 host.booted = True
-                self.after(self.random.uniform(0, self.options.start), lambda: self.hello(host))
+                self.after(self.random.uniform(0, self.options.start), lambda: self.boot(host))
             elif len(line) > 2:
                 self.take(host, json.loads(line))
 
-    def hello(self, host: Host) -> None:
-        host.send(hello={"wire": agent.WIRE, "time": time.time(), "python": "3.11.2"})
-        self.after(self.random.uniform(0, agent.BEAT_SECONDS), lambda: self.heartbeat(host))
+    def boot(self, host: Host) -> None:
+        """Start an agent, which takes what has arrived."""
+        early, host.early = host.early or (), None
+        for message in early:
+            self.take(host, message)
+        self.after(self.random.uniform(0, wire.BEAT_SECONDS), lambda: self.heartbeat(host))
 
     def heartbeat(self, host: Host) -> None:
         if not host.closed and host.name not in self.lost:
             host.send()
-            self.after(agent.BEAT_SECONDS, lambda: self.heartbeat(host))
+            self.after(wire.BEAT_SECONDS, lambda: self.heartbeat(host))
 
     def take(self, host: Host, message: dict[str, Any]) -> None:
-        if "prepare" in message:
-            host.send(ready={"port": 29500, "free_disk_bytes": 1 << 40, "left": 0})
+        if host.early is not None:
+            host.early.append(message)
+        elif "prepare" in message:
+            state = {"port": 29500, "free_disk_bytes": 1 << 40, "left": 0, "time": time.time(), "python": "3.11.2"}
+            host.send(ready=state)
         elif "stop" in message:
             self.exit(host, 143, "request")
         elif "order" in message:

@@ -73,7 +73,9 @@ def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
     """Engines require different releases of torch."""
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {each for name in (*VENDORS, "kubernetes", "ray") for each in extras[name]} <= set(extras["all"])
+    assert {each for name in (*VENDORS, "flagscale", "kubernetes", "ray") for each in extras[name]} <= set(
+        extras["all"]
+    )
     engines = ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")
     assert not {each for engine in engines for each in extras[engine]} & set(extras["all"])
 

@@ -29,6 +29,7 @@ FURTHER = {
     "flagcore/engines/megatron": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/engines/training": ("tests/engines/megatron", "tests/vendors", "tests/cli/test_probe.py"),
     "flagcore/tuner/stages/shorten.py": ("tests/engines/megatron",),
+    "extras/flagscale": ("tests/engines/flagscale",),
     "extras/testing": ("tests/testing", "plugins"),
     "plugins": ("tests/vendors",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/benchmarks"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -85,25 +86,23 @@ def with_objective(data: Mapping[str, Any], objective: str | None) -> dict[str, 
     return {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "objective": objective}}
 
 
+PATHS = (("model",), ("serve", "weights"), ("serve", "profile", "trace"), ("cluster", "hostfile"))
+"""Keys whose values are paths."""
+
+
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
-    resolved = dict(data)
-    if isinstance(data.get("model"), str):
-        resolved["model"] = str((base / data["model"]).resolve())
+    resolved = deepcopy(dict(data))
     for kind in ("train", "serve"):
-        work = dict(data.get(kind) or {})
-        if work.get("command"):
-            resolved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
-    serve = dict(resolved.get("serve") or {})
-    if serve.get("weights"):
-        serve["weights"] = str((base / serve["weights"]).resolve())
-    if (serve.get("profile") or {}).get("trace"):
-        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
-    if serve:
-        resolved["serve"] = serve
-    cluster = data.get("cluster")
-    if isinstance(cluster, dict) and cluster.get("hostfile"):
-        resolved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+        work = resolved.get(kind)
+        if work and work.get("command"):
+            work["directory"] = str((base / (work.get("directory") or ".")).resolve())
+    for *sections, key in PATHS:
+        section: Any = resolved
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(key) and isinstance(section[key], str):
+            section[key] = str((base / section[key]).resolve())
     return resolved
 
 
@@ -322,18 +321,18 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
         raise failed[0]
 
 
-def warn_about_problem(problem: Problem, workload: Workload) -> None:
+def warn_about_problem(problem: Problem) -> None:
     """Warn of engines that are untested on the chip, of devices that no candidate or not the fastest uses, of a slow
     precision, of environment variables that differ from those of plugins, of sizes that a rule fixes to 1, of disabled
     pruning rules, of settings without effect, and of flags that cannot be checked.
     """
-    support, task = problem.platform.support, problem.platform.task
+    support, task, workload = problem.platform.support, problem.task, problem.workload
     engine, lines = task.spec.work.engine, list[object]()
     unknown = support.reason if support.support is Support.UNKNOWN else ""
     if reasons := [reason for reason in (unknown, workload.untested) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    lines += [*_idle_devices(problem, workload), *_family_names(task), *_slow_precision(task)]
+    lines += [*_idle_devices(problem), *_chip_notes(task)]
     lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
@@ -341,29 +340,26 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     warn(lines)
 
 
-def _family_names(task: Task) -> list[str]:
-    """Return a note for each chip that a spec names by its family."""
+def _chip_notes(task: Task) -> Iterator[str]:
+    """Yield a note for each chip that a spec names by its family, and a warning for each chip on which products in the
+    precision of a training job are much slower than in fp32.
+    """
     sections = task.spec.cluster.groups or (task.spec.cluster,)
-    chips = zip((each.chip for each in sections), (group.chip for group in task.cluster.groups), strict=False)
-    return [
-        _("chip {name} means {chip}; name another variant by its own name", name=name, chip=chip.name)
-        for name, chip in chips
-        if name != AUTO and not chip.has_name(name)
-    ]
+    for section, group in zip(sections, task.cluster.groups, strict=False):
+        if section.chip != AUTO and not group.chip.has_name(section.chip):
+            text = N_("chip {name} means {chip}; name another variant by its own name")
+            yield _(text, name=section.chip, chip=group.chip.name)
+    if isinstance(task.spec.work, TrainSpec):
+        precision = task.spec.work.precision
+        for chip, ratio in {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}.items():
+            text = N_(
+                "products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto"
+            )
+            if ratio >= MUCH_SLOWER:
+                yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=chip)
 
 
-def _slow_precision(task: Task) -> list[str]:
-    """Return a warning for each chip on which products in the precision of a training job are much slower than fp32."""
-    if not isinstance(task.spec.work, TrainSpec):
-        return []
-    precision = task.spec.train.precision
-    slow = {group.chip.name: slowness(group.chip, precision) for group in task.cluster.groups}
-    text = N_("products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto")
-    names = ({"chip": chip, "ratio": f"{ratio:.2g}"} for chip, ratio in slow.items() if ratio >= MUCH_SLOWER)
-    return [_(text, precision=precision, **each) for each in names]
-
-
-def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
+def _idle_devices(problem: Problem) -> list[str]:
     """Return a warning if no candidate, also if all are pruned, or not the fastest predicted one, uses all devices
     that a trial may use.
     """
@@ -371,7 +367,7 @@ def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
     if not isinstance(work, ServeSpec) or not len(problem.space):
         return []
-    used = workload.device_counts(engine_task(task), columns)
+    used = problem.workload.device_counts(engine_task(task), columns)
     usable_count = work.cards or task.cluster.devices
     if (max_used := int(used.max())) < usable_count:
         text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)

@@ -92,7 +92,7 @@ def build_problem_of_spec(
     workload = plugins.workload_of(parsed_spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(parsed_spec, loaded, workload, plan=plan)
-    warn_about_problem(problem, workload)
+    warn_about_problem(problem)
     return problem, workload
 
 
@@ -114,7 +114,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         run = _with_known_values(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, identity["run"])
         snapshot = _snapshot(place, problem, run, past)
-    warn_about_problem(problem, workload)
+    warn_about_problem(problem)
     return snapshot
 
 

@@ -102,9 +102,11 @@ class _Importers(click.Group):
         return [*commands, *names(WORKLOADS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from flagcore.plugins import IMPORTERS, importer, names
+        from flagcore.plugins import IMPORTERS, importer, missing_extra, names
 
         if cmd_name not in self.list_commands(ctx):
+            if fix := missing_extra(IMPORTERS, cmd_name.removesuffix(HISTORY)):
+                raise click.UsageError(_("{name} is not installed; {fix}", name=cmd_name, fix=fix))
             return None
         if cmd_name in names(IMPORTERS):
             return translated(config_command if importer(cmd_name).has_trees else recipe_command)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from math import prod
 from types import FunctionType, MethodType
@@ -251,35 +250,56 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
     """Return one rule for all combinations. If it depends on one value, its name and message have that value."""
     rule = next(each for each in cases.values() if each)
-    relevant, by_codes = _by_codes(axes, cases)
-    if not relevant:
+    names, by_codes = _by_codes(axes, cases)
+    if not names:
         return rule
-    if len(relevant) == len(by_codes) == 1 and rule.name != relevant[0].knob:
-        (axis,), ((code,),) = relevant, by_codes
+    if len(names) == len(by_codes) == 1 and rule.name != names[0]:
+        axis, ((code,),) = next(axis for axis in axes if axis.knob == names[0]), by_codes
         if code != axis.encode(axis.neutral):
             message = f"{axis.knob} = {axis.decode(code)}: {rule.message}"
             rule = replace(rule, name=f"{axis.knob}_{rule.name}", message=message)
-    names = tuple(axis.knob for axis in relevant)
-    broken = partial(_broken, names, {codes: each.broken for codes, each in by_codes.items()})
+
+    def broken(columns: Columns) -> BoolArray:
+        result = np.zeros(columns[names[0]].shape, dtype=np.bool_)
+        for each, rows, part in _cases_of(columns, names, by_codes):
+            result[rows] = each.broken(part)
+        return result
+
     return replace(rule, knobs=(*names, *rule.knobs), broken=broken)
 
 
 def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
     """Return one merge for all combinations."""
     merge = next(each for each in cases.values() if each)
-    relevant, by_codes = _by_codes(axes, cases)
-    if not relevant:
+    names, by_codes = _by_codes(axes, cases)
+    if not names:
         return merge
-    names = tuple(axis.knob for axis in relevant)
-    canonical = partial(_canonical, names, merge.knobs, {codes: each.canonical for codes, each in by_codes.items()})
+
+    def canonical(columns: Columns) -> Columns:
+        result = {name: columns[name].copy() for name in merge.knobs}
+        for each, rows, part in _cases_of(columns, names, by_codes):
+            for name, values in each.canonical(part).items():
+                result[name][rows] = values
+        return result
+
     return replace(merge, knobs=(*names, *merge.knobs), canonical=canonical)
 
 
-def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[list[Axis], dict[tuple[int, ...], T]]:
-    """Return the axes on which a rule or merge depends, and the rule or merge for each combination of their codes."""
+def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], dict[tuple[int, ...], T]]:
+    """Return the knobs on which a rule or merge depends, and the rule or merge for each combination of their codes."""
     relevant = _relevant_axes(axes, cases)
     codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
-    return [axes[index] for index in relevant], {codes[values]: each for values, each in cases.items() if each}
+    by_codes = {codes[values]: each for values, each in cases.items() if each}
+    return tuple(axes[index].knob for index in relevant), by_codes
+
+
+def _cases_of(
+    columns: Columns, names: Sequence[str], by_codes: Mapping[tuple[int, ...], T]
+) -> Iterator[tuple[T, IntArray, Columns]]:
+    """Yield each rule or merge with its rows, and the columns of these."""
+    for codes, rows in rows_by_codes(columns, names):
+        if codes in by_codes:
+            yield by_codes[codes], rows, {name: column[rows] for name, column in columns.items()}
 
 
 def _relevant_axes(axes: Sequence[Axis], cases: _Cases[T]) -> list[int]:
@@ -308,30 +328,6 @@ def _are_equal(first: object, second: object) -> bool:
         cells = zip(first.__closure__ or (), second.__closure__ or (), strict=False)
         return first.__code__ is second.__code__ and all(_are_equal(a.cell_contents, b.cell_contents) for a, b in cells)
     return first is second or (type(first) is type(second) and bool(first == second))
-
-
-def _broken(
-    names: Sequence[str], by_codes: Mapping[tuple[int, ...], Callable[[Columns], BoolArray]], columns: Columns
-) -> BoolArray:
-    result = np.zeros(columns[names[0]].shape, dtype=np.bool_)
-    for codes, rows in rows_by_codes(columns, names):
-        if codes in by_codes:
-            result[rows] = by_codes[codes]({name: column[rows] for name, column in columns.items()})
-    return result
-
-
-def _canonical(
-    names: Sequence[str],
-    changed: Sequence[str],
-    by_codes: Mapping[tuple[int, ...], Callable[[Columns], Columns]],
-    columns: Columns,
-) -> Columns:
-    result = {name: columns[name].copy() for name in changed}
-    for codes, rows in rows_by_codes(columns, names):
-        if codes in by_codes:
-            for name, values in by_codes[codes]({name: column[rows] for name, column in columns.items()}).items():
-                result[name][rows] = values
-    return result
 
 
 def _every_row(columns: Columns) -> BoolArray:

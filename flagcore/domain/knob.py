@@ -227,8 +227,7 @@ class Knob:
         """Convert the `value` that the `key` of a spec has to a value of this knob. Raises SpecError."""
         if value is None and (self.neutral is None or not self.effects):
             return self.neutral
-        parser = _parse_listed if self.effects else _PARSERS[self.kind]
-        result: KnobValue = parser(self, value)
+        result: KnobValue = _parsed(self, value)
         if result is _INVALID:
             problem, fix = f"is not a valid value of {self.name}", _suggestion(self, value)
             raise SpecError(key=key, value=value, problem=problem, fix=fix)
@@ -276,13 +275,33 @@ def unknown_release(key: str, engine: str, version: str | None, versions: str) -
     return [f"{key} = {version} is not a release of {engine} that flagcore knows ({versions}); {fallback}"]
 
 
-def _parse_listed(knob: Knob, value: object) -> Any:
-    """Return the value of a knob with effects that equals `value`; True does not equal 1."""
-    equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
-    return next(equal, _INVALID)
+_INVALID = object()
 
 
-def _parse_int(knob: Knob, value: object) -> Any:
+def _parsed(knob: Knob, value: object) -> Any:
+    """Return a value of the knob, _INVALID if `value` is none. A value of kind words is one sorted text with commas."""
+    if knob.effects:  # True does not equal 1
+        equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
+        return next(equal, _INVALID)
+    if knob.kind == "int":
+        return _parsed_int(knob, value)
+    if knob.kind == "share":
+        return _parsed_share(value)
+    is_valid, result = False, value
+    if knob.kind == "word":
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+        result = str(knob.spellings.get(word, word))
+        is_valid = result in knob.words
+    elif knob.kind == "words":
+        items = value.replace(",", " ").split() if isinstance(value, str) else value
+        words = {str(knob.spellings.get(each, each)) for each in items} if isinstance(items, list) else set()
+        is_valid, result = bool(words) and words <= set(knob.words), ",".join(sorted(words))
+    else:
+        is_valid = isinstance(value, bool) if knob.kind == "flag" else bool(value) and isinstance(value, str)
+    return result if is_valid else _INVALID
+
+
+def _parsed_int(knob: Knob, value: object) -> Any:
     number = knob.spellings.get(value) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, int):
         return _INVALID
@@ -293,46 +312,12 @@ def _parse_int(knob: Knob, value: object) -> Any:
     return _INVALID if too_small or too_large else number
 
 
-def _parse_flag(knob: Knob, value: object) -> Any:
-    return value if isinstance(value, bool) else _INVALID
-
-
-def _parse_word(knob: Knob, value: object) -> Any:
-    word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-    word = str(knob.spellings.get(word, word))
-    return word if word in knob.words else _INVALID
-
-
-def _parse_text(knob: Knob, value: object) -> Any:
-    return value if isinstance(value, str) and value else _INVALID
-
-
-def _parse_words(knob: Knob, value: object) -> Any:
-    """Return a list of words as one text, sorted and separated by commas."""
-    items = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(items, list):
-        return _INVALID
-    words = {str(knob.spellings.get(each, each)) for each in items}
-    return ",".join(sorted(words)) if words and words <= set(knob.words) else _INVALID
-
-
-def _parse_share(knob: Knob, value: object) -> Any:
+def _parsed_share(value: object) -> Any:
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except ValueError:
         return _INVALID
     return SHARES[max(1, round(number * len(SHARES))) - 1] if 0 < number <= 1 else _INVALID
-
-
-_INVALID = object()
-_PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
-    "int": _parse_int,
-    "flag": _parse_flag,
-    "word": _parse_word,
-    "share": _parse_share,
-    "text": _parse_text,
-    "words": _parse_words,
-}
 
 
 def _suggestion(knob: Knob, value: object) -> str:

@@ -5,11 +5,10 @@ and no file system is shared. Both sides write lines of JSON. When the channel c
 `silence` seconds, the agent ends its trial and removes its folder. It imports only the standard library and needs Linux
 and Python 3.9 or later.
 
-Messages from flagcore: `{"prepare": MARKER}` (ends the processes of the lost trial with this marker, if not empty),
-`{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (starts a program that
-prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"hello": {...}}`, `{"ready": {...}}`,
-`{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`,
-`{"reading": [...]}`, and `{}`.
+Messages from flagcore: `{"prepare": MARKER}` before each trial (ends the processes of the lost trial with this marker,
+if not empty), `{"order": {...}}`, `{"stop": true}`, `{"fresh": true}` (ends the template), `{"watch": {...}}` (starts a
+program that prints readings), and `{}` as a heartbeat. Messages to flagcore: `{"ready": {...}}`, `{"started": PID}`,
+`{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`, `{"reading": [...]}`, and `{}`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -33,12 +33,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from flagcore.launchers import guarded, network
+from flagcore.launchers import guard, guarded, network
 from flagcore.launchers.template import Template, Templates
+from flagcore.launchers.wire import BEAT_SECONDS, Wire
 
-WIRE = 2
-"""The version of these messages."""
-BEAT_SECONDS = 2.0
 MIRROR_SECONDS = 0.3
 PIECE_BYTES = 48 * 1024
 MAX_PENDING_BYTES = 4 << 20
@@ -83,65 +81,56 @@ class Mirror:
 
     def _next(self, path: str) -> dict[str, Any] | None:
         status = os.lstat(path)
-        if os.path.islink(path) or not os.path.isfile(path) or status.st_size > MAX_FILE_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
             return None
         inode, changed, offset = self.sent.get(path, (0, 0, 0))
-        rewritten = (
-            inode != status.st_ino
-            or status.st_size < offset
-            or (status.st_size == offset and changed != status.st_mtime_ns)
-        )
-        if rewritten:
-            offset = 0
-        elif status.st_size == offset:
+        same_size = inode == status.st_ino and status.st_size == offset
+        if same_size and changed == status.st_mtime_ns:
             return None
+        if same_size or inode != status.st_ino or status.st_size < offset:  # it was written anew
+            offset = 0
         with open(path, "rb") as file:
             file.seek(offset)
             data = file.read(PIECE_BYTES)
         self.sent[path] = (status.st_ino, status.st_mtime_ns, offset + len(data))
-        name = os.path.relpath(path, self.folder)
-        return (
-            {"file": name, "at": offset, "data": base64.b64encode(data).decode("ascii")} if data or rewritten else None
-        )
+        return {
+            "file": os.path.relpath(path, self.folder),
+            "at": offset,
+            "data": base64.b64encode(data).decode("ascii"),
+        }
 
 
 class Watch:
     """A program that prints a reading of the host's devices per line."""
 
     def __init__(self, order: dict[str, Any], home: str) -> None:
-        self.output, theirs = os.pipe()
-        self.received = b""
+        output, theirs = os.pipe()
         spawn = functools.partial(guarded.spawn_guard, theirs, subprocess.DEVNULL)
         environment = {**order["environment"], guarded.MARKER: secrets.token_hex(8)}
         try:
             self.program = guarded.start(order["argv"], environment, home, guarded.NO_FOLDER, guarded.UNLIMITED, spawn)
+            self.wire = Wire(output, output)
         except OSError:
-            os.close(self.output)
+            os.close(output)
             raise
         finally:
             os.close(theirs)
 
-    def read(self) -> list[object] | None:
-        """Return new readings; None after the end of the program."""
-        data = os.read(self.output, 1 << 16)
-        *lines, self.received = (self.received + data).split(b"\n")
-        readings = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                readings.append(json.loads(line))
-        return readings if data else None
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when there are readings."""
+        return self.wire.source
 
     def close(self) -> None:
         """End the program."""
         self.program.stop()
-        os.close(self.output)
+        os.close(self.wire.source)
 
 
 class Agent:
     """Runs the trials on this host, one at a time. `home` is a private folder that is removed at the end."""
 
     def __init__(self, home: str, received: bytes, silence: float) -> None:
-        self.home, self.received, self.silence = home, received, silence
+        self.home, self.silence, self.wire = home, silence, Wire(0, 1, received)
         self.folder, self.count = "", 0
         self.trial: guarded.Guarded | None = None
         self.order: dict[str, Any] = {}
@@ -151,21 +140,15 @@ class Agent:
         """The template that the next trial waits for."""
         self.watch: Watch | None = None
         self.mirror = Mirror(self.folder)
-        self.outgoing = bytearray()
-        self.input_at = self.beat_at = self.mirrored_at = time.monotonic()
-        self.connected = False
+        self.mirrored_at = time.monotonic()
 
     def run(self) -> None:
         """Run until the channel closes, or no message arrives for too long."""
-        os.set_blocking(0, False)
-        os.set_blocking(1, False)
-        self.send(hello={"wire": WIRE, "time": time.time(), "python": platform.python_version()})
-        self.connected = True
-        self.handle_data(b"")
         try:
-            while self.connected:
+            self.receive()
+            while not (self.wire.ended or self.wire.broken or self.wire.is_silent(self.silence)):
                 self.wait()
-                self.work()
+                self.report()
         finally:
             if self.trial:
                 self.trial.stop()
@@ -176,65 +159,23 @@ class Agent:
                 self.watch.close()
 
     def wait(self) -> None:
-        """Wait for input, for space in the channel, for the end of the trial, or for a short time."""
-        poll = select.poll()
+        """Wait for input, for space in the channel, for the end of the trial, or for a short time, and act on it."""
+        poll, actions = select.poll(), {0: self.receive, 1: self.wire.flush}
         poll.register(0, select.POLLIN)
-        if self.outgoing:
+        if self.wire.outgoing:
             poll.register(1, select.POLLOUT)
         if self.trial:
-            poll.register(self.trial.fileno(), select.POLLIN)
-        if self.watch:
-            poll.register(self.watch.output, select.POLLIN)
-        if self.starting:
-            poll.register(self.starting.fileno(), select.POLLIN)
-        for descriptor, event in poll.poll((MIRROR_SECONDS if self.trial else BEAT_SECONDS / 2) * 1000):
-            if descriptor == 0:
-                self.read()
-            elif descriptor == 1:
-                self.write(closed=bool(event & (select.POLLERR | select.POLLHUP)))
-            elif self.watch and descriptor == self.watch.output:
-                self.read_watch()
-            elif self.starting and descriptor == self.starting.fileno():
-                self.launch()
+            poll.register(self.trial, select.POLLIN)
+        for source, action in ((self.watch, self.read_watch), (self.starting, self.launch)):
+            if source:
+                poll.register(source, select.POLLIN)
+                actions[source.fileno()] = action
+        for descriptor, _ in poll.poll((MIRROR_SECONDS if self.trial else BEAT_SECONDS / 2) * 1000):
+            actions.get(descriptor, lambda: None)()
 
-    def read(self) -> None:
-        """Read data from flagcore, and close the channel at the end of the stream."""
-        try:
-            data = os.read(0, 1 << 16)
-        except BlockingIOError:
-            return
-        if data:
-            self.input_at = time.monotonic()
-            self.handle_data(data)
-        else:
-            self.connected = False
-
-    def read_watch(self) -> None:
-        """Send readings of the devices, unless the channel is slow."""
-        assert self.watch
-        readings = self.watch.read()
-        if readings is None:
-            self.watch.close()
-            self.watch = None
-        for reading in readings or ():
-            if len(self.outgoing) < MAX_PENDING_BYTES:
-                self.send(reading=reading)
-
-    def write(self, *, closed: bool) -> None:
-        """Write queued data, as much as the channel accepts."""
-        try:
-            del self.outgoing[: os.write(1, self.outgoing[: 1 << 16])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            closed = True
-        self.connected = self.connected and not closed
-
-    def handle_data(self, data: bytes) -> None:
-        """Execute each complete line."""
-        self.received += data
-        *lines, self.received = self.received.split(b"\n")
-        for line in lines:
+    def receive(self) -> None:
+        """Execute the messages that have arrived."""
+        for line in self.wire.read_lines():
             message = json.loads(line or b"{}")
             if "prepare" in message:
                 self.prepare(message["prepare"])
@@ -248,6 +189,17 @@ class Agent:
                 with contextlib.suppress(OSError):
                     self.watch = Watch(message["watch"], self.home)
 
+    def read_watch(self) -> None:
+        """Send readings of the devices, unless the channel is slow."""
+        assert self.watch
+        for line in self.watch.wire.read_lines():
+            if len(self.wire.outgoing) < MAX_PENDING_BYTES:
+                with contextlib.suppress(ValueError):
+                    self.wire.send(reading=json.loads(line))
+        if self.watch.wire.ended:
+            self.watch.close()
+            self.watch = None
+
     def prepare(self, marker: str) -> None:
         """Make a folder for the next trial, end the processes of a lost one, and report the state of the host."""
         left = guarded.sweep(marker) if marker else 0
@@ -257,32 +209,23 @@ class Agent:
         self.folder = os.path.join(self.home, f"trial-{self.count}")
         os.mkdir(self.folder)
         self.mirror = Mirror(self.folder)
-        space = os.statvfs(self.home)
-        self.send(ready={"port": free_port(), "free_disk_bytes": space.f_bavail * space.f_frsize, "left": left})
+        state = {"port": free_port(), "free_disk_bytes": guard.free_disk_bytes(self.home), "left": left}
+        self.wire.send(ready={**state, "time": time.time(), "python": platform.python_version()})
 
-    def work(self) -> None:
-        """Check for silence and for the end of the trial; send a heartbeat and the new content of its folder."""
+    def report(self) -> None:
+        """Send new content of the trial's folder, the end of the trial, and a heartbeat."""
         now = time.monotonic()
-        if now - self.input_at > self.silence:
-            self.connected = False
-            return
         verdict = self.trial.wait(0) if self.trial else None
-        room = MAX_PENDING_BYTES - len(self.outgoing)
+        room = MAX_PENDING_BYTES - len(self.wire.outgoing)
         if room > 0 and self.trial and (verdict is not None or now - self.mirrored_at > MIRROR_SECONDS):
             self.mirrored_at = now
             pieces = self.mirror.pieces(room)
             for piece in pieces:
-                self.send(**piece)
+                self.wire.send(**piece)
             if verdict is not None and not pieces:
-                self.send(exit={**verdict, "warm": self.template is not None})
+                self.wire.send(exit={**verdict, "warm": self.template is not None})
                 self.trial = None
-        if now - self.beat_at > BEAT_SECONDS:
-            self.beat_at = now
-            self.send()
-
-    def send(self, **message: object) -> None:
-        """Queue a message."""
-        self.outgoing += json.dumps(message).encode() + b"\n"
+        self.wire.beat()
 
     def start(self, order: dict[str, Any]) -> None:
         """Write the files of an order and start its trial, after its template is ready if it uses one.
@@ -304,40 +247,28 @@ class Agent:
                 with open(path, "w", encoding="utf-8") as file:
                     file.write(local(text))
                 self.mirror.skip(path)
-            argv, directory = [local(word) for word in order["argv"]], local(order["directory"])
             filled = network.fill(order["environment"], placeholders)
-            environment = {name: local(value) for name, value in filled.items()}
-            self.order = {"argv": argv, "environment": environment, "directory": directory, "limits": order["limits"]}
+            self.order = {
+                "argv": [local(word) for word in order["argv"]],
+                "environment": {name: local(value) for name, value in filled.items()},
+                "directory": local(order["directory"]),
+                "limits": guarded.Limits(*order["limits"]),
+            }
             if order["warm"]:
-                with contextlib.suppress(OSError):  # the trial starts cold
-                    self.starting = self.templates.find(argv, environment, directory)
+                program = (self.order[key] for key in ("argv", "environment", "directory"))
+                self.starting = self.templates.find(*program)
             if not self.starting or self.starting.ready:
                 self.launch()
 
     def launch(self) -> None:
-        """Start the trial of the last order: as a fork if its template can be forked, else as a new process."""
-        self.template, self.starting = self.starting, None
+        """Start the trial of the last order."""
+        template, self.starting = self.starting, None
+        begin = functools.partial(guarded.start, **self.order, folder=self.folder)
         with self.reported(), contextlib.ExitStack() as logs:
             paths = (os.path.join(self.folder, name) for name in ("stdout.log", "stderr.log"))
             stdout, stderr = (logs.enter_context(open(path, "wb")) for path in paths)
-            if self.template:
-                try:
-                    self.template.wait_until_ready()
-                    self.trial = self.started_by(functools.partial(self.template.fork, stdout, stderr))
-                except OSError:
-                    self.template.close()
-                    self.templates.refuse()
-                    self.template = None
-            if not self.template:
-                self.trial = self.started_by(functools.partial(guarded.spawn_guard, stdout, stderr))
-            assert self.trial
-            self.send(started=self.trial.pid)
-
-    def started_by(self, spawn: guarded.Spawn) -> guarded.Guarded:
-        """Start the trial of the last order in a guard. Raises OSError."""
-        argv, environment, directory = self.order["argv"], self.order["environment"], self.order["directory"]
-        limits = guarded.Limits(*self.order["limits"])
-        return guarded.start(argv, environment, directory, self.folder, limits, spawn)
+            self.trial, self.template = self.templates.start(template, begin, stdout, stderr)
+            self.wire.send(started=self.trial.pid)
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
@@ -347,7 +278,7 @@ class Agent:
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) in BROKEN_DISK:
                 raise
-            self.send(problem=str(error))
+            self.wire.send(problem=str(error))
 
 
 def main(home: str, received: bytes, silence: float) -> None:

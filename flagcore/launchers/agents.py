@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import secrets
-import select
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from flagcore.launchers.connection import LOGS, Connection
 from flagcore.launchers.guarded import MARKER
 
 PERIOD_SECONDS = 0.5
-MAX_READS = 4
 CLOSE_SECONDS = 2.0
 """Time for a channel to close before its process on this machine is killed."""
 
@@ -55,7 +53,7 @@ class Agents:
             if other is None or other.process.poll() is not None:
                 self.of_hosts[host] = connection
                 if self.watch:
-                    connection.send(watch=self.watch)
+                    connection.wire.send(watch=self.watch)
             return connection
 
     def give_back(self, connection: Connection) -> bool:
@@ -72,7 +70,7 @@ class Agents:
         with self._lock:
             self.watch = {"argv": list(argv), "environment": dict(environment)}
             for connection in self._idle.values():
-                connection.send(watch=self.watch)
+                connection.wire.send(watch=self.watch)
 
     def reading(self, host: str) -> tuple[float, Sequence[Mapping[str, Any]]]:
         """Return the time and the last reading of each device of a host."""
@@ -97,12 +95,8 @@ class Agents:
     @staticmethod
     def _is_alive(connection: Connection) -> bool:
         """Exchange messages with an idle agent. Return whether it can still be used; else close the connection."""
-        poll = select.poll()
-        poll.register(connection.output, select.POLLIN)
-        for _ in range(MAX_READS):
-            if connection.open and poll.poll(0):
-                connection.read()
-        connection.send_heartbeat()
+        connection.read()
+        connection.beat()
         if not connection.open:
             connection.disconnect()
             connection.close(0.0)

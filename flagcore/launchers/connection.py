@@ -19,8 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.launch import Exit
 from flagcore.launchers import agent
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
+from flagcore.launchers.wire import Wire
 
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
@@ -31,7 +33,7 @@ ENDED_BY = (None, "timeout", "memory", "disk", "full_disk", "request", "guard")
 """Reasons for the end of a trial that a guard can report."""
 SMALLEST_FILE_BYTES = 4096
 LOGS = ("stdout.log", "stderr.log")
-SENT = ("guard.py", "guarded.py", "template.py", "network.py", "agent.py")
+SENT = ("guard.py", "guarded.py", "template.py", "network.py", "wire.py", "agent.py")
 
 BOOT = """
 import json, os, sys, tempfile
@@ -78,18 +80,18 @@ def _plain(text: object) -> str:
     return "".join(letter for letter in str(text)[:200] if letter.isprintable())
 
 
-def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
+def _exit(end: Mapping[str, Any]) -> Exit:
     """Return the exit of a trial on a host from the report of its agent. Raises INVALID."""
     seconds, peak, ended_by = float(end["duration_s"]), end["peak_memory_bytes"], end["ended_by"]
     if not math.isfinite(seconds) or ended_by not in ENDED_BY:
         raise ValueError(end)
-    return {
-        "code": int(end["code"]),
-        "ended_by": ended_by,
-        "duration_s": seconds,
-        "peak_memory_bytes": None if peak is None else int(peak),
-        "warm": bool(end["warm"]),
-    }
+    return Exit(
+        code=int(end["code"]),
+        ended_by=ended_by,
+        duration_s=seconds,
+        peak_memory_bytes=None if peak is None else int(peak),
+        warm=bool(end["warm"]),
+    )
 
 
 class Connection:
@@ -107,12 +109,10 @@ class Connection:
         )
         assert self.process.stdin
         assert self.process.stdout
-        self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.input, False)
-        os.set_blocking(self.output, False)
-        self.outgoing, self.received = bytearray(sources()), b""
-        self.opened_at = self.last_input = self.last_beat = time.monotonic()
-        self.hello: Mapping[str, Any] | None = None
+        self.wire = Wire(self.process.stdout.fileno(), self.process.stdin.fileno())
+        self.wire.outgoing += sources()
+        self.answered = False
+        """Whether the agent has sent a message, after which it must not be silent."""
         self.reading: tuple[float, Sequence[Mapping[str, Any]]] = (-math.inf, ())
         self.problem = ""
         self.refused = False
@@ -122,11 +122,11 @@ class Connection:
     def assign(self, folder: str, most_bytes: int = 0) -> None:
         """Use the connection for another trial. Files of the trial, up to `most_bytes`, are copied to `folder`."""
         self.folder, self.most_bytes = folder, most_bytes
-        self.total_bytes = 0
         self.sizes: dict[str, int] = {}
-        self.ready: Mapping[str, int] | None = None
+        self.total_bytes = 0
+        self.ready: Mapping[str, Any] | None = None
         self.started = False
-        self.exit: Mapping[str, Any] | None = None
+        self.exit: Exit | None = None
         self.news: list[tuple[str, int, bytes]] = []
         """New content of the trial's files, in order: name, offset, bytes."""
 
@@ -135,108 +135,71 @@ class Connection:
         """Whether further messages are expected from the host."""
         return not self.problem and self.exit is None
 
-    def send(self, **message: object) -> None:
-        """Queue a message to the agent."""
-        self.outgoing += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def send_heartbeat(self) -> None:
+    def beat(self) -> None:
         """Send a heartbeat if one is due, and set `problem` if the host has sent nothing for too long."""
-        now = time.monotonic()
-        if now - self.last_beat > agent.BEAT_SECONDS:
-            self.last_beat = now
-            self.send()
-        if self.open and self.hello is not None and now - self.last_input > SILENCE_SECONDS:
+        self.wire.beat()
+        if self.open and self.answered and self.wire.is_silent(SILENCE_SECONDS):
             self.problem = f"no message for {SILENCE_SECONDS:.0f} s"
-
-    def flush(self) -> None:
-        """Write queued data, as much as the channel accepts."""
-        try:
-            while self.outgoing:
-                del self.outgoing[: os.write(self.input, self.outgoing[: 1 << 16])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outgoing.clear()  # its output states the reason
 
     def read(self) -> None:
         """Read and execute messages of the agent."""
-        try:
-            data = os.read(self.output, 1 << 18)
-        except BlockingIOError:
-            return
-        if not data:
-            self._closed()
-            return
-        self.last_input = time.monotonic()
-        *lines, self.received = (self.received + data).split(b"\n")
-        if len(self.received) > MAX_LINE_BYTES:
-            self.problem = "sent a line above the maximum length"
-        for line in lines:
+        for line in self.wire.read_lines():
             if self.open:
                 self._handle_line(line)
+        if len(self.wire.received) > MAX_LINE_BYTES:
+            self.problem = "sent a line above the maximum length"
+        if self.wire.ended and self.open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+            lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
+            said = next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+            self.problem = said or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
         """Execute a message. Output of a login shell before the first message is skipped."""
         try:
             message = json.loads(line)
-            if self.hello is None:
-                self._take_hello(message["hello"])
+            if "ready" in message:
+                self._take_ready(message["ready"])
+                self.answered = True
+            elif not self.answered:
+                return
             elif "file" in message:
-                name, offset = str(message["file"]), int(message["at"])
-                if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= offset <= agent.MAX_FILE_BYTES:
-                    raise ValueError(name)
-                self._take_piece(name, offset, base64.b64decode(message["data"], validate=True))
+                self._take_piece(str(message["file"]), int(message["at"]), message["data"])
             elif "started" in message:
                 self.started = True
-            elif "ready" in message:
-                self._take_ready(message["ready"])
             elif "reading" in message:
                 self.reading = time.monotonic(), [dict(each) for each in message["reading"]]
             elif "exit" in message:
                 self.exit = _exit(message["exit"])
-                if self.exit["ended_by"] == "full_disk":
-                    self.problem = "its disk is full"
+                self.problem = "its disk is full" if self.exit.ended_by == "full_disk" else ""
             elif "problem" in message:
                 self.problem, self.refused = _plain(message["problem"]), True
         except INVALID:
-            if self.hello is not None or b'"hello"' in line:
+            if self.answered or b'"ready"' in line:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
 
-    def _take_piece(self, name: str, at: int, data: bytes) -> None:
-        """Store new content of a file, unless the files exceed the limit of the trial."""
-        known = self.sizes.get(name, 0)
+    def _take_ready(self, ready: Mapping[str, Any]) -> None:
+        """Store the state of the host before a trial, and why it cannot run one. Raises INVALID."""
+        numbers = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
+        clock_s = float(ready["time"]) - time.time()
+        self.ready = {**numbers, "clock_s": clock_s, "python": _plain(ready["python"])}
+        if numbers["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+            self.problem = f"only {numbers['free_disk_bytes'] >> 20} MiB of disk are free"
+        elif numbers["left"]:
+            self.problem = "still has processes of a lost trial"
+
+    def _take_piece(self, name: str, at: int, text: str) -> None:
+        """Store new content of a file, unless the files exceed the limit of the trial. Raises INVALID."""
+        if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
+            raise ValueError(name)
+        data, known = base64.b64decode(text, validate=True), self.sizes.get(name, 0)
         grown = known + len(data) if name in LOGS else at + len(data)  # a restarted log is appended
         self.sizes[name] = max(known, grown, SMALLEST_FILE_BYTES)
         self.total_bytes += self.sizes[name] - known
         self.news.append((name, at, data))
         if self.total_bytes > self.most_bytes:
             self.problem = f"sent more than {self.most_bytes >> 20} MiB of files"
-
-    def _take_hello(self, hello: Mapping[str, Any]) -> None:
-        """Store what the agent reports about its host, and why the host cannot be used. Raises INVALID."""
-        if hello["wire"] != agent.WIRE:
-            self.problem = f"has an agent of version {_plain(hello['wire'])}, not {agent.WIRE}"
-            return
-        self.hello = {"time": float(hello["time"]), "python": _plain(hello["python"])}
-
-    def _take_ready(self, ready: Mapping[str, Any]) -> None:
-        """Store the state of the host before a trial, and why it cannot run one. Raises INVALID."""
-        self.ready = {name: int(ready[name]) for name in ("port", "free_disk_bytes", "left")}
-        if self.ready["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
-            self.problem = f"only {self.ready['free_disk_bytes'] >> 20} MiB of disk are free"
-        elif self.ready["left"]:
-            self.problem = "still has processes of a lost trial"
-
-    def _closed(self) -> None:
-        if self.open:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)
-            self.problem = self._last_log_line() or f"the connection closed (exit status {self.process.poll()})"
-
-    def _last_log_line(self) -> str:
-        lines = self.read_log()[-4096:].decode("utf-8", "replace").split("\n")
-        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
     def read_log(self) -> bytes:
         """Return what the process on this machine wrote to its standard error."""

@@ -39,13 +39,10 @@ UNLIMITED = Limits(float("inf"), None, 1 << 62)
 
 
 class GuardProcess(Protocol):
-    """A process that runs the guard."""
+    """A process that runs the guard, such as a `subprocess.Popen`."""
 
-    def kill(self) -> object:
-        """Kill the process."""
-
-    def wait(self) -> object:
-        """Wait until the process has ended."""
+    def kill(self) -> object: ...
+    def wait(self) -> object: ...
 
 
 Spawn = Callable[[int, int], GuardProcess]
@@ -100,15 +97,12 @@ class Guarded:
             os.close(descriptor)
         self._guard.wait()
 
-    def order(self, text: bytes) -> None:
-        """Send the guard its order, unless it has died."""
-        with contextlib.suppress(BrokenPipeError):
-            while text:
-                text = text[os.write(self._control, text) :]
-
-    def confirm_start(self, program: str) -> None:
-        """Wait until the guard reports that the program runs. Raises OSError if it does not."""
+    def begin(self, order: bytes, program: str) -> None:
+        """Send the guard its order, and wait until it reports that the program runs. Raises OSError if it does not."""
         try:
+            with contextlib.suppress(BrokenPipeError):  # it has died, and reports nothing
+                while order:
+                    order = order[os.write(self._control, order) :]
             message = json.loads(self._read_line(START_SECONDS) or b"{}")
         except TimeoutError:
             self._guard.kill()
@@ -191,13 +185,23 @@ def start(
     verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     order = _encode_order(argv, environment, directory, folder, limits)
+    pipes: list[int] = []
     try:
-        trial = _connect(spawn, folder, environment[MARKER])
-    except OSError as error:
-        raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
+        for _ in range(2):
+            pipes += os.pipe()  # not inherited: after flagcore's death no other process may keep them open
+        guard_reads, control, report, guard_writes = pipes
+        process = spawn(guard_reads, guard_writes)
+    except BaseException as error:
+        for descriptor in pipes:
+            os.close(descriptor)
+        if isinstance(error, OSError):
+            raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
+        raise
+    os.close(guard_reads)
+    os.close(guard_writes)
+    trial = Guarded(process, control, report, folder, environment[MARKER])
     try:
-        trial.order(order)
-        trial.confirm_start(argv[0])
+        trial.begin(order, argv[0])
     except BaseException:
         trial.close()
         raise
@@ -229,23 +233,3 @@ def _encode(text: str, what: str) -> bytes:
     if b"\0" in encoded:
         raise OSError(f"cannot start a trial: {what} = {text!r} contains a NUL byte")
     return encoded
-
-
-def _connect(spawn: Spawn, folder: str, marker: str) -> Guarded:
-    """Start a guard with a pipe in each direction. Raises OSError.
-
-    No other process inherits flagcore's ends of the pipes. Otherwise a pipe would stay open after flagcore's death.
-    """
-    pipes: list[int] = []
-    try:
-        for _ in range(2):
-            pipes += os.pipe()
-        guard_reads, control, report, guard_writes = pipes
-        process = spawn(guard_reads, guard_writes)
-    except BaseException:
-        for descriptor in pipes:
-            os.close(descriptor)
-        raise
-    os.close(guard_reads)
-    os.close(guard_writes)
-    return Guarded(process, control, report, folder, marker)

@@ -10,7 +10,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from flagcore.launchers.agents import (
 )
 from flagcore.launchers.connection import LOGS, Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
-from flagcore.launchers.local import prepare
+from flagcore.launchers.local import as_launch_error, prepare
 
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -186,10 +186,9 @@ class HostsRunning:
         Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
         lost_markers = self.launcher.lost
-        self._until(lambda each: each.hello is not None, "does not respond")
         for each in self.connections:
-            each.send(prepare=lost_markers.get(each.host, ""))
-        self._until(lambda each: each.ready is not None, "does not prepare the trial")
+            each.wire.send(prepare=lost_markers.get(each.host, ""))
+        self._until(lambda each: each.ready is not None, "does not respond")
         for each in self.connections:
             lost_markers.pop(each.host, None)
         ports = [str(each.ready["port"]) for each in self.connections if each.ready]
@@ -197,7 +196,7 @@ class HostsRunning:
         files = trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=order_for_host(self.launch, each.host, host_values, files))
+            each.wire.send(order=order_for_host(self.launch, each.host, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
         self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
         self._ends_at = time.monotonic() + self.launch.timeout_seconds + START_SECONDS
@@ -205,15 +204,12 @@ class HostsRunning:
             self._client = self._start_client()
 
     def _start_client(self) -> guarded.Guarded:
-        launch, marker = self.launch, secrets.token_hex(8)
+        launch, variables = self.launch, {MARKER: secrets.token_hex(8)}
         limits = guarded.Limits(launch.timeout_seconds, None, launch.disk_limit_bytes)
-        with contextlib.ExitStack() as logs:
+        with contextlib.ExitStack() as logs, as_launch_error():
             out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in LOGS)
             spawn = partial(guarded.spawn_guard, out, err)
-            try:
-                return guarded.start(launch.client, {MARKER: marker}, launch.folder, launch.folder, limits, spawn)
-            except OSError as error:
-                raise LaunchError(str(error)) from error
+            return guarded.start(launch.client, variables, launch.folder, launch.folder, limits, spawn)
 
     def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections.
@@ -229,12 +225,8 @@ class HostsRunning:
                 if each.problem and not each.refused:
                     raise HostLost(each.host, each.problem)
         if refused := [each for each in self.connections if each.refused]:
-            error = f"host {refused[0].host}: {refused[0].problem}"
-            raise (
-                LaunchError(error)
-                if len(refused) == len(self.connections)
-                else HostLost(refused[0].host, refused[0].problem)
-            )
+            lost = HostLost(refused[0].host, refused[0].problem)
+            raise LaunchError(str(lost)) if len(refused) == len(self.connections) else lost
 
     def poll(self) -> Exit | None:
         return self.wait(0)
@@ -251,10 +243,7 @@ class HostsRunning:
         return self._exit
 
     def stop(self) -> Exit:
-        if self._exit is None:
-            self.end(asked=True)
-        assert self._exit is not None
-        return self._exit
+        return self._exit or self.end(asked=True)
 
     def _is_over(self) -> bool:
         """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
@@ -262,89 +251,68 @@ class HostsRunning:
             for each in self.connections:
                 if each.open:
                     each.problem = "has not reported the end of the trial after its time limit"
-        any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
-        if self._client:
-            return any_failed or self._client.wait(0) is not None
-        return any_failed or not any(each.open for each in self.connections)
+        client_ended = self._client is not None and self._client.wait(0) is not None
+        failed = any(each.problem or _has_failed(each.exit) for each in self.connections)
+        return failed or client_ended or not (self._client or any(each.open for each in self.connections))
 
-    def end(self, *, asked: bool = False) -> None:
-        """End the trial on all hosts that still run it, and set its exit record.
+    def end(self, *, asked: bool = False) -> Exit:
+        """End the trial on all hosts that still run it, and return its exit record.
 
-        A lost host is recorded as the reason, even if the program failed on another host earlier.
+        A lost host is the reason, even if the program failed on another host earlier.
         """
-        lost_connection = next((each for each in self.connections if each.problem), None)
-        failed_connection = next((each for each in self.connections if each.exit and _has_failed(each.exit)), None)
-        client = self._client.stop() if self._client else None
+        lost = next((each for each in self.connections if each.problem), None)
+        failed = next((each for each in self.connections if _has_failed(each.exit)), None)
+        client = Exit(**self._client.stop()) if self._client else None
         deadline = time.monotonic() + STOP_SECONDS
         running_hosts = [each for each in self.connections if each.open and each.started]
         for each in running_hosts:
-            each.send(stop=True)
+            each.wire.send(stop=True)
         while any(each.open for each in running_hosts) and time.monotonic() < deadline:
             self._exchange(0.2)
         for each in running_hosts:
             if each.open:
                 each.problem = "does not end its processes of the trial"
-        lost_connection = lost_connection or next(
-            (each for each in running_hosts if each.problem), None
-        )  # the cause of failures elsewhere
-        if lost_connection:
-            self.launcher.failures[lost_connection.host] += 1
-        if client and not lost_connection and not (failed_connection and _has_failed(client)):
-            self._exit = Exit(**{**client, "peak_memory_bytes": self._peak()})
+        lost = lost or next((each for each in running_hosts if each.problem), None)  # the cause of failures elsewhere
+        exits = [each.exit for each in self.connections if each.exit]
+        seconds = time.monotonic() - self.started_at
+        if lost:
+            self.launcher.failures[lost.host] += 1
+            is_second_loss = self.launcher.failures[lost.host] == MAX_LOSSES
+            detail = f"{lost.host}: {lost.problem}" + ("; lost for the second time" if is_second_loss else "")
+            ended = Exit(code=1, ended_by="host", duration_s=seconds, detail=detail, lost_host=lost.host)
+        elif client and not (failed and _has_failed(client)):
+            ended = client
         else:
-            self._exit = self._verdict(lost_connection or failed_connection, asked)
+            ended = (failed and failed.exit) or exits[0]
+            stopped = asked and ended.ended_by is None and ended.code
+            ended = replace(
+                ended,
+                ended_by="request" if stopped else ended.ended_by,
+                duration_s=max(each.duration_s for each in exits),
+                detail=failed.host if failed else "",
+                warm=all(each.warm for each in exits),
+            )
+        peak = max((each.peak_memory_bytes or 0 for each in exits), default=0)
+        self._exit = replace(ended, peak_memory_bytes=peak or None)
         self.close()
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
-
-    def _verdict(self, first: Connection | None, asked: bool) -> Exit:
-        seconds = time.monotonic() - self.started_at
-        exit_records, peak = [each.exit for each in self.connections if each.exit], self._peak()
-        if first is not None and first.problem:
-            is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
-            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
-            ended = Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
-            return replace(ended, lost_host=first.host)
-        exit_record = (first.exit if first else None) or (exit_records[0] if exit_records else None)
-        if exit_record is None:
-            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host responded")
-        seconds = max(float(each["duration_s"]) for each in exit_records)
-        ended_by = (
-            "request" if asked and exit_record["ended_by"] is None and exit_record["code"] else exit_record["ended_by"]
-        )
-        detail = first.host if first else ""
-        return Exit(
-            code=int(exit_record["code"]),
-            ended_by=ended_by,
-            duration_s=seconds,
-            peak_memory_bytes=peak,
-            detail=detail,
-            warm=all(each["warm"] for each in exit_records),
-        )
-
-    def _peak(self) -> int | None:
-        peaks = [each.exit.get("peak_memory_bytes") or 0 for each in self.connections if each.exit]
-        return max(peaks, default=0) or None
+        return self._exit
 
     def _exchange(self, seconds: float) -> None:
         """Exchange messages for at most `seconds`, and write received files."""
-        poll = select.poll()
+        poll, actions = select.poll(), dict[int, Callable[[], None]]()
         if self._client and self._client.wait(0) is None:
             poll.register(self._client, select.POLLIN)
-        by_descriptor: dict[int, Connection] = {}
         for each in self.connections:
-            each.send_heartbeat()
+            each.beat()
             if each.open:
-                by_descriptor |= {each.output: each, each.input: each}
-                poll.register(each.output, select.POLLIN)
-                if each.outgoing:
-                    poll.register(each.input, select.POLLOUT)
+                poll.register(each.wire.source, select.POLLIN)
+                actions |= {each.wire.source: each.read, each.wire.target: each.wire.flush}
+                if each.wire.outgoing:
+                    poll.register(each.wire.target, select.POLLOUT)
         for descriptor, _ in poll.poll(seconds * 1000):
-            ready = by_descriptor.get(descriptor)
-            if ready and descriptor == ready.output:
-                ready.read()
-            elif ready:
-                ready.flush()
+            actions.get(descriptor, lambda: None)()
         for rank, each in enumerate(self.connections):
             self._write(each, rank)
 
@@ -380,17 +348,15 @@ class HostsRunning:
         if self._client:
             self._client.stop()
         agents, to_close = self.launcher.agents, []
-        has_failed = self._exit is None or (
-            self._exit.ended_by != "request" and bool(self._exit.code or self._exit.ended_by)
-        )
+        spoils_templates = self._exit is None or (self._exit.ended_by != "request" and _has_failed(self._exit))
         for each in self.connections:
-            if each.exit is None and each.hello is not None:
+            if each.exit is None and each.ready is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]
             if each.problem and (log := each.read_log()):
                 with contextlib.suppress(OSError):
                     Path(each.folder, "connection.log").write_bytes(log)
-            if has_failed and each.exit:
-                each.send(fresh=True)
+            if spoils_templates and each.exit:
+                each.wire.send(fresh=True)
             if each.problem or each.exit is None or not agents or not agents.give_back(each):
                 to_close.append(each)
                 each.disconnect()
@@ -400,5 +366,5 @@ class HostsRunning:
         self.launcher.ended_at = time.monotonic()
 
 
-def _has_failed(ended: Mapping[str, object]) -> bool:
-    return bool(ended["code"] or ended["ended_by"])
+def _has_failed(ended: Exit | None) -> bool:
+    return ended is not None and bool(ended.code or ended.ended_by)

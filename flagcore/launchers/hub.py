@@ -117,10 +117,8 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
 async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
     """Run both directions of a channel until one ends. Raises its exception, if any."""
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in running:
+        task.cancel()
+    for task in done:
+        task.result()

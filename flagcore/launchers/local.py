@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -18,10 +17,8 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded, network
-from flagcore.launchers.guarded import MARKER, NO_FOLDER, Guarded, Limits, Spawn, spawn_guard
+from flagcore.launchers.guarded import MARKER, NO_FOLDER, UNLIMITED, Guarded, Limits
 from flagcore.launchers.template import Template, Templates
-
-LOG = logging.getLogger("flagcore")
 
 
 def free_port() -> int:
@@ -93,28 +90,15 @@ class LocalLauncher(Launcher):
             except OSError as error:
                 reason = error.strerror or error
                 raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-            if template := self._template_for(launch, environment, directory):
-                with contextlib.suppress(LaunchError):
-                    spawn = partial(template.fork, stdout, stderr)
-                    return LocalRunning(_start(launch, environment, directory, folder, spawn), template)
-                template.close()
-            return LocalRunning(_start(launch, environment, directory, folder, partial(spawn_guard, stdout, stderr)))
+            template = self._templates.find(launch.argv, environment, directory) if launch.warm else None
+            limits = Limits(launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
+            begin = partial(guarded.start, launch.argv, environment, directory, folder, limits)
+            with as_launch_error():
+                return LocalRunning(*self._templates.start(template, begin, stdout, stderr))
 
     def close(self) -> None:
         """End the template, unless a trial runs."""
         self._templates.close()
-
-    def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
-        """Return an idle template for `launch`; None if the trial has to start cold."""
-        try:
-            template = self._templates.find(launch.argv, environment, directory) if launch.warm else None
-            if template:
-                template.wait_until_ready()
-            return template
-        except OSError as problem:
-            LOG.info("trials start cold: %s", problem)
-            self._templates.refuse()
-            return None
 
 
 LAUNCHER: Launcher = LocalLauncher()
@@ -125,12 +109,20 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
 
     Raises LaunchError if it cannot be started.
     """
-    unlimited_launch = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: secrets.token_hex(8), **launch.environment}
     directory = os.path.abspath(launch.directory or launch.folder)
-    return LocalRunning(
-        _start(unlimited_launch, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr))
-    )
+    spawn = partial(guarded.spawn_guard, stdout, stderr)
+    with as_launch_error():
+        return LocalRunning(guarded.start(launch.argv, environment, directory, NO_FOLDER, UNLIMITED, spawn))
+
+
+@contextlib.contextmanager
+def as_launch_error() -> Iterator[None]:
+    """Raise LaunchError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
@@ -169,11 +161,3 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
             for host, own in launch.on_host.items()
         }
     guard.write_json(os.path.join(folder, "launch.json"), record)
-
-
-def _start(launch: Launch, environment: Mapping[str, str], directory: str, folder: str, spawn: Spawn) -> Guarded:
-    limits = Limits(launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
-    try:
-        return guarded.start(launch.argv, environment, directory, folder, limits, spawn)
-    except OSError as error:
-        raise LaunchError(str(error)) from error

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import secrets
 import signal
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO, NoReturn
 from flagcore.launchers import guard, guarded
 from flagcore.launchers.guarded import NO_FOLDER, UNLIMITED
 
+LOG = logging.getLogger("flagcore")
 START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
 OF_ONE_TRIAL = (guarded.MARKER, "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES")
@@ -111,12 +113,29 @@ class Templates:
         if key != self._key or (self.template and self.template.closed):
             self.close()
             self._key = key
-            self.template = Template(argv, variables, directory)
+            try:
+                self.template = Template(argv, variables, directory)
+            except OSError as problem:
+                LOG.info("trials start cold: %s", problem)
         return self.template
 
-    def refuse(self) -> None:
-        """Start later trials of the same program cold, because its template must not be forked."""
-        self.template = None
+    def start(
+        self, template: Template | None, begin: Callable[..., guarded.Guarded], stdout: BinaryIO, stderr: BinaryIO
+    ) -> tuple[guarded.Guarded, Template | None]:
+        """Start a trial by `begin`: as a fork of `template` if it can be forked, which is returned, else as a new
+        process. Raises OSError.
+        """
+        if template:
+            try:
+                template.wait_until_ready()
+                spawn = functools.partial(template.fork, stdout, stderr)
+                return begin(spawn=spawn), template
+            except OSError as problem:
+                LOG.info("the trial starts cold: %s", problem)
+                if not template.ready:
+                    self.template = None  # later trials of the program start cold, too
+                template.close()
+        return begin(spawn=functools.partial(guarded.spawn_guard, stdout, stderr)), None
 
     def close(self) -> None:
         """End the template, unless a trial runs."""

@@ -6,6 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
+from importlib.metadata import requires
 from typing import Any, TypeVar
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
@@ -32,8 +33,6 @@ KINDS = {
     WATCHERS: "watcher",
 }
 """The words for the objects of each group in messages."""
-EXTRAS = {LAUNCHERS: ("kubernetes", "ray")}
-"""Objects of extras of flagcore, which need not be installed."""
 HOOK = "flagcore_on_event"
 """The hook of watchers."""
 
@@ -44,9 +43,17 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def missing_extra(group: str, name: str) -> str:
-    """Return how to install an object of an extra that is not installed; empty for others."""
-    missing = name in EXTRAS.get(group, ()) and name not in installed(group)
-    return f'pip install "flagcore[{name}]"' if missing else ""
+    """Return how to install an object in `group` that is a distribution of its own and an extra of flagcore.
+
+    Empty for an installed object and for other names.
+    """
+    if name in installed(group):
+        return ""
+    start, end = f"flagcore-{name}", f"extra == '{name}'"
+    is_extra = any(
+        each.startswith(start) and each.replace('"', "'").endswith(end) for each in requires("flagcore") or ()
+    )
+    return f'pip install "flagcore[{name}]"' if is_extra else ""
 
 
 def workload(name: str, key: str = "engine") -> Workload:
@@ -111,8 +118,9 @@ def importer(name: str | None = None) -> Importer:
     if name is None:
         of_trees = [found for each in names(IMPORTERS) if (found := importer(each)).has_trees]
         if len(of_trees) != 1:
-            installed_names = ", ".join(each.name for each in of_trees) or "none"
-            raise UsageError(f"several importers of trees are installed, or none: {installed_names}")
+            if not of_trees:
+                raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
+            raise UsageError(f"several importers of configs are installed: {', '.join(each.name for each in of_trees)}")
         return of_trees[0]
     return _named(IMPORTERS, Importer, name, "importer")
 

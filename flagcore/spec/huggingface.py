@@ -18,9 +18,10 @@ from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import checked, located
 from flagcore.spec.value_types import Layers, NoLayers, NoSize, Size
 
-FAMILIES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
-    files(__package__).joinpath("families.yaml").read_text(encoding="utf-8")
-)
+FAMILIES: Mapping[str, Mapping[str, Any]]
+MODELS: Mapping[str, Mapping[str, Any]]
+FAMILIES, MODELS = yaml.safe_load_all(files(__package__).joinpath("families.yaml").read_text(encoding="utf-8"))
+"""Defaults of the keys of config.json by model_type, and those of vision_config whose towers `Vision` describes."""
 NAMES = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -114,25 +115,19 @@ class Config(BaseModel):
         """Return the fields of `Model` without its name. Raises SpecError for unsupported features."""
         if self.mlp_bias:
             raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
+        same = ("num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "attention_output_gate")
         return {
+            **self.model_dump(include={*same, "q_lora_rank", "kv_lora_rank", "v_head_dim"}),
             "num_layers": self.num_hidden_layers,
-            "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
             "num_query_groups": self.num_key_value_heads or self.num_attention_heads,
             "kv_channels": self.qk_nope_head_dim or self._head_width(),
-            "vocab_size": self.vocab_size,
             "untie_embeddings_and_output_weights": not self.tie_word_embeddings,
             "add_qkv_bias": self.attention_bias or self.qkv_bias,
-            "qk_layernorm": self.qk_layernorm,
             "multi_latent_attention": self.kv_lora_rank is not None,
-            "q_lora_rank": self.q_lora_rank,
-            "kv_lora_rank": self.kv_lora_rank,
             "qk_head_dim": self.qk_nope_head_dim,
             "qk_pos_emb_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
             "mtp_num_layers": self.num_nextn_predict_layers or 0,
-            "attention_output_gate": self.attention_output_gate,
             **self._experts(),
             **self._other_layers(),
         }
@@ -160,18 +155,13 @@ class Config(BaseModel):
         return found
 
     def _linear_sizes(self) -> dict[str, int]:
-        names = {
-            "key_heads": "linear_num_key_heads",
-            "value_heads": "linear_num_value_heads",
-            "key_dim": "linear_key_head_dim",
-            "value_dim": "linear_value_head_dim",
-        }
-        sizes = {field: getattr(self, name) for field, name in names.items()}
-        for field, name in names.items():
-            if sizes[field] is None:
-                problem = "is missing, but the model has layers with linear attention"
-                raise spec_error(name, problem, fix="give its size")
-        return {**sizes, "kernel": self.linear_conv_kernel_dim}
+        names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        sizes = [getattr(self, name) for name in names]
+        if None in sizes:
+            problem = "is missing, but the model has layers with linear attention"
+            raise spec_error(names[sizes.index(None)], problem, fix="give its size")
+        fields = ("key_heads", "value_heads", "key_dim", "value_dim")
+        return {**dict(zip(fields, sizes, strict=True)), "kernel": self.linear_conv_kernel_dim}
 
     def _head_width(self) -> int:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -206,8 +196,7 @@ class Config(BaseModel):
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model of a config.json, for a multimodal model its text model. Raises SpecError."""
     path: KeyPath = ()
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
+    if inner := _section(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config, path = {**outer, **inner}, ("text_config",)
     kind = config.get("model_type")
@@ -235,6 +224,12 @@ def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str
     return {**missing, **found, **fixed}
 
 
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a mapping in a config.json, empty if it is missing or not a mapping."""
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
 _STRETCHED = ("linear", "dynamic")
 """Types of rope scaling whose factor stretches `max_position_embeddings`, which other types include."""
 
@@ -244,13 +239,11 @@ def context_of(config: Mapping[str, Any]) -> int | None:
 
     Some files with yarn have the unscaled length. That of Gemma 3 is scaled.
     """
-    inner = config.get("text_config")
-    config = inner if isinstance(inner, Mapping) else config
+    config = _section(config, "text_config") or config
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
         return None
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, Mapping) else {}
+    rope = _section(config, "rope_scaling") or _section(config, "rope_parameters")
     if any(isinstance(each, Mapping) for each in rope.values()):  # one per kind of layer
         return None
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
@@ -267,15 +260,11 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     Weights of 4 bits that are converted for compute, also mxfp4 (17/32 bytes), count as int4. The keys are those of
     transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
     """
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, Mapping) else None
-    )
-    if not isinstance(found, Mapping):
+    found = _section(config, "quantization_config") or _section(_section(config, "text_config"), "quantization_config")
+    group = next(iter(_section(found, "config_groups").values()), None)
+    weights = _section({"group": group}, "group").get("weights")
+    if not found:
         return None
-    groups = found.get("config_groups")
-    group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
-    weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         method, algorithm, bits = (found.get(key) for key in ("quant_method", "quant_algo", "bits"))
         if bits == 4 or method == "mxfp4" or found.get("load_in_4bit") is True:
@@ -290,32 +279,6 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
 
 
-_QWEN3: Mapping[str, Any] = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "patch_size": 16,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2_vl": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14},
-    "qwen2_5_vl": {
-        "depth": 32,
-        "hidden_size": 3584,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-}
-"""Values of model_type whose towers and image sizes `Vision` describes, with the defaults of their configuration
-classes in transformers 5.19."""
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Defaults of transformers 5.19 (`Qwen2VLImageProcessor.size`)."""
 
@@ -376,8 +339,7 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
 
 def _pixels(preprocessor: Mapping[str, Any], key: str, edge: str, default: int) -> int:
     """Return a limit of pixels: `key`, or `edge` of the section `size`."""
-    size = preprocessor.get("size")
-    value = preprocessor.get(key) or (size.get(edge) if isinstance(size, Mapping) else None) or default
+    value = preprocessor.get(key) or _section(preprocessor, "size").get(edge) or default
     if not isinstance(value, int) or value < 1:
         raise spec_error(("preprocessor_config.json", key), "must be a number of pixels", value=value)
     return value

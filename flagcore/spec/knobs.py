@@ -54,35 +54,28 @@ def knobs_of(
     return engines[name].knobs
 
 
-@lru_cache(maxsize=64)
-def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
+def space_section(knobs: Sequence[Knob]) -> type[Section]:
     """Return the pydantic model of a space."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
-        (knob, _compared_type(knob), None) if knob.comparable else (knob, _listed(_value_type(knob)), AUTO)
+        (knob, _listed(_value_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
-    return _section("Space", doc, rows)
+    return section_of("Space", doc, rows)
 
 
-@lru_cache(maxsize=64)
-def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
+def baseline_section(knobs: Sequence[Knob]) -> type[Section]:
     """Return the pydantic model of a baseline."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
-    rows = [
-        (knob, _value_type(knob) | None if knob.comparable else _value_type(knob), None)
-        for knob in knobs
-        if knob.searchable or knob.comparable
-    ]
-    return _section("Baseline", doc, rows)
+    listed = [knob for knob in knobs if knob.searchable or knob.comparable]
+    return section_of("Baseline", doc, [(knob, _nullable_type(knob), None) for knob in listed])
 
 
-@lru_cache(maxsize=64)
-def candidate_section(knobs: tuple[Knob, ...]) -> type[Section]:
+def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
     """Return the pydantic model of a job record's candidate. It may also have settings."""
-    fields = [(knob, _value_type(knob) if knob.searchable else _value_type(knob) | None, None) for knob in knobs]
-    return _section("Candidate", "One candidate of a job record.", fields)
+    doc = "One candidate of a job record."
+    return section_of("Candidate", doc, [(knob, _nullable_type(knob), None) for knob in knobs])
 
 
 @lru_cache(maxsize=64)
@@ -162,14 +155,6 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-@lru_cache(maxsize=64)
-def serve_knobs_section(engine: str, knobs: tuple[Knob, ...], *, listed: bool) -> type[Section]:
-    """Return the pydantic model of a serving engine's knobs in a space (`listed`) or in a baseline."""
-    doc = "Knobs of one engine. Missing knobs keep the engine's default."
-    name = f"{'Space' if listed else 'Baseline'}Of_{engine}"
-    return _section(name, doc, [(knob, kind, None) for knob, kind in serving_types(knobs, listed=listed)])
-
-
 def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
     """Return the knobs and the types of their values for all names of serving knobs.
 
@@ -239,7 +224,8 @@ def serving_values(
     return found
 
 
-def _section(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
+def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
+    """Return the pydantic model of a section with knobs, the types of their values, and their defaults."""
     fields: dict[str, Any] = {
         knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else no_default))
         for knob, kind, default in rows
@@ -293,6 +279,11 @@ def _value_type(knob: Knob) -> Any:
     if knob.effects:
         return bool | int | str | None
     return kind | None if knob.searchable and knob.neutral is None else kind
+
+
+def _nullable_type(knob: Knob) -> Any:
+    """Return the type of a knob's value in a baseline or candidate, where a setting may be null."""
+    return _value_type(knob) if knob.searchable else _value_type(knob) | None
 
 
 def _word_list(word: Any, knob: Knob) -> Any:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, create_model
+from pydantic import Field, TypeAdapter
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.objective import COST, SERVING
@@ -22,7 +22,7 @@ from flagcore.domain.spec import AUTO, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.huggingface import format_of_weights
-from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, serving_types, serving_values
+from flagcore.spec.knobs import Engines, section_of, serving_types, serving_values
 from flagcore.spec.models import Shape, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
@@ -416,18 +416,18 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
 
 def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
     """Return the pydantic model of a space (`listed`) or a baseline, with a section for each engine."""
-    fields: dict[str, Any] = {
-        knob.name: (kind, Field(None, description=knob.help, json_schema_extra=no_default))
-        for knob, kind in serving_types([knob for _, knobs in engines for knob in knobs], listed=listed)
-    }
+    title, suffix = "Space" if listed else "Baseline", f"_{engines[0][0]}" if len(engines) == 1 else ""
+
+    def rows(knobs: Iterable[Knob]) -> list[tuple[Knob, Any, Any]]:
+        return [(knob, kind, None) for knob, kind in serving_types(knobs, listed=listed)]
+
+    fields = rows(knob for _, knobs in engines for knob in knobs)
     for name, knobs in engines:
-        section = serve_knobs_section(name, knobs, listed=listed)
-        text = f"Knobs of {name} alone."
-        fields[name] = (section | None, Field(None, description=text, json_schema_extra=no_default))
+        doc = "Knobs of one engine. Missing knobs keep the engine's default."
+        section: Any = section_of(f"{title}Of_{name}", doc, rows(knobs))
+        fields.append((Knob(name=name, help=f"Knobs of {name} alone."), section | None, None))
     doc = "Knobs of the engine, or of each of several engines. Missing knobs keep the engine's default."
-    suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
-    name = f"{'ServeSpace' if listed else 'ServeBaseline'}{suffix}"
-    return create_model(name, __base__=Section, __doc__=doc, **fields)
+    return section_of(f"Serve{title}{suffix}", doc, fields)
 
 
 def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
@@ -443,22 +443,18 @@ def engines_of(data: object, kind: str = "serve") -> tuple[str, ...]:
 
 def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Return a spec's data with only one of its engines. Raises SpecError for knobs of an engine that is not named."""
-    tuner = dict(data.get("auto_tuner") or {})
+    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data)
     for key in ("space", "baseline"):
-        if isinstance(tuner.get(key), Mapping):
-            check_sections(tuner[key], engines_of(data), key)
-            tuner[key] = knobs_of_engine(tuner[key], engine)
-    selected = {**data, "serve": {**data["serve"], "engine": engine}}
-    return {**selected, "auto_tuner": tuner} if tuner else selected
-
-
-def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str) -> None:
-    """Raise SpecError for a section with knobs of an engine that is not in `engines`."""
-    for name, value in knobs.items():
-        if isinstance(value, Mapping) and name not in engines:
+        knobs = tuner.get(key)
+        if not isinstance(knobs, Mapping):
+            continue
+        if other := next((name for name in knobs if isinstance(knobs[name], Mapping) and name not in engines), None):
             problem = "has knobs of an engine that serve.engine does not name"
             fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
-            raise spec_error(("auto_tuner", key, name), problem, fix=fix)
+            raise spec_error(("auto_tuner", key, other), problem, fix=fix)
+        tuner[key] = knobs_of_engine(knobs, engine)
+    selected = {**data, "serve": {**data["serve"], "engine": engine}}
+    return {**selected, "auto_tuner": tuner} if tuner else selected
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:

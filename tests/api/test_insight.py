@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from flagcore.api.managing import report as what_if_module
 from flagcore.api.managing.report import insight, what_if
 from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.contracts import Problem
-from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
+from flagcore.engines.megatron.adapter import Megatron
 from tests.cli.conftest import MODEL
 
 SPEC: dict[str, Any] = {
@@ -77,7 +78,7 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
         if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
     ]
     best = problem.space.candidate(staged[0])
-    insight_data = insight(problem, WORKLOAD, best)
+    insight_data = insight(problem, best)
     assert [stage["rank"] for stage in insight_data["stages"]] == [0, 1, 2, 3]
     assert len(insight_data["pipelines"][0]["forward_s"]) == 4
     worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])
@@ -90,12 +91,12 @@ def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
     class Staged(Megatron):
         stage_ranks = staticmethod(lambda task, columns: (0, 2))
 
-    insight_data = insight(problem, Staged(), problem.baseline)
+    insight_data = insight(replace(problem, platform=replace(problem.platform, workload=Staged())), problem.baseline)
     assert [(stage["stage"], stage["rank"]) for stage in insight_data["stages"]] == [(0, 0), (1, 2)]
 
 
 def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
-    insight_data = insight(problem, WORKLOAD, None)
+    insight_data = insight(problem, None)
     assert insight_data["messages"]
     assert insight_data["chips"]
     assert "knobs" not in insight_data

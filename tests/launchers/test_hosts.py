@@ -215,37 +215,35 @@ def test_processes_of_a_lost_trial_end_before_the_next_one(tmp_path: Path, mark:
     assert host_launcher.lost == {}
 
 
-HELLO = '{"hello": {"wire": 2, "time": 0, "python": "3.11"}}'
-READY = '{"ready": {"port": 4000, "free_disk_bytes": 99999999999, "left": 0}}'
+READY = '{"ready": {"time": 0, "python": "3.11", "port": 4000, "free_disk_bytes": 99999999999, "left": 0}}'
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        ['{"hello": {"wire": 99, "port": 4000}}'],
-        ['{"hello": {"wire": 2}}'],
-        [HELLO, READY.replace("99999999999", "0")],
-        [HELLO, READY.replace("left", "right")],
-        [HELLO, READY, '{"reading": 3}'],
-        [HELLO, READY, '{"reading": ["x"]}'],
-        ["Welcome!", HELLO, "{oops"],
-        [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
-        [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
-        [HELLO, '{"file": "x", "at": 0, "data": "?"}'],
-        [HELLO, "[1]"],
-        [HELLO, '{"file": "x", "at": -1, "data": ""}'],
-        [HELLO, '{"file": "x", "at": 1e400, "data": ""}'],
-        [HELLO, '{"file": "x", "at": 9999999999999999, "data": ""}'],
-        [HELLO, '{"file": "a\\u0000b", "at": 0, "data": ""}'],
-        [HELLO, '{"file": "\\ud800", "at": 0, "data": ""}'],
-        [HELLO, "[" * 100_000],
-        [HELLO, '{"exit": 3}'],
-        [HELLO, '{"exit": {}}'],
-        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null, "warm": false}}'],
-        [HELLO, '{"exit": {"code": 0, "ended_by": "host", "duration_s": 1, "peak_memory_bytes": 1, "warm": false}}'],
-        [HELLO, READY, '{"problem": "no"}'],
-        [HELLO, READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
-        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
+        ['{"ready": {"port": 4000}}'],
+        [READY.replace("99999999999", "0")],
+        [READY.replace("left", "right")],
+        [READY, '{"reading": 3}'],
+        [READY, '{"reading": ["x"]}'],
+        ["Welcome!", "[3]", READY, "{oops"],
+        [READY, '{"file": "../../x", "at": 0, "data": ""}'],
+        [READY, '{"file": "/x", "at": 0, "data": ""}'],
+        [READY, '{"file": "x", "at": 0, "data": "?"}'],
+        [READY, "[1]"],
+        [READY, '{"file": "x", "at": -1, "data": ""}'],
+        [READY, '{"file": "x", "at": 1e400, "data": ""}'],
+        [READY, '{"file": "x", "at": 9999999999999999, "data": ""}'],
+        [READY, '{"file": "a\\u0000b", "at": 0, "data": ""}'],
+        [READY, '{"file": "\\ud800", "at": 0, "data": ""}'],
+        [READY, "[" * 100_000],
+        [READY, '{"exit": 3}'],
+        [READY, '{"exit": {}}'],
+        [READY, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null, "warm": false}}'],
+        [READY, '{"exit": {"code": 0, "ended_by": "host", "duration_s": 1, "peak_memory_bytes": 1, "warm": false}}'],
+        [READY, '{"problem": "no"}'],
+        [READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
+        [READY, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
@@ -258,7 +256,7 @@ def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: s
 
 
 def test_a_line_without_end_is_a_problem_of_the_host(tmp_path: Path, mark: str) -> None:
-    endless = ["sh", "-c", f"cat > /dev/null & echo '{HELLO}'; head -c 3000000 /dev/zero; wait"]
+    endless = ["sh", "-c", f"cat > /dev/null & echo '{READY}'; head -c 3000000 /dev/zero; wait"]
     host_launcher = launcher(b=lambda host: endless)
     host_launcher.reached.add("b")
     exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
@@ -328,11 +326,11 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
 
 def test_a_host_may_take_longer_to_answer_than_to_be_lost() -> None:
     slow_connection = connection.Connection("a", ["cat"])
-    slow_connection.last_input -= 2 * connection.SILENCE_SECONDS
-    slow_connection.send_heartbeat()
+    slow_connection.wire.heard_at -= 2 * connection.SILENCE_SECONDS
+    slow_connection.beat()
     assert slow_connection.open
-    slow_connection.hello = {}
-    slow_connection.send_heartbeat()
+    slow_connection.answered = True
+    slow_connection.beat()
     assert not slow_connection.open
     slow_connection.disconnect()
     slow_connection.close(5)
@@ -481,7 +479,7 @@ def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flagcore.launchers.hosts.START_SECONDS", 4.0)
-    beats = f"cat > /dev/null & echo '{HELLO}'; echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
+    beats = f"cat > /dev/null & echo '{READY}'; echo '{{\"started\": 1}}'; while sleep 1; do echo; done"
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
     host_launcher.reached.add("b")
     running = host_launcher.start(launch("true", tmp_path / "trial", timeout_seconds=1.0))

@@ -27,10 +27,10 @@ MODEL = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attent
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 
 
-def parse(space: Any = None, baseline: Any = None, **train: Any) -> Any:
+def parse(space: Any = None, baseline: Any = None, *, sections: Any = None, base: Path = Path(), **train: Any) -> Any:
     tuner = {"space": space or {}, "baseline": baseline}
-    data = {"model": MODEL, "train": {**TRAIN, **train}, "auto_tuner": tuner}
-    return parse_spec(data, file="x", base=Path(), engines=ENGINES)
+    data = {"model": MODEL, "train": {**TRAIN, **train}, "auto_tuner": tuner, **(sections or {})}
+    return parse_spec(data, file="x", base=base, engines=ENGINES)
 
 
 def error_of(**arguments: Any) -> SpecError:
@@ -84,14 +84,10 @@ def test_the_default_engine_of_a_record_is_the_first_training_engine() -> None:
 
 
 def test_an_unknown_engine_does_not_hide_other_errors() -> None:
-    model = {**MODEL, "hidden_size": 63}
-    train = {**TRAIN, "engine": "acmee", "seq_length": "x"}
-    control = {"max_trials": "many"}
-    tuner = {"space": {"nope": 1}, "control": control}
-    data = {"model": model, "train": train, "auto_tuner": tuner, "envs": {"1": "x"}}
-    with pytest.raises(SpecError) as error:
-        parse_spec(data, file="x", base=Path(), engines=ENGINES)
-    assert {(each.key, each.value) for each in error.value.problems} == {
+    tuner = {"space": {"nope": 1}, "control": {"max_trials": "many"}}
+    sections = {"model": {**MODEL, "hidden_size": 63}, "auto_tuner": tuner, "envs": {"1": "x"}}
+    error = error_of(engine="acmee", seq_length="x", sections=sections)
+    assert {(each.key, each.value) for each in error.problems} == {
         ("train.engine", "acmee"),
         ("train.seq_length", "x"),
         ("model.hidden_size", 63),
@@ -115,31 +111,19 @@ def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
     [(2, 8, False), ([1, 2, 4], 8, False), (4, 8, False), (3, 8, True), (1, 6, True), (8, 8, True), ([2, 1], 8, True)],
 )
 def test_nodes_of_trials_divide_the_nodes_and_the_batch(nodes: object, batch: int, wrong: bool) -> None:
-    data = {
-        "model": MODEL,
-        "cluster": {"chip": "a", "nodes": 4, "devices_per_node": 2},
-        "train": {**TRAIN, "global_batch_size": batch},
-        "auto_tuner": {"control": {"trial_nodes": nodes}},
-    }
-    if not wrong:
-        assert parse_spec(data, file="x", base=Path(), engines=ENGINES).trial_nodes[-1] <= 4
-        return
-    with pytest.raises(SpecError) as error:
-        parse_spec(data, file="x", base=Path(), engines=ENGINES)
-    assert error.value.key == "auto_tuner.control.trial_nodes"
+    cluster = {"chip": "a", "nodes": 4, "devices_per_node": 2}
+    sections = {"cluster": cluster, "auto_tuner": {"control": {"trial_nodes": nodes}}}
+    if wrong:
+        assert error_of(global_batch_size=batch, sections=sections).key == "auto_tuner.control.trial_nodes"
+    else:
+        assert parse(global_batch_size=batch, sections=sections).trial_nodes[-1] <= 4
 
 
 def test_a_job_may_have_more_nodes_than_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    data = {
-        "model": MODEL,
-        "cluster": {"chip": "a", "nodes": 8, "hostfile": "hosts"},
-        "train": TRAIN,
-        "auto_tuner": {"launcher": "ssh", "control": {"trial_nodes": 2}},
-    }
-    spec = parse_spec(data, file="x", base=tmp_path, engines=ENGINES)
+    tuner = {"launcher": "ssh", "control": {"trial_nodes": 2}}
+    sections = {"cluster": {"chip": "a", "nodes": 8, "hostfile": "hosts"}, "auto_tuner": tuner}
+    spec = parse(sections=sections, base=tmp_path)
     assert (spec.cluster.nodes, spec.cluster.hosts, spec.on_nodes(2).train.global_batch_size) == (8, ("a", "b"), 2)
-    data["auto_tuner"]["control"] = {"trial_nodes": 4}  # type: ignore[index]
-    with pytest.raises(SpecError) as error:
-        parse_spec(data, file="x", base=tmp_path, engines=ENGINES)
-    assert error.value.key == "auto_tuner.control.trial_nodes"
+    sections["auto_tuner"] = {"control": {"trial_nodes": 4}}
+    assert error_of(sections=sections, base=tmp_path).key == "auto_tuner.control.trial_nodes"

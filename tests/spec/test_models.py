@@ -118,10 +118,6 @@ def test_defaults_come_from_the_family(at: At) -> None:
     assert model.untie_embeddings_and_output_weights
 
 
-def test_null_number_of_key_heads_means_as_many_as_heads(at: At) -> None:
-    assert read_model("Some-Model", at(MIXTRAL | {"num_key_value_heads": None})).num_query_groups == 32
-
-
 def test_deepseek_v3_keeps_latent_sizes_shared_experts_and_prediction_layers(at: At) -> None:
     model = read_model("Some-Model", at(DEEPSEEK_V3 | {"n_shared_experts": 2, "num_nextn_predict_layers": 1}))
     assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.v_head_dim) == (1536, 512, 128, 128)
@@ -234,36 +230,15 @@ def test_source_of_another_kind_is_refused(error_of: ErrorOf, source: Any) -> No
 
 
 QWEN25_VL = config("qwen2_5_vl", 28, 3584, 18944, 28, 152064, num_key_value_heads=4) | {
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    }
+    "vision_config": {"hidden_size": 1280, "spatial_merge_size": 2}
 }
-QWEN2_VL = QWEN25_VL | {
-    "model_type": "qwen2_vl",
-    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14},
-}
+QWEN2_VL = QWEN25_VL | {"model_type": "qwen2_vl", "vision_config": {"hidden_size": 3584}}
 QWEN3_VL = {
     "model_type": "qwen3_vl",
     "text_config": QWEN3 | {"model_type": "qwen3_vl_text"},
-    "vision_config": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 4096,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
+    "vision_config": {"out_hidden_size": 4096},
 }
+"""Other sizes of towers are the defaults of their families."""
 
 
 def model_in(folder: Path, data: Mapping[str, Any], **preprocessor: Any) -> Model:

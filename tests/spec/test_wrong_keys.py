@@ -244,6 +244,17 @@ def test_python_objects_are_bounded_too() -> None:
         assert len(str(caught.value)) < 400
 
 
+SHAPE = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+
+
+def error_in(shape: dict[str, int], space: dict[str, Any], *plugin_knobs: Knob) -> SpecError:
+    train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
+    data = {"model": shape, "train": train, "auto_tuner": {"space": space}}
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=plugin_knobs)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("called", "key"),
     [
@@ -254,29 +265,19 @@ def test_python_objects_are_bounded_too() -> None:
     ],
 )
 def test_a_key_under_another_tools_name_is_not_also_missing(called: str, key: str) -> None:
-    shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
-    shape |= {"num_query_groups": 1}
-    shape[called] = shape.pop(key)
-    data = {
-        "model": shape,
-        "train": {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"},
-    }
-    with pytest.raises(SpecError) as caught:
-        parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES)
-    assert (caught.value.key, caught.value.fix) == (f"model.{called}", f"did you mean {key}?")
+    shape = {called if name == key else name: size for name, size in {**SHAPE, "num_query_groups": 1}.items()}
+    error = error_in(shape, {})
+    assert (error.key, error.fix) == (f"model.{called}", f"did you mean {key}?")
 
 
-def test_plugins_knobs_are_listed_for_an_unknown_name() -> None:
+@pytest.mark.parametrize(
+    ("knob", "fix"),
+    [
+        ("tp", "did you mean tensor_model_parallel_size?"),
+        ("acme_graph_levels", "did you mean acme_graph_level?"),
+        ("zzz", "acme_graph_level"),
+    ],
+)
+def test_plugins_knobs_are_listed_for_an_unknown_name(knob: str, fix: str) -> None:
     graph_level = Knob(name="acme_graph_level", effects={1: Effect()})
-
-    def fix(knob: str) -> str:
-        shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
-        train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
-        data = {"model": shape, "train": train, "auto_tuner": {"space": {knob: 2}}}
-        with pytest.raises(SpecError) as caught:
-            parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=[graph_level])
-        return caught.value.fix
-
-    assert fix("tp") == "did you mean tensor_model_parallel_size?"
-    assert fix("acme_graph_levels") == "did you mean acme_graph_level?"
-    assert fix("zzz").endswith("acme_graph_level")
+    assert error_in(SHAPE, {knob: 2}, graph_level).fix.endswith(fix)

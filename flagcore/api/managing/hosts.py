@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,14 +87,13 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    hello, ready = trial.connections[0].hello or {}, trial.connections[0].ready or {}
-    clock = float(hello["time"]) - time.time()
+    ready = trial.connections[0].ready or {}
     exit_record = trial.wait(SECONDS + 30) or trial.stop()
     host_report = HostReport(
         host=host,
         problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
-        python=str(hello["python"]),
-        clock_s=clock,
+        python=ready["python"],
+        clock_s=ready["clock_s"],
         free_disk_bytes=ready["free_disk_bytes"],
     )
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.api.snapshot import Snapshot, load_snapshot, run_home
-from flagcore.contracts import Problem, Workload
+from flagcore.contracts import Problem
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
@@ -24,12 +25,12 @@ from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
-from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import N_, _
 from flagcore.physics.cost_stack import KernelCostStack
+from flagcore.report.formats import lookup
 from flagcore.report.page.assembly import page
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
@@ -59,19 +60,14 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
         raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
 
-def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
+def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> bool:
     """Write the page and insight.json at the end of a run. Return whether this succeeded; a failure is a warning."""
 
     def made() -> str:
-        best = ending.plan.best.candidate if ending.plan.best else None
-        insight_data = insight(ending.problem, workload, best)
+        insight_data = insight(ending.problem, ending.plan.best.candidate if ending.plan.best else None)
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
-        rest: dict[str, Any] = {
-            "called": _called(run_dir),
-            "knobs": ending.plan.knobs,
-            "labels": workload.labels,
-        }
-        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), run_dir, **rest)))
+        context: dict[str, Any] = {"knobs": ending.plan.knobs, "labels": ending.problem.workload.labels}
+        return as_html(page(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
     return _is_written(run_dir, made)
 
@@ -96,141 +92,123 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 def report_data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
     run = read_run(folder)
-    home, found, notes = run_home(run), run.data, list[str]()
-    saved_insight = json_file(home / INSIGHT)
-    insight_data = saved_insight if saved_insight.get("schema_version") == SCHEMA_VERSION else {}
-    new_trials = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
-    if not found or not insight_data or new_trials > 0:
-        loaded, reason = _load_or_reason(folder, without)
-        if not found and loaded is None:
-            raise RunError(
-                _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=reason)
-            )
-        if loaded is None:
-            notes.append(
-                _("{count} more trials have ended since the result was written.", count=new_trials)
-                if new_trials > 0
-                else ""
-            )
-            notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=reason))
-        elif not found or new_trials > 0:
-            task, space = loaded.task, loaded.problem.space
-            plan = summarize(task, space, loaded.pruned, loaded.search_state, "", loaded.problem.knobs)
-            found, insight_data = result(plan, str(folder)), {}
-            notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
-        if loaded is not None and not insight_data:
-            insight_data = _predicted_again(loaded, found)
-            notes.append("" if insight_data else _(DIFFERENT))
-    shown_notes = tuple(filter(None, notes))
-    names = found["baseline"]["candidate"] if found.get("baseline") else ()
-    knobs = knobs_of_spec(run.spec, names, without)
-    secrets = _secrets(home)
-    rest: dict[str, Any] = {"called": _called(folder), "warnings": shown_notes}
-    return RunData.redacted(found, insight_data, secrets, home, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+    home, data, notes = run_home(run), run.data, list[str]()
+    insight_data = json_file(home / INSIGHT)
+    insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
+    new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
+    if not data or not insight_data or new_trials > 0:
+        try:
+            loaded = load_snapshot(folder, None, without)
+        except FlagError as error:
+            if not data:
+                text = _(
+                    "{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=error
+                )
+                raise RunError(text) from None
+            if new_trials > 0:
+                notes.append(_("{count} more trials have ended since the result was written.", count=new_trials))
+            if not insight_data:
+                notes.append(_("Details of predictions are omitted: {reason}", reason=error))
+        else:
+            if not data or new_trials > 0:
+                problem = loaded.problem
+                plan = summarize(loaded.task, problem.space, loaded.pruned, loaded.search_state, "", problem.knobs)
+                data, insight_data = result(plan, str(folder)), {}
+                text = _("This run is in progress, or was killed: the report contains the trials that have ended.")
+                notes.append(text)
+            insight_data = insight_data or _predicted_again(loaded, data)
+            notes += [] if insight_data else [_(DIFFERENT)]
+    used = data["baseline"]["candidate"] if data.get("baseline") else ()
+    context: dict[str, Any] = {"knobs": knobs_of_spec(run.spec, used, without), "labels": labels_of_spec(run.spec)}
+    return _redacted(data, insight_data, home, folder, warnings=tuple(notes), **context)
 
 
-def _called(folder: Path) -> str:
-    """Return a folder relative to the working directory; `.` if it is elsewhere, because pages have no own paths."""
-    relative = os.path.relpath(folder)
-    return "." if relative.startswith("..") else relative
+def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, folder: Path, **context: Any) -> RunData:
+    """Return the data of a page without the secrets of this shell and of the run's spec.
 
-
-def _secrets(folder: Path) -> tuple[str, ...]:
-    """Return the secrets of this shell and of the run's spec, which the page must not show."""
+    Its commands name the folder relative to the working directory; `.` if it is elsewhere: pages have no own paths.
+    """
     try:
-        spec = yaml.safe_load(read_regular(folder / SPEC))
+        spec = yaml.safe_load(read_regular(home / SPEC))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         spec = None
-    return tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
+    secrets = tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
+    relative = os.path.relpath(folder)
+    called = "." if relative.startswith("..") else relative
+    return RunData.redacted(data, insight, secrets, home, called=called, **context)
 
 
-def _load_or_reason(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
-    """Return the snapshot of a run on this machine, or the reason why there is none."""
-    try:
-        snapshot = load_snapshot(folder, None, without)
-    except FlagError as error:
-        return None, str(error)
-    return snapshot, ""
-
-
-def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:
+def _predicted_again(snapshot: Snapshot, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current predictions; empty if they differ from those of the run."""
     problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
-    if best is not None and found.get("best"):
-        row, predicted = problem.space.find(best), found["best"]["predicted"]
-        if row is None or not _predicts_same(predicted, problem, row):
+    if best is not None and data.get("best"):
+        row = problem.space.find(best)
+        if row is None:
             return {}
-    return insight(problem, snapshot.problem.workload, best)
-
-
-def _predicts_same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
-    current = problem.predictions.row(row)
-    step, memory = predicted.get("step_time_s") or {}, predicted.get("memory") or {}
-    pairs = [
-        (step.get("value"), current.step_time_s),
-        (memory.get("device_used_gib"), current.device_used_bytes / 2**30),
-    ]
-    return all(old is None or (new is not None and abs(new - old) <= SAME * abs(old)) for old, new in pairs)
+        predicted, current = data["best"]["predicted"], problem.predictions.row(row)
+        for key, new in (
+            ("step_time_s.value", current.step_time_s),
+            ("memory.device_used_gib", current.device_used_bytes / 2**30),
+        ):
+            old = lookup(predicted, key)
+            if old is not None and (new is None or abs(new - old) > SAME * abs(old)):
+                return {}
+    return insight(problem, best)
 
 
 SCHEMA_VERSION = 1
 
 
-def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
+def insight(problem: Problem, best: Candidate | None) -> dict[str, Any]:
     """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "messages": {name: text for name, text in problem.messages.items() if name in used},
-        "chips": list(_chips(problem.platform.task)),
+        "chips": list(_chips(problem.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
-        "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
+        "kernel_sources": {} if row is None else _kernel_sources(problem, row),
         "environment": dict(problem.platform.environment),
     }
     if row is None:
         return data
     return data | {
-        "stages": _stages(problem, workload, row),
-        "pipelines": _pipelines(problem, workload, row),
+        "stages": _stages(problem, row),
+        "pipelines": _pipelines(problem, row),
         "knobs": what_if(problem, row),
     }
 
 
-def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
+def _stages(problem: Problem, row: int) -> list[dict[str, Any]]:
     """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
-    platform, task = problem.platform, problem.platform.task
-    columns = problem.space.columns(np.array([row]))
-    task_as_set = engine_task(task, effects_of_row(task, columns))
+    columns, costs, workload = problem.space.columns(np.array([row])), problem.platform.costs, problem.workload
+    task = engine_task(problem.task, effects_of_row(problem.task, columns))
     stages = []
-    for stage, first in enumerate(workload.stage_ranks(task_as_set, columns)):
-        parts = workload.components(task_as_set, columns, np.array([stage]), platform.costs)
-        rank = workload.rank(task_as_set, columns, first, platform.costs)
-        stages.append(
-            {
-                "stage": stage,
-                "rank": rank.rank,
-                **in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"}),
-                "components": {name: in_gib(part) for name, part in components_of_row(parts, 0).items()},
-            }
-        )
+    for stage, first in enumerate(workload.stage_ranks(task, columns)):
+        parts = workload.components(task, columns, np.array([stage]), costs)
+        rank = workload.rank(task, columns, first, costs)
+        levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
+        components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
+        stages.append({"stage": stage, "rank": rank.rank, **levels, "components": components})
     return stages
 
 
-def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str, list[str]]:
+def _kernel_sources(problem: Problem, row: int) -> dict[str, list[str]]:
     """Return the sources of the times of kernels of one candidate, by kind of kernel."""
     costs = problem.platform.costs
     if not isinstance(costs.kernels, KernelCostStack):
         return {}
     kernels = costs.kernels.recording()
-    workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
+    problem.workload.predict(problem.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
     return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
-def _pipelines(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
-    task, columns = problem.platform.task, problem.space.columns(np.array([row]))
-    pipelines = workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
+def _pipelines(problem: Problem, row: int) -> list[dict[str, Any]]:
+    task, columns = problem.task, problem.space.columns(np.array([row]))
+    task_as_set = engine_task(task, effects_of_row(task, columns))
+    pipelines = problem.workload.pipelines(task_as_set, columns, problem.platform.costs)
     is_one_stage = len(task.cluster.groups) < 2 and all(len(each.forward_s) < 2 for each in pipelines)
     return [] if is_one_stage else [asdict(each) for each in pipelines]
 
@@ -266,15 +244,6 @@ def _facts(chip: Chip) -> Iterator[tuple[str, str, Fact | None]]:
 CHUNK = 1 << 16
 
 
-@dataclass(slots=True)
-class _Value:
-    """The fastest row with a value of a knob, and the fastest of the rows that are nearest to the best."""
-
-    count: int = 0
-    fastest: tuple[float, int] = (np.inf, -1)
-    nearest: tuple[int, float, int] = (1 << 30, np.inf, -1)
-
-
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     """Return two candidates for each value of each knob with several values, among candidates that are predicted to
     fit.
@@ -282,43 +251,41 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of the candidates that differ
     from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
     """
-    space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
-    knobs: dict[str, dict[int, _Value]] = {knob: {} for knob in own}
+    space, predictions = problem.space, problem.predictions
+    own = {knob: int(code[0]) for knob, code in space.columns(np.array([best])).items()}
+    counts = Counter[tuple[str, int]]()
+    fastest: dict[tuple[str, int], tuple[float, int]] = {}
+    nearest: dict[tuple[str, int], tuple[int, float, int]] = {}
     for rows in space.chunks(CHUNK):
-        columns = space.columns(rows)
-        seconds = problem.predictions.step_time_s[rows]
-        usable_rows = np.flatnonzero(np.isfinite(seconds) & problem.predictions.fits[rows])
-        if not usable_rows.size:
-            continue
-        seconds = seconds[usable_rows]
-        columns = {knob: codes[usable_rows] for knob, codes in columns.items()}
+        usable = rows.start + np.flatnonzero(np.isfinite(predictions.step_time_s[rows]) & predictions.fits[rows])
+        columns, seconds = space.columns(usable), predictions.step_time_s[usable]
         distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
+        by_distance = np.lexsort((usable, seconds, distance))
+        by_time = np.lexsort((usable, seconds))
         for knob, codes in columns.items():
-            _update_entry(knobs[knob], codes, seconds, distance, rows.start + usable_rows)
+            for code in np.unique(codes).tolist():
+                key, first = (knob, code), by_time[np.argmax(codes[by_time] == code)]
+                near = by_distance[np.argmax(codes[by_distance] == code)]
+                counts[key] += int(np.count_nonzero(codes == code))
+                time = (float(seconds[first]), int(usable[first]))
+                fastest[key] = min(fastest.get(key, time), time)
+                place = (int(distance[near]), float(seconds[near]), int(usable[near]))
+                nearest[key] = min(nearest.get(key, place), place)
     by_knob = []
     for axis in space.axes:
-        values = knobs[axis.knob]
-        if len(values) > 1:
-            records = []
-            for code in sorted(values):
-                places = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
-                candidates = {name: _candidate(problem, row, best) for name, row in places.items()}
-                records.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
-            by_knob.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": records})
+        keys = sorted(key for key in counts if key[0] == axis.knob)
+        values = [
+            {
+                "value": axis.decode(key[1]),
+                "candidates": counts[key],
+                "fastest": _candidate(problem, fastest[key][-1], best),
+                "nearest": _candidate(problem, nearest[key][-1], best),
+            }
+            for key in keys
+        ]
+        if len(keys) > 1:
+            by_knob.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": values})
     return by_knob
-
-
-def _update_entry(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
-    for code in np.unique(codes).tolist():
-        places = np.flatnonzero(codes == code)
-        fastest = places[np.argmin(seconds[places])]
-        nearest_row = places[np.lexsort((seconds[places], distance[places]))[0]]
-        entry = values.setdefault(code, _Value())
-        entry.count += int(places.size)
-        entry.fastest = min(entry.fastest, (float(seconds[fastest]), int(rows[fastest])))
-        entry.nearest = min(
-            entry.nearest, (int(distance[nearest_row]), float(seconds[nearest_row]), int(rows[nearest_row]))
-        )
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _problem(
         given_values = as_candidate(problem.space.axes, columns).as_dict()
         problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
     require_launchable(problem)
-    warn_about_problem(problem, workload)
+    warn_about_problem(problem)
     return problem, candidate
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.api.tuning.run_best import RENDEZVOUS
-from flagcore.contracts import ExportJob, Problem, Workload
+from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import DEVICES_OF_HOST
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Launch
 from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import COST, Plan, cost_figures
@@ -34,7 +33,7 @@ from flagcore.i18n import _
 from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.page.markdown import result_text
-from flagcore.report.page.run import RunData
+from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.loop import TuneResult
@@ -74,30 +73,19 @@ def _run_data(data: Mapping[str, Any], run_dir: Path, plan: Plan) -> RunData:
     return RunData.from_json(data, run_dir, called=str(run_dir), knobs=plan.knobs)
 
 
-def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
-    """Keep the translatable stop reason of a finished run that was started again; its trials have only the text."""
-    try:
-        earlier_result = json.loads(read_regular(run_dir / "result.json"))
-    except (OSError, ValueError):
-        return data
-    same_reason = isinstance(earlier_result, dict) and earlier_result.get("stopped_because") == data["stopped_because"]
-    return (
-        {**data, "stopped_message": earlier_result["stopped_message"]}
-        if same_reason and "stopped_message" in earlier_result
-        else data
-    )
-
-
-def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, if there is one, the best configuration as a spec, a launch and a script."""
     plan, problem = ending.plan, ending.problem
-    cannot = ""
+    cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
-    precision_reason, work = problem.platform.precision_reason, problem.platform.task.spec.work
     if precision_reason:
-        data = {**data, "precision": {"value": work.precision, "reason": precision_reason}}
-        spec = {**spec, "train": {**spec["train"], "precision": work.precision}}
-    data = _with_stop_message(data, run_dir)
+        precision = problem.task.spec.work.precision
+        data["precision"] = {"value": precision, "reason": precision_reason}
+        spec = {**spec, "train": {**spec["train"], "precision": precision}}
+    # The trials of a finished run that is started again have only the text of why it stopped, not the translatable one.
+    earlier = json_file(run_dir / "result.json")
+    if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:
+        data["stopped_message"] = earlier["stopped_message"]
     for each in filter(None, (data["baseline"], data["best"])):
         each["cost"] = _cost(problem, each, plan.medians.get(each["number"]) if is_rate(plan.objective) else None)
     private = bool(secrets_in_data(spec))
@@ -107,11 +95,11 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
-            cannot = _save_launch(plan, problem, workload, run_dir)
+            cannot = _save_launch(plan, problem, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
             best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
             write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
-    run_best = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
+    run_best = problem.task.spec.control.run_best and plan.fidelity == RUN
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
@@ -135,23 +123,29 @@ def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) ->
     return cost_figures(problem.platform.task, seconds, rate * step_s / seconds, watts)
 
 
-def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
+def _save_launch(plan: Plan, problem: Problem, run_dir: Path) -> str:
     """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty text."""
     assert plan.best is not None
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
-        require_startable(problem, workload, best)
+        require_startable(problem, best)
         planned = planned_launch(problem.platform, best, str(folder), for_real=True)
     except UsageError as error:
         cannot = str(error)
         (folder / "launch.json").unlink(missing_ok=True)
-        text = no_start_script(plan, cannot)
+        message = f"echo {shlex.quote(f'this cannot be started: {cannot}')} >&2"
+        text = "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
     else:
         launch = problem.platform.selecting().prepared(planned)
         cannot, hidden = launch.missing, HiddenSecrets.of(launch)
-        write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
+        environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
+        needs = [name for name in hidden.inherited if name in launch.environment]
+        saved = {**asdict(launch), "environment": environment, "needs": needs, "directory": directory(launch)}
+        write(folder / "launch.json", json.dumps(saved, indent=1), private=bool(hidden))
         if hidden.kept:
-            write(folder / SECRETS, secrets_script(hidden), private=True)
+            lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
+            text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
+            write(folder / SECRETS, text, private=True)
         if launch.missing:
             text = cluster_script(plan, launch, problem, run_dir) or listing(plan, launch)
         else:
@@ -161,12 +155,12 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     return cannot
 
 
-def require_startable(problem: Problem, workload: Workload, best: Candidate, *, elsewhere: bool = False) -> None:
+def require_startable(problem: Problem, best: Candidate, *, elsewhere: bool = False) -> None:
     """Raise UsageError if the best of a plan cannot be started without changes on any machine.
 
     With `elsewhere`, another program starts it, so that this host and the launcher of the spec do not matter.
     """
-    platform, values = problem.platform, best.as_dict()
+    platform, values, workload = problem.platform, best.as_dict(), problem.workload
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
             raise UsageError(f"{knob.name} = {values[knob.name]}: {why}")
@@ -179,16 +173,6 @@ def require_startable(problem: Problem, workload: Workload, best: Candidate, *, 
     if work.command is None and platform.support.device_type is None:
         names = {"engine": workload.name, "chip": platform.task.cluster.chips}
         raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
-
-
-def _as_json(launch: Launch, hidden: HiddenSecrets) -> str:
-    """Return a launch as JSON; for secrets of this shell it has only the names."""
-    shown_environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
-    required = [name for name in hidden.inherited if name in launch.environment]
-    return json.dumps(
-        {**asdict(launch), "environment": shown_environment, "needs": required, "directory": directory(launch)},
-        indent=1,
-    )
 
 
 OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
@@ -280,18 +264,6 @@ def listing(plan: Plan, launch: Launch) -> str:
     exports = [f"export {name}={shell_quoted(value, DEVICES_OF_HOST)}" for name, value in launch.environment.items()]
     text = "\n".join([*exports, multi_line(launch.argv)])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
-
-
-def secrets_script(hidden: HiddenSecrets) -> str:
-    """Return a shell script that sets the secrets which this shell does not have."""
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
-    return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
-
-
-def no_start_script(plan: Plan, why: str) -> str:
-    """Return a shell script that prints why the best cannot be started."""
-    message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
-    return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
 
 
 def heading(plan: Plan) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
-from flagcore.contracts import Exporter, ExportJob, ManifestWriter
+from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
@@ -62,11 +62,16 @@ def export(
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-    require_startable(snapshot.problem, snapshot.problem.workload, chosen, elsewhere=exporter is not None)
-    with writable(folder), _removed_on_failure(folder):
-        job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
-        _require_equal_nodes(job, target)
-        files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+    require_startable(snapshot.problem, chosen, elsewhere=exporter is not None)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            job = _job(snapshot, chosen, exporter, folder.resolve(), job_id, options or {})
+            _require_equal_nodes(job, target)
+            files = {f"{job_id}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
+        except FlagError:
+            rmtree(folder, ignore_errors=True)
+            raise
         for file, text in files.items():
             (folder / file).parent.mkdir(exist_ok=True)
             write(folder / file, text)
@@ -79,22 +84,11 @@ def export(
 def _require_equal_nodes(job: ExportJob, target: str) -> None:
     """Raise UsageError if a target starts all nodes equally, but they need different variables and flags."""
     others = plugins.names(plugins.IMPORTERS)
-    known = [each for each in _exporters(job.platform.task.spec.work.engine) if each in others]
+    known = [each for each in export_targets(job.platform.task.spec.work.engine) if each in others]
     if job.unequal_nodes and target not in known:
         text = _("--to {target} starts all nodes equally, but this cluster has several kinds of chips", target=target)
         fix = _("use --to {known}", known=", ".join(known)) if known else ""
         raise UsageError("; ".join(filter(None, [text, fix])))
-
-
-@contextmanager
-def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove it if an error is raised."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except FlagError:
-        rmtree(folder, ignore_errors=True)
-        raise
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:
@@ -121,7 +115,8 @@ def _exporter(snapshot: Snapshot, target: str) -> Exporter | None:
     exporters = _exporters(snapshot.task.spec.work.engine)
     if target not in exporters:
         problem = _("--to {target}: this job has the targets {known}", target=target, known=", ".join(exporters))
-        fix = plugins.missing_extra(plugins.LAUNCHERS, target) or did_you_mean(target, exporters)
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [problem, fix])))
     return exporters[target]
 
@@ -146,50 +141,27 @@ def _job(
 ) -> ExportJob:
     """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
     engine: object = snapshot.problem.workload
-    if exporter is not None and exporter is not engine:
-        problem = replace(snapshot.problem, platform=snapshot.problem.platform.elsewhere())
-        snapshot = replace(snapshot, problem=problem)
-    one, replicas, platform = candidate, 1, snapshot.problem.platform
+    platform = snapshot.problem.platform
+    platform = platform if exporter is None or exporter is engine else platform.elsewhere()
+    comments = _comments(snapshot, candidate)
+    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
+    one, replicas = candidate, 1
     if exporter is not None and exporter.per_server:
         if servers := snapshot.problem.workload.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
-            return ExportJob(
-                name=name,
-                comments=_comments(snapshot, candidate),
-                platform=platform,
-                candidate=candidate,
-                launch=groups[0].launch,
-                devices=groups[0].devices,
-                options=options,
-                servers=replace(servers, groups=groups),
-            )
+            return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
         one, replicas = snapshot.problem.workload.replica(candidate)
-    return ExportJob(
-        name=name,
-        comments=_comments(snapshot, candidate),
-        platform=platform,
-        candidate=candidate,
-        launch=Launch(argv=(), folder="") if exporter is engine else _launch(snapshot, one, folder),
-        devices=_devices_per_node(snapshot, one),
-        replicas=replicas,
-        options=options,
-    )
+    launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, one, folder)
+    per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
+    used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, one))
+    return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
 
 
-def _launch(snapshot: Snapshot, candidate: Candidate, folder: Path) -> Launch:
-    platform = snapshot.problem.platform
+def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:
     launch = platform.prepared(planned_launch(platform, candidate, str(folder), for_real=True))
     if secrets_in_arguments(launch.argv):
         raise UsageError(_("the command contains a secret; pass it in a variable"))
     return replace(launch, directory=None) if launch.directory == str(folder) else launch
-
-
-def _devices_per_node(snapshot: Snapshot, candidate: Candidate) -> int:
-    """Return the devices of a node that a candidate uses."""
-    per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    return min(
-        per_node, int(snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, candidate))[0])
-    )
 
 
 def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:

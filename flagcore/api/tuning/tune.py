@@ -213,7 +213,7 @@ class _EngineRun:
 
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
-        warn_about_problem(problem, self.workload)
+        warn_about_problem(problem)
         warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
@@ -238,14 +238,14 @@ class _EngineRun:
 
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
-        outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
+        outcome = save(result, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         warn(noise_warnings(result.plan))
         warn(outcome.data.get("notes", ()))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
             warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
-        return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
+        return replace(outcome, reported=save_report(folder, result, outcome.data))
 
 
 def _require_ready(workload: Workload, spec: Spec) -> None:

@@ -39,18 +39,13 @@ def _work(job: Job, number: int, listener: socket.socket) -> int:
 
         measure(job, number, listener)
     except BaseException as error:
-        return _report(error)
+        lacks_memory = ran_out_of_memory(error)
+        if lacks_memory:
+            print(f"out of memory: {' '.join(str(error).splitlines()[:1])}", file=sys.stderr)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        return OUT_OF_MEMORY if lacks_memory else 1
     return 0
-
-
-def _report(error: BaseException) -> int:
-    """Write a failure to stderr (out of memory in the first line), and return the exit code."""
-    code = OUT_OF_MEMORY if ran_out_of_memory(error) else 1
-    if code == OUT_OF_MEMORY:
-        print(f"out of memory: {' '.join(str(error).splitlines()[:1])}", file=sys.stderr)
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    return code
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +47,6 @@ class Bench:
         if not self.cpu:
             self._module.synchronize()
 
-    @staticmethod
-    def clock() -> float:
-        """Return the time of the host's clock in seconds."""
-        return time.perf_counter()
-
     def agree(self, value: float) -> float:
         """Return the maximum of `value` over all processes."""
         if not self._is_distributed:
@@ -68,16 +62,16 @@ class Bench:
         in processor time, which does not depend on other load.
         """
         call()
-        once = self.agree(self._host(call, 1))
+        once = self.agree(self.seconds_of(call, 1))
         if once < SAMPLE_SECONDS:
             calls = max(1, min(MAX_QUEUED_CALLS, int(SAMPLE_SECONDS / once)))
-            once = self.agree(self._host(call, calls) / calls)
+            once = self.agree(self.seconds_of(call, calls) / calls)
         calls = max(1, min(MAX_QUEUED_CALLS, int(SAMPLE_SECONDS / max(once, 1e-7))))
         samples = int(max(MIN_SAMPLES, min(MAX_SAMPLES, seconds / (once * calls))))
         self.agree(0.0)
         sample = self._device
         if self.cpu:
-            sample = self._core if alone and torch.get_num_threads() == 1 else self._host
+            sample = self._core if alone and torch.get_num_threads() == 1 else self.seconds_of
         times = sorted(sample(call, calls) / calls for _ in range(samples))
         median, spread = times[len(times) // 2], times[(3 * len(times)) // 4] - times[len(times) // 4]
         return Timing(self.agree(times[int(TIME_QUANTILE * len(times))]), spread / median, samples)
@@ -88,22 +82,20 @@ class Bench:
         times = []
         for _ in range(MIN_SAMPLES):
             self.synchronize()
-            start = time.process_time()
-            for _ in range(calls):
-                call()
-            times.append((time.process_time() - start) / calls)
+            times.append(self._core(call, calls) / calls)
         self.synchronize()
         times.sort()
         return Timing(times[1], (times[-1] - times[0]) / times[1], MIN_SAMPLES)
 
-    def _core(self, call: Callable[[], object], calls: int) -> float:
+    @staticmethod
+    def _core(call: Callable[[], object], calls: int) -> float:
         """Return the processor time of `calls` calls."""
         start = time.process_time()
         for _ in range(calls):
             call()
         return time.process_time() - start
 
-    def _host(self, call: Callable[[], object], calls: int) -> float:
+    def seconds_of(self, call: Callable[[], object], calls: int = 1) -> float:
         """Return the seconds of `calls` calls on the host's clock."""
         self.synchronize()
         start = time.perf_counter()
@@ -115,21 +107,15 @@ class Bench:
     def _device(self, call: Callable[[], object], calls: int) -> float:
         """Return the seconds of `calls` calls on the device's clock, with the host ahead of the device."""
         if not hasattr(self._module, "Event"):
-            return self._host(call, calls)
+            return self.seconds_of(call, calls)
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
-        with self._host_ahead():
-            start.record()
-            for _ in range(calls):
-                call()
-            end.record()
-        self.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
-
-    @contextlib.contextmanager
-    def _host_ahead(self) -> Iterator[None]:
-        """Keep the device busy for some milliseconds while the host launches the measured calls."""
         if self._filler is None:
             self._filler = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
-        for _ in range(MAX_QUEUED_CALLS):
+        for _ in range(MAX_QUEUED_CALLS):  # keeps the device busy while the host launches the measured calls
             self._filler.bitwise_not_()
-        yield
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        self.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3

@@ -10,8 +10,6 @@ import importlib
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -64,21 +62,11 @@ def _links(bench: Bench, rank: int, hosts: int) -> dict[int, float]:
         for pair, group in zip(pairs, groups, strict=True):
             if pair in round_pairs and rank in pair:
                 (other,) = set(pair) - {rank}
-                seconds[other] = _min_seconds(bench, partial(dist.all_reduce, data, group=group))
+                call = partial(dist.all_reduce, data, group=group)
+                call()
+                seconds[other] = min(bench.seconds_of(call) for _ in range(ROUNDS))
         dist.barrier()
     return seconds
-
-
-def _min_seconds(bench: Bench, call: Callable[[], object]) -> float:
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        bench.synchronize()
-        start = time.perf_counter()
-        call()
-        bench.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 if __name__ == "__main__":

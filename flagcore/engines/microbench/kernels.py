@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,9 +61,9 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
     order = [index for first in (0, 4, 2, 6, 1, 5, 3, 7) for index in range(first, len(items), 8)]
     timings: dict[int, Timing] = {}
     for _ in range(ROUNDS):
-        start = bench.clock()
+        start = time.perf_counter()
         for done, index in enumerate(order):
-            left = seconds / ROUNDS - bench.agree(bench.clock() - start)
+            left = seconds / ROUNDS - bench.agree(time.perf_counter() - start)
             if left <= 0 or MIN_CALLS * _expected_seconds(items, timings, index) > left:
                 continue
             timing = bench.time(items[index].make(), 0.7 * left / (len(items) - done), alone=alone)
@@ -257,9 +258,7 @@ def launches(bench: Bench) -> list[Row]:
     forward = bench.host_time(lambda: chain(value), 1)
     end = chain(value)
     backward = bench.host_time(lambda: torch.autograd.grad(end, weights, retain_graph=True), 1)
-    launch_times = [
-        Timing(timing.seconds / (kernels * MODULES), timing.spread, timing.repeats)
-        for timing, kernels in ((forward, 1), (backward, 2))
+    return [
+        {"kernel": "launch", "name": name, **record(replace(timing, seconds=timing.seconds / (count * MODULES)))}
+        for name, timing, count in (("forward", forward, 1), ("backward", backward, 2))  # kernels of a module
     ]
-    names = ("forward", "backward")
-    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, launch_times, strict=True)]

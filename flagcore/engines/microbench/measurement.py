@@ -54,38 +54,35 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
     if job.devices > 1:
         rows += _collectives(bench, job, scale * SHARES["collectives"])
     if number == 0:
-        _write(job, rows, time.perf_counter() - start)
+        found = {"torch": torch.__version__, "seconds": time.perf_counter() - start, "rows": rows}
+        job.output.write_text(json.dumps(found), encoding="utf-8")
     if job.devices > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    supported: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
-    main = tuple(supported) or ("fp32",)
-    rows += kernels.launches(bench)
-    rows += kernels.measured(bench, kernels.memory(bench, job, main[0]), seconds * SHARES["memory"])
-    rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
-    for backward, kind in ((False, "attention"), (True, "attention_backward")):
-        for precision in main:
-            items = kernels.attentions(bench, job, precision, backward=backward)
-            rows += kernels.measured(bench, items, seconds * SHARES[kind] / len(main))
-    precisions = _precisions(bench, job)
-    for precision in precisions:
-        items = kernels.gemms(bench, job, precision)
-        rows += kernels.measured(bench, items, seconds * SHARES["gemm"] / len(precisions))
+    main = [name for name in ("bf16", "fp32") if name in job.precisions] or ["fp32"]
+    items = {
+        "memory": [kernels.memory(bench, job, main[0])],
+        "host_copy": [kernels.host_copies(bench)],
+        "attention": [kernels.attentions(bench, job, name, backward=False) for name in main],
+        "attention_backward": [kernels.attentions(bench, job, name, backward=True) for name in main],
+        "gemm": [kernels.gemms(bench, job, name) for name in _precisions(bench, job)],
+    }
+    rows = kernels.launches(bench)
+    for kind, lists in items.items():
+        for each in lists:
+            rows += kernels.measured(bench, each, seconds * SHARES[kind] / len(lists))
     return rows
 
 
-def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
+def _precisions(bench: Bench, job: Job) -> list[str]:
     """Return the precisions to measure. If a chip has bf16, fp16 is left out; a CPU has neither tf32 nor fp8."""
-    precisions = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
-    if "bf16" in precisions and "fp16" in precisions:
-        precisions.remove("fp16")
-    if bench.cpu:
-        precisions = [name for name in precisions if name not in ("tf32", "fp8")]
-    return tuple(precisions) or ("fp32",)
+    left_out = {"fp16"} if "bf16" in job.precisions else set()
+    left_out |= {"tf32", "fp8"} if bench.cpu else set()
+    names = ("bf16", "fp16", "fp32", "tf32", "fp8")
+    return [name for name in names if name in job.precisions and name not in left_out] or ["fp32"]
 
 
 def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
@@ -117,16 +114,9 @@ def _join(job: Job, number: int, listener: socket.socket) -> None:
     dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
 
 
-def _write(job: Job, rows: list[dict[str, Any]], seconds: float) -> None:
-    results = {"torch": torch.__version__, "seconds": seconds, "rows": rows}
-    job.output.write_text(json.dumps(results), encoding="utf-8")
-
-
-def group_sizes(devices: int) -> tuple[int, ...]:
+def group_sizes(devices: int) -> list[int]:
     """Return the group sizes to measure: the number of devices, and the powers of two that divide it."""
-    return tuple(
-        sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else ()
-    )
+    return sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else []
 
 
 def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -> list[Item]:
@@ -138,23 +128,19 @@ def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -
         if kind != "send" or ranks == 2:
             for size in (size for size in BYTES if size <= max_bytes):
                 row = {"collective": kind, "ranks": ranks, "bytes": int(size)}
-                items.append(
-                    Item(row, size * ranks, partial(collective_call, kind, int(size), ranks, group, bench.device))
-                )
+                make = partial(collective_call, kind, int(size), ranks, group, bench.device)
+                items.append(Item(row, size * ranks, make))
     return items
 
 
 def between_kernels(items: list[Item]) -> list[Item]:
     """Return `items` with `compute_call` before each: ranks start late if compute and communication alternate."""
 
-    def after_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
-        def make_both() -> Callable[[], object]:
-            compute, communicate = compute_call(), make()
-            return lambda: (compute(), communicate())
+    def make_both(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+        compute, communicate = compute_call(), make()
+        return lambda: (compute(), communicate())
 
-        return make_both
-
-    return [Item(item.row, item.work, after_work(item.make)) for item in items]
+    return [Item(item.row, item.work, partial(make_both, item.make)) for item in items]
 
 
 def compute_call() -> Callable[[], object]:

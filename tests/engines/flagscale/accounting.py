@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flagcore_flagscale import Imported, translate
+
 from flagcore.contracts import ImportNote
-from flagcore.engines.flagscale import Imported, translate
 from flagcore.errors import SpecError
 
 TREES = Path(__file__).parent / "trees"

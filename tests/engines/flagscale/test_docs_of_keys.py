@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flagcore.engines.flagscale import engines, history
+from flagcore_flagscale import engines, history
 
 PAGE = (Path(__file__).parents[3] / "docs" / "flagscale.md").read_text(encoding="utf-8")
 

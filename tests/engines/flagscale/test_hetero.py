@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_flagscale import FlagScale
+from flagcore_flagscale.source import Imported
 
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.candidate import Candidate
-from flagcore.engines.flagscale import FlagScale
-from flagcore.engines.flagscale.source import Imported
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError

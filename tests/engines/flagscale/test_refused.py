@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from flagcore_flagscale import FlagScale
 
 from flagcore.cli.main import flag
-from flagcore.engines.flagscale import FlagScale
 from flagcore.errors import SpecError
+from flagcore.plugins import entry_points
 
 read_tree = FlagScale().read_tree
 
@@ -95,11 +95,18 @@ def test_a_spec_together_with_a_tree_is_refused() -> None:
     assert "spec.yaml" in done.output
 
 
-def test_a_tree_without_hydra_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "hydra", None)
-    with pytest.raises(SpecError) as caught:
-        read_tree(tmp_path, "tune")
-    assert caught.value.fix == 'pip install "flagcore[flagscale]"'
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("import", "flagscale", "train_dense", "--config-name", "tune"),
+        ("import", "flagscale-history", "history.csv", "--spec", "spec.yaml"),
+    ],
+)
+def test_without_the_extra_its_commands_name_it(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_points, "installed", lambda group: {})
+    done = CliRunner().invoke(flag, list(arguments))
+    assert done.exit_code == 2
+    assert 'pip install "flagcore[flagscale]"' in done.output
 
 
 @pytest.mark.parametrize(

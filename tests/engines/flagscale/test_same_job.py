@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_flagscale import FlagScale
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Task
-from flagcore.engines.flagscale import FlagScale
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
 from flagcore.engines.megatron.command.trial import RULES

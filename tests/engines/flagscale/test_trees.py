@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_flagscale import FlagScale, Imported, translate
+from flagcore_flagscale.compose import compose
+from flagcore_flagscale.engines import RESERVED_ARGUMENTS
 
 import flagcore
-from flagcore.engines.flagscale import FlagScale, Imported, translate
-from flagcore.engines.flagscale.compose import compose
-from flagcore.engines.flagscale.engines import RESERVED_ARGUMENTS
 from flagcore.engines.megatron.launch import start
 from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.engines.serving.llamacpp import knobs as llama_knobs

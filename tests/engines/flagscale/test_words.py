@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flagcore_flagscale import FlagScale
 
-from flagcore.engines.flagscale import FlagScale
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec
 from tests.small import ENGINES

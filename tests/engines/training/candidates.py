@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training.layout import Layout, Training
@@ -65,6 +66,9 @@ ZEROS = (
     "split",
 )
 NEUTRAL = {**dict.fromkeys(ONES, 1.0), **dict.fromkeys(ZEROS, 0.0), "microbatches": 8.0}
+NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
+NETWORK = Level(name="network", devices=1024, bytes_per_second=50e9, latency_seconds=20e-6)
+TOPOLOGY = Topology(levels=(NODE, NETWORK))
 NUMBER = 400
 """Random candidates of one draw."""
 

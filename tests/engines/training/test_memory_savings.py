@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,10 @@ def layouts(draw: np.random.Generator, model: Model) -> Layout:
     )
 
 
-def assert_never_more(less: tuple[Training, Layout], more: tuple[Training, Layout]) -> None:
+def assert_never_more(less: Job, more: Job, times: float = 1.0 + 1e-12) -> None:
     """Fail where the second needs more than the first."""
     one, two = training_memory(*less).peak, training_memory(*more).peak
-    worse = two > one * (1.0 + 1e-12)
+    worse = two > one * times
     assert not worse.any(), (float((two / one).max()), less[0].options, more[0].options, np.flatnonzero(worse))
 
 
@@ -124,74 +125,100 @@ def changed(job: Training, **values: Any) -> Training:
     return dataclasses.replace(job, options=dataclasses.replace(job.options, **values))
 
 
-@each_model
-def test_recompute_of_more_layers_never_needs_more(model: Model) -> None:
-    draw = np.random.default_rng(1)
-    for _ in range(PAIRS):
-        job, split, number = work(draw, model), layouts(draw, model), int(draw.integers(0, 9))
-        assert_never_more((job, full(split, block=number)), (job, full(split, block=number + 1)))
-        assert_never_more((job, split), (job, full(split, uniform=float(draw.integers(1, 4)))))
-        if not model.mtp_num_layers:  # block recompute leaves multi-token prediction out
-            assert_never_more((job, full(split, block=number)), (job, full(split, uniform=1)))
+def saved(draw: np.random.Generator, split: Layout) -> Layout:
+    return [split, full(split, selective=1), full(split, uniform=1), full(split, block=2)][int(draw.integers(0, 4))]
+
+
+Job = tuple[Training, Layout]
+Pairs = Iterator[tuple[Job, Job]]
+
+
+def recompute_of_layers(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split, number = work(draw, model), layouts(draw, model), int(draw.integers(0, 9))
+    yield (job, full(split, block=number)), (job, full(split, block=number + 1))
+    yield (job, split), (job, full(split, uniform=float(draw.integers(1, 4))))
+    if not model.mtp_num_layers:  # block recompute leaves multi-token prediction out
+        yield (job, full(split, block=number)), (job, full(split, uniform=1))
+
+
+def recompute_on_a_stage(draw: np.random.Generator, model: Model) -> Pairs:
+    numbers = tuple(int(number) for number in draw.integers(0, 6, 4))
+    place = int(draw.integers(0, 4))
+    layers = tuple(number + (index == place) for index, number in enumerate(numbers))
+    job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
+    yield (changed(job, recompute_stage_layers=()), split), (job, split)
+    yield (job, split), (changed(job, recompute_stage_layers=layers), split)
+
+
+def recompute_of_modules(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split = work(draw, model), layouts(draw, model)
+    selective = full(split, selective=1)
+    changed_job = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
+    yield (job, split), (job, selective)
+    yield (job, selective), (changed_job, selective)
+    yield (job, selective), (job, full(split, uniform=1))
+
+
+def offload(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split = work(draw, model, offload_stages=()), saved(draw, layouts(draw, model))
+    more = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
+    yield (job, split), (more, split)
+    yield (changed(more, offload_stages=(1,)), split), (more, split)
+
+
+def shards_and_states(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split = work(draw, model, fsdp=False, precision_aware_optimizer=False), layouts(draw, model)
+    yield (job, split), (changed(job, fsdp=True), split)
+    yield (job, full(split, sharded_optimizer=0)), (job, full(split, sharded_optimizer=1))
+    aware = changed(job, precision_aware_optimizer=True)
+    yield (job, split), (aware, split)
+    yield (aware, split), (changed(aware, exp_avg_bytes=2, exp_avg_sq_bytes=2), split)
+    yield (job, split), (changed(job, optimizer_offload_fraction=0.5), split)
+
+
+def smaller_batches_and_models(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split = work(draw, model), saved(draw, layouts(draw, model))
+    for values in ({"micro_batch": 2 * split.micro_batch}, {"microbatches": 2 * split.microbatches}):
+        yield (job, dataclasses.replace(split, **values)), (job, split)
+    yield (dataclasses.replace(job, sequence=2 * job.sequence), split), (job, split)
+
+
+def larger_models(draw: np.random.Generator, model: Model) -> Pairs:
+    job, split = work(draw, model, schedule=None, offload_modules=frozenset()), layouts(draw, model)
+    deeper = dataclasses.replace(model, num_layers=2 * model.num_layers)
+    yield (dataclasses.replace(job, model=deeper), split), (job, split)
+
+
+def wider_tensor_parallelism(draw: np.random.Generator, model: Model) -> Pairs:
+    split = full(layouts(draw, model), sequence_parallel=1)  # experts require it
+    job = train(model, transformer_engine=bool(draw.integers(2)), flash=bool(draw.integers(2)))
+    yield (
+        (job, split),
+        (job, dataclasses.replace(split, tensor=2 * split.tensor, expert_tensor=2 * split.expert_tensor)),
+    )
+
+
+SAVINGS = (
+    *(recompute_of_layers, recompute_on_a_stage, recompute_of_modules, offload, shards_and_states),
+    *(smaller_batches_and_models, larger_models, wider_tensor_parallelism),
+)
 
 
 @each_model
-def test_recompute_of_more_layers_of_a_stage_never_needs_more(model: Model) -> None:
-    draw = np.random.default_rng(2)
+@pytest.mark.parametrize("saving", SAVINGS, ids=lambda saving: saving.__name__)
+def test_a_saving_never_needs_more_memory(saving: Callable[[np.random.Generator, Model], Pairs], model: Model) -> None:
+    draw = np.random.default_rng(1 + SAVINGS.index(saving))
     for _ in range(PAIRS):
-        numbers = tuple(int(number) for number in draw.integers(0, 6, 4))
-        place = int(draw.integers(0, 4))
-        layers = tuple(number + (index == place) for index, number in enumerate(numbers))
-        job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
-        assert_never_more((changed(job, recompute_stage_layers=()), split), (job, split))
-        assert_never_more((job, split), (changed(job, recompute_stage_layers=layers), split))
+        for less, more in saving(draw, model):
+            assert_never_more(less, more)
 
 
 @each_model
-def test_recompute_of_more_modules_never_needs_more(model: Model) -> None:
-    draw = np.random.default_rng(3)
+def test_sequence_parallel_hardly_needs_more_memory(model: Model) -> None:
+    draw = np.random.default_rng(9)
     for _ in range(PAIRS):
-        job, split = work(draw, model), layouts(draw, model)
-        selective = full(split, selective=1)
-        changed_job = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
-        assert_never_more((job, split), (job, selective))
-        assert_never_more((job, selective), (changed_job, selective))
-        assert_never_more((job, selective), (job, full(split, uniform=1)))
-
-
-@each_model
-def test_offload_of_more_never_needs_more(model: Model) -> None:
-    draw = np.random.default_rng(4)
-    for _ in range(PAIRS):
-        job, split = work(draw, model, offload_stages=()), layouts(draw, model)
-        saved = [split, full(split, selective=1), full(split, uniform=1), full(split, block=2)][
-            int(draw.integers(0, 4))
-        ]
-        changed_job = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
-        assert_never_more((job, saved), (changed_job, saved))
-        assert_never_more((changed(changed_job, offload_stages=(1,)), saved), (changed_job, saved))
-
-
-@each_model
-def test_fully_sharded_never_needs_more(model: Model) -> None:
-    draw = np.random.default_rng(5)
-    for _ in range(PAIRS):
-        job, split = work(draw, model, fsdp=False), layouts(draw, model)
-        assert_never_more((job, split), (changed(job, fsdp=True), split))
-
-
-@each_model
-def test_a_larger_batch_never_needs_less(model: Model) -> None:
-    draw = np.random.default_rng(6)
-    for _ in range(PAIRS):
-        job, split = work(draw, model), layouts(draw, model)
-        saved = [split, full(split, selective=1), full(split, uniform=1), full(split, block=2)][
-            int(draw.integers(0, 4))
-        ]
-        twice = {"micro_batch": 2 * split.micro_batch, "microbatches": 2 * split.microbatches}
-        for name, values in twice.items():
-            assert_never_more((job, dataclasses.replace(saved, **{name: values})), (job, saved))
-        assert_never_more((dataclasses.replace(job, sequence=2 * job.sequence), saved), (job, saved))
+        job, split = train(model, transformer_engine=bool(draw.integers(2))), layouts(draw, model)
+        assert_never_more((job, full(split, sequence_parallel=0)), (job, full(split, sequence_parallel=1)), 1.02)
 
 
 def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:

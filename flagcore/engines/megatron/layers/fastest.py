@@ -47,7 +47,7 @@ def split_layers(
     unique = layout[rows[first]]
     paces = Paces.from_blocks(train, unique, costs, blocks[rows[first]])
     found = best_splits(train, unique, paces)
-    if train.options.early_mtp:
+    if train.options.early_mtp and not costs.further:
         early = best_splits(train, unique, paces, early=True)
         found = found.or_else(early, early.seconds * EQUAL + shape_seconds(train, unique, costs) < found.seconds)
     fill_sooner(train, unique, paces, found)

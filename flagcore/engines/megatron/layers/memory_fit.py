@@ -26,21 +26,13 @@ def fit_splits(
     new split fits and minimizes the time of the slowest stage. `share` is the memory in use relative to the capacity.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
-    changed, known = np.zeros(chosen.shape, dtype=np.bool_), np.zeros((0, 0))
-    if rows.size and costs.further:
+    changed = np.zeros(chosen.shape, dtype=np.bool_)
+    if rows.size:
         rows = rows[_may_fit(train, layout[rows], costs)]
-    elif rows.size:
-        rows, known = _candidates_with_room(train, layout, costs, rows)
     if not rows.size:
         return train, layout, changed
     subset = replace(layout[rows], split=np.ones(rows.size))
-    paces = Paces.from_blocks(train, subset, costs, blocks[rows])
-    if costs.further:
-        most = _limits(train, subset, costs, _possible(train, subset))
-        found = best_splits(train, subset, paces, most)
-        fill_sooner(train, subset, paces, found, most)
-    else:
-        found = _best_fitting(train, subset, costs, paces, known)
+    found = _best_fitting(train, subset, costs, Paces.from_blocks(train, subset, costs, blocks[rows]))
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
         rows, subset, found = rows[fits], subset[fits], found[fits]
@@ -52,36 +44,51 @@ def fit_splits(
 
 
 def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
-    """Return which candidates on several kinds of chips have room for all layers, if every stage of a node group had
-    that of its last stages, which store the fewest micro-batches.
+    """Return which candidates may have room for all layers: if the stages of a node group had the room of the last one,
+    which stores the fewest micro-batches. The last stage of all counts apart, with as little as it may have.
+
+    A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in flight.
+    Pipelines with virtual stages and leading layers on every device always may.
     """
+    leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
+    total, last = train.model.num_layers - leading, layout.pipeline - 1.0
     layout, placement = replace(layout, split=np.ones_like(layout.split)), Placement.from_layout(layout, costs)
-    last, no_leading = layout.pipeline - 1.0, np.zeros(layout.pipeline.shape, dtype=np.int64)
-    room = np.zeros(())
-    for end, count in zip((*(start - 1.0 for start in placement.starts), last), placement.stages(layout), strict=True):
-        places = (end, np.maximum(end - 1.0, 0.0)) if end is last else (end,)
-        limits = [
-            _Room(train, layout, costs, no_leading, each.astype(np.int64), last, last).limits() for each in places
-        ]
-        room = room + count * np.maximum.reduce(limits)
-    enough: BoolArray = room + leading_layers(train) * layout.virtual >= train.model.num_layers
-    return enough
+    counts, weights_room = placement.stages(layout), np.zeros(())
+    for mesh, group, count in zip(placement.layouts, costs.groups, counts, strict=True):
+        states = states_of(train, mesh, layer_parameters(train, mesh, moe=has_experts))
+        per_layer = sum(each.total for each in states)
+        weights_room = weights_room + count * np.floor((group.memory.capacity_bytes() or np.inf) / per_layer)
+    unknown = (layout.virtual > 1) & (layout.pipeline <= leading)
+    may_fit: BoolArray = (weights_room >= total) | (layout.pipeline <= leading)
+    rows = np.flatnonzero(may_fit & ~unknown)
+    nowhere = np.full_like(last, -1.0)
+    norm, mtp = nowhere if train.model.mtp_num_layers else last, nowhere if train.options.early_mtp else last
+    room = (layout.virtual[rows] - 1.0) * leading
+    ends = [*(start - 1.0 for start in placement.starts), np.maximum(last - 1.0, 0.0), last]
+    for place, count in zip(ends, [*counts[:-1], counts[-1] - 1.0, np.ones_like(last)], strict=True):
+        stage = place[rows].astype(np.int64)
+        at = _Room(train, layout[rows], costs, np.zeros_like(stage), stage, norm[rows], mtp[rows])
+        room = room + count[rows] * at.limits()
+    may_fit[rows] = room >= total
+    return may_fit
 
 
-def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces, known: FloatArray) -> LayerSplit:
-    """Return the best splits for which memory suffices. `known` are the limits of `_candidates_with_room`.
+def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -> LayerSplit:
+    """Return the best splits for which memory suffices.
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
     before it. These splits are searched separately, and their memory is computed only for candidates that they would
     make faster if memory sufficed.
     """
-    most = _layer_limits(train, layout, costs, known)
-    if not train.model.mtp_num_layers:  # the final norm is always on the last stage
-        return best_splits(train, layout, paces, most)
-    found = _splits_with_mtp(train, layout, costs, paces, most)
+    most, depths = _layer_limits(train, layout, costs), train.model.mtp_num_layers
+    if not depths:  # the final norm is always on the last stage
+        found = best_splits(train, layout, paces, most)
+    else:
+        found = _splits_with_mtp(train, layout, costs, paces, most)
     # Memory is computed last, because it takes most of the time: `bound` is the split's time without limits on the
     # stages that change, and few candidates would gain by it.
-    for early, is_empty in list(product((False, True)[: 1 + train.options.early_mtp], (False, True)))[1:]:
+    may_be_early = train.options.early_mtp and not costs.further
+    for early, is_empty in list(product((False, True)[: 1 + may_be_early], (False, True)))[1:] if depths else ():
         bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
         extra = early * shape_seconds(train, layout, costs)
         rows = np.flatnonzero(bound.seconds + extra < found.seconds)
@@ -95,6 +102,7 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces, k
         rows = rows[faster]
         found.seconds[rows], found.early[rows] = seconds[faster], other.early[faster]
         found.layers[rows, :longest], found.leading[rows, :longest] = other.layers[faster], other.leading[faster]
+    fill_sooner(train, layout, paces, found, most)
     return found
 
 
@@ -165,50 +173,6 @@ def _limits(
     return most
 
 
-def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> tuple[IntArray, FloatArray]:
-    """Return those of `rows` whose stages may have room for all layers, and the maximum number of layers of their last
-    two stages without leading layers. With multi-token prediction, whose norm moves, these are the limits without a
-    norm.
-
-    Only the layers after the leading dense ones are checked: some stage has at least their mean number, and the
-    second-to-last stage has the most free memory of all stages except the last. A dense layer may move up to
-    `virtual - 1` other layers to virtual stages with fewer micro-batches in flight. Pipelines with virtual stages and
-    leading layers on every device are always returned.
-    """
-    leading = leading_layers(train)
-    total = train.model.num_layers - leading
-    rows = rows[_weights_fit(train, layout[rows], costs)]
-    subset, no_leading = layout[rows], np.zeros(rows.size, dtype=np.int64)
-    mean = np.ceil(total / subset.pipeline)
-    unknown = (subset.virtual > 1) & (subset.pipeline <= leading)
-    end, nowhere = subset.pipeline - 1.0, np.full(rows.size, -1.0)
-    norm = nowhere if train.model.mtp_num_layers else end
-    last = [end, nowhere] if train.options.early_mtp else [end]
-    places = [(end - 1.0, nowhere), *((end, mtp) for mtp in last)]
-    even = replace(subset, split=np.zeros(rows.size))
-    stages = [_stage(train, even, no_leading, place, norm, mtp, mean) for place, mtp in places]
-    fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
-    kept = np.flatnonzero(np.logical_or.reduce(fits) | unknown)
-    rows, subset = rows[kept], replace(subset[kept], split=np.ones(kept.size))
-    rooms = [
-        _Room(train, subset, costs, no_leading[kept], place[kept].astype(np.int64), norm[kept], mtp[kept])
-        for place, mtp in places
-    ]
-    limits = np.stack([room.limits() for room in rooms])
-    most = limits[0] * end[kept] + limits[1:].max(axis=0) + (subset.virtual - 1.0) * leading
-    enough = np.flatnonzero((most >= total) | unknown[kept])
-    return rows[enough], limits[:2, enough]
-
-
-def _weights_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
-    """Return whether the states of the mean number of layers per stage fit, or leading dense layers may change that."""
-    leading, has_experts = leading_layers(train), train.model.num_moe_experts is not None
-    mean = np.ceil((train.model.num_layers - leading) / layout.pipeline)
-    weights = {name: count * mean for name, count in layer_parameters(train, layout, moe=has_experts).items()}
-    needed = sum(state.total for state in states_of(train, layout, weights))
-    return (needed <= (costs.memory.capacity_bytes() or np.inf)) | (layout.pipeline <= leading)
-
-
 def _possible(train: Training, layout: Layout) -> BoolArray:
     """Return which numbers of leading layers each stage may have, as (candidates, leading layers, stages)."""
     first, place = leading_layers(train), np.arange(layout.pipeline.max())
@@ -217,25 +181,18 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
     return found & (place < layout.pipeline[:, None, None])
 
 
-def _layer_limits(train: Training, layout: Layout, costs: Costs, known: FloatArray) -> FloatArray:
+def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the maximum number of layers that fits the memory of each stage, for each number of leading dense layers
     among them: (candidates, leading layers, stages).
 
-    Between the first and the last stage, later stages without leading layers need less memory. If the second stage may
-    have as many layers as the second-to-last, so may all stages between them.
+    Between the first and the last stage of equal chips, later stages without leading layers need less memory. If the
+    second stage may have as many layers as the second-to-last, so may all stages between them.
     """
     possible, last = _possible(train, layout), layout.pipeline - 1.0
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
-    between = possible & (kinds == 0) & (place > 1) & (place < last[:, None, None] - 1.0)
-    most, unknown = np.zeros(possible.shape), possible & ~between
-    end, index = last.astype(np.int64), np.arange(last.size)
-    if not train.model.mtp_num_layers:
-        for stage, limits in zip((end - 1, end), known, strict=True):
-            most[index, 0, stage] = limits
-            unknown[index, 0, stage] = False
-    most += _limits(train, layout, costs, unknown)
-    most *= possible
-    second, before = most[:, 0, 1], most[index, 0, np.maximum(end - 1, 1)]
+    between = possible & (kinds == 0) & (place > 1) & (place < last[:, None, None] - 1.0) & (not costs.further)
+    most = _limits(train, layout, costs, possible & ~between)
+    second, before = most[:, 0, 1], most[np.arange(last.size), 0, np.maximum(last.astype(np.int64) - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     reach = np.where(between, before[:, None, None], most).max(axis=1).sum(axis=1)
     wanted = (second < before) & ((reach >= train.model.num_layers) | (train.model.mtp_num_layers > 0))

@@ -124,10 +124,15 @@ class Meshes:
         replicas process at once, rounded down.
         """
         code = columns[MESHES]
-        size, counts = self.codes[MBS][code], self.codes[MICROBATCHES][code]
-        samples = np.where(size > 0, size, columns[MBS][:, None]) * self.codes[DP][code] * (self.groups[code] >= 0)
+        there, counts = self.groups[code] >= 0, self.codes[MICROBATCHES][code]
+        samples = self.sizes(columns) * self.codes[DP][code] * there
         even = batch // np.maximum(samples.sum(axis=1, keepdims=True), 1)
-        return np.where(counts > 0, counts, even) * (self.groups[code] >= 0)
+        return np.where(counts > 0, counts, even) * there
+
+    def sizes(self, columns: Columns) -> IntArray:
+        """Return the micro-batch sizes of the meshes of candidates that split the data: (rows, meshes)."""
+        own = self.codes[MBS][columns[MESHES]]
+        return np.where(own > 0, own, columns[MBS][:, None])
 
 
 def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:

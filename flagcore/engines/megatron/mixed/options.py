@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -11,7 +12,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.layers.split import Split
-from flagcore.engines.megatron.mixed.meshes import MBS, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, SP, SPLIT
+from flagcore.engines.megatron.mixed.meshes import MBS, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, SP, SPLIT, mesh_text
 from flagcore.engines.megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.engines.megatron.space import rules as legality
@@ -64,6 +65,11 @@ class MeshOptions(ArrayRecord):
     more_step: FloatArray
     samples: IntArray
     context: IntArray
+
+    def text(self, row: int, name: str, words: Sequence[str]) -> str:
+        """Return the text of one row as a mesh on the node group `name`; `words` are those of `recompute_words`."""
+        sizes = {"tp": self.tp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "cp": self.context}
+        return mesh_text(name, {key: int(each[row]) for key, each in sizes.items()}, words[int(self.recompute[row])])
 
     def room(self, in_flight: FloatArray, ends: FloatArray) -> FloatArray:
         """Return the maximum number of layers of a stage; `ends` is the memory of embedding or head."""

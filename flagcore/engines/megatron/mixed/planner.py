@@ -8,7 +8,7 @@ combinations by score become candidates, which are predicted exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -20,7 +20,7 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.layers.split import derived
 from flagcore.engines.megatron.mixed import hetero
-from flagcore.engines.megatron.mixed.meshes import DP, MESHES, PP, RECOMPUTE_KNOBS, SIZES, Meshes, mesh_text
+from flagcore.engines.megatron.mixed.meshes import DP, MESHES, PIPELINE, PP, RECOMPUTE_KNOBS, SIZES, Meshes
 from flagcore.engines.megatron.mixed.options import MeshOptions, mesh_options, recompute_words
 from flagcore.engines.megatron.mixed.replica_planner import planned_replicas
 from flagcore.engines.megatron.mixed.rules import tied
@@ -38,8 +38,6 @@ MAX_SCORED = 4096
 """Maximum number of combinations that are scored, of some groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
 """What is equal on all meshes of a trial."""
-FIELDS = ("tp", "context", "ep", "dp", "pp", "recompute")
-"""What describes a mesh."""
 LARGE = 64
 """Node groups with more devices are planned alone with the sizes of their meshes only."""
 STEPS = 24
@@ -102,9 +100,7 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
     subsets = [subset for size in range(1, len(names) + 1) for subset in combinations(range(len(names)), size)]
-    scores: dict[tuple[int, ...], dict[tuple[int, ...], float]] = {
-        order: {} for subset in subsets for order in permutations(subset)
-    }
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for each in subsets for order in permutations(each)}
     alike = () if plan else EQUAL
     equal = alike or (("tp", "dp") if tied(task) else ())
     for _, context, samples in sorted(_batches(task, options)):
@@ -118,25 +114,15 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                 if not plan and order == (*range(len(names)),):
                     continue  # the sizes of candidates without meshes
                 seconds, chosen = _best(task, [crossed[group] for group in order], limit)
-                rows = np.stack([getattr(each, field) for each in chosen for field in FIELDS], axis=1)
-                for meshes, score in zip(map(tuple, rows.tolist()), seconds.tolist(), strict=True):
-                    scores[order][meshes] = min(scores[order].get(meshes, np.inf), score)
-    ranked = {(order, meshes): score for order, of_order in scores.items() for meshes, score in of_order.items()}
-    found = sorted(ranked, key=lambda key: ranked[key])[:PLANNED]
-    for order, of_order in scores.items():
-        best = sorted(of_order, key=lambda meshes: of_order[meshes])[: PLANNED // len(scores)]
-        found += [(order, meshes) for meshes in best]
-    return tuple(_text([names[group] for group in order], meshes, words) for order, meshes in dict.fromkeys(found))
-
-
-def _text(names: Sequence[str], meshes: Sequence[int], words: Sequence[str]) -> str:
-    """Return the text of meshes from the `FIELDS` of each."""
-    texts = []
-    for number, name in enumerate(names):
-        tensor, context, expert, data, stages, recompute = meshes[len(FIELDS) * number :][: len(FIELDS)]
-        sizes = {"tp": tensor, "ep": expert, "dp": data, "pp": stages, "cp": context}
-        texts.append(mesh_text(name, sizes, words[recompute]))
-    return " + ".join(texts)
+                for place, score in enumerate(seconds.tolist()):
+                    meshes = zip(order, chosen, strict=True)
+                    text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
+                    scores[order][text] = min(scores[order].get(text, np.inf), score)
+    found: list[str] = []
+    every = {text: score for of_order in scores.values() for text, score in of_order.items()}
+    for some, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
+        found += sorted(some, key=some.__getitem__)[:most]
+    return tuple(dict.fromkeys(found))
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
@@ -253,41 +239,32 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
 
     def held(seconds: FloatArray) -> list[FloatArray]:
         """Return the layers of one stage of each kind within `seconds`."""
-        return [np.minimum(each.of.fits(seconds - each.extra), each.room) for each in kinds]
+        return [np.minimum(of.fits(seconds - extra), room) for of, _, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
-        counts = sum((each.count * most for each, most in zip(kinds, held(seconds), strict=True)), np.zeros(()))
-        return np.asarray(counts >= layers)
+        counts = [count * most for (_, count, _, _), most in zip(kinds, held(seconds), strict=True)]
+        return np.asarray(sum(counts) >= layers)
 
-    low, possible = np.zeros(parts[0].pp.shape), np.logical_and.reduce([(e.room >= 0) | (e.count == 0) for e in kinds])
-    high = np.maximum.reduce([each.of.seconds + layers * each.of.layer + each.extra for each in kinds])
-    possible &= enough(high)
+    zeros = np.zeros(parts[0].pp.shape)
+    high = np.maximum.reduce([of.seconds + layers * of.layer + extra for of, _, _, extra in kinds])
+    possible = np.logical_and.reduce([enough(high), *((room >= 0) | (count == 0) for _, count, room, _ in kinds)])
+    low, filling, steps = zeros, zeros, zeros
     for _ in range(STEPS):
         middle = (low + high) / 2.0
         fits = enough(middle)
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    filling, steps = np.zeros(low.shape), np.zeros(low.shape)
-    for each, count in zip(kinds, held(high), strict=True):
-        more = count - each.of.base
-        filling += each.count * (each.of.seconds + each.of.layer * more + each.extra)
-        steps = np.maximum(steps, (each.count > 0) * (each.of.step + each.of.more_step * more))
+    for (of, count, _, extra), most in zip(kinds, held(high), strict=True):
+        more = most - of.base
+        filling = filling + count * (of.seconds + of.layer * more + extra)
+        steps = np.maximum(steps, (count > 0) * (of.step + of.more_step * more))
     return np.where(possible, (microbatches - 1.0) * high + filling + steps, np.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Stages of one mesh with the same contents: their number, the maximum number of layers of each, and the seconds of
-    embedding and head.
-    """
-
-    of: MeshOptions
-    count: FloatArray
-    room: FloatArray
-    extra: FloatArray
-
-
-def _kinds(parts: Sequence[MeshOptions], number: int, microbatches: float) -> Iterator[_Kind]:
-    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`.
+def _kinds(
+    parts: Sequence[MeshOptions], number: int, microbatches: float
+) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
+    """Yield the first stage, the last one, and the stages between, as far as they are on mesh `number`: the mesh, the
+    number of such stages, the maximum number of layers of each, and the seconds of embedding and head.
 
     The stages between count with the mean of the first and of the last of them.
     """
@@ -295,12 +272,11 @@ def _kinds(parts: Sequence[MeshOptions], number: int, microbatches: float) -> It
     stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])
     is_first, is_last = number == 0, number == len(parts) - 1
     alone = (stages == 1.0) & is_first & is_last
-    most = np.minimum(after + stages, microbatches)
+    most, least = np.minimum(after + stages, microbatches), np.minimum(after + 1.0 + is_last, microbatches)
     if is_first:
         room = options.room(most, options.used_first + alone * options.used_last)
-        yield _Kind(options, zeros + 1.0, room, options.first + alone * options.last)
+        yield options, zeros + 1.0, room, options.first + alone * options.last
     if is_last:
-        yield _Kind(options, 1.0 - alone, options.room_last(), options.last)
-    least = np.minimum(after + 1.0 + is_last, microbatches)
+        yield options, 1.0 - alone, options.room_last(), options.last
     room = np.maximum((options.room(most, zeros) + options.room(least, zeros)) / 2.0, 0.0)
-    yield _Kind(options, np.maximum(stages - is_first - is_last, 0.0), room, zeros)
+    yield options, np.maximum(stages - is_first - is_last, 0.0), room, zeros

@@ -1,6 +1,6 @@
 """Plans data splits of a mixed cluster: whole replicas on each kind of chips, with shares of the batch.
 
-A replica takes `start + x * pace` seconds for x micro-batches. The shares minimize the slowest replica. For each
+A replica takes `start + x * pace` seconds for x micro-batches. The shares minimize the slowest replica: for each
 combination of sizes, the time with real numbers of micro-batches is a lower bound; whole numbers near it are tried for
 the combinations with the lowest bounds.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations, product
 from typing import Any
 
@@ -43,8 +44,7 @@ NEARBY = {2: 64, 3: 8}
 """How far from the real numbers of micro-batches whole ones are tried, by the number of kinds; otherwise 2."""
 
 CP, EP = SIZES["cp"], SIZES["ep"]
-SHAPE = (TP, PP, CP)
-Options = dict[str, Any]
+Rows = Mapping[str, Any]
 """Columns of the sizes of a node group, and figures of its replicas."""
 
 
@@ -53,16 +53,18 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
     if task.spec.model.mtp_num_layers or costs.between is None:
         return ()
     names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
-    groups = [replace(each, further={}, between=costs.between) for each in costs.groups]
-    options = [_options(task, each, number) for number, each in enumerate(groups)]
+    columns = [_columns(task, number) for number in range(len(names))]
     found: dict[str, float] = {}
     for size in range(2, len(names) + 1):
         for subset in combinations(range(len(names)), size):
-            rows = _crossed(task, [options[group] for group in subset], [groups[group] for group in subset])
+            rows = _crossed(task, costs, {group: columns[group] for group in subset})
             samples, start, pace = (np.stack([each[key] for each in rows], axis=1) for key in SOLVE)
-            counts, seconds = shares(samples, start, pace, batch)
+            bound = _level(samples, start, pace, batch) + np.maximum.reduce([each["after"] for each in rows])
+            best = np.argsort(bound)[:SOLVED]
+            rows = [{name: column[best] for name, column in each.items()} for each in rows]
+            counts, seconds = shares(samples[best], start[best], pace[best], batch)
             seconds = seconds + np.maximum.reduce([each["after"] for each in rows])
-            for place in np.argsort(seconds)[:PLANNED].tolist():
+            for place in np.argsort(seconds, kind="stable")[:PLANNED].tolist():
                 if np.isfinite(seconds[place]):
                     first = int(rows[0][MBS][place])
                     usual = first if batch % first == 0 else 0
@@ -72,87 +74,70 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda text: found[text])[:PLANNED])
 
 
-def _text(name: str, rows: Options, place: int, words: Sequence[str], usual: int, count: int) -> str:
+def _text(name: str, rows: Rows, place: int, words: Sequence[str], usual: int, count: int) -> str:
     """Return a mesh; it has its micro-batch size unless that is the `usual` one, the candidate's."""
     sizes = {key: int(rows[knob][place]) for key, knob in SIZES.items()}
     own = "" if rows[MBS][place] == usual else f"mbs{int(rows[MBS][place])} "
     return mesh_text(name, sizes, words[int(rows["word"][place])], f"{own}x{count}")
 
 
-def _options(task: Task, costs: Costs, group: int) -> Options:
-    """Return the columns of all legal sizes of one node group, with the seconds of its replicas: `start` for a step and
-    `pace` for each micro-batch, which is of `samples` samples of all of them.
+def _columns(task: Task, group: int) -> dict[str, IntArray]:
+    """Return the columns of all legal sizes of the replicas of one node group, and a number for those that replicas of
+    other groups must have too.
     """
     columns = mesh_columns(task, group, has_share=True)
     columns[SPLIT] = np.zeros_like(columns[SPLIT])
+    columns["shape"] = np.ravel_multi_index((columns[TP], columns[PP], columns[CP]), (1 << 20,) * 3)
     legal = (columns[EP] == 1) & ((columns[CP] == 1) | (columns[PP] == 1))
-    kept = np.flatnonzero(legal & (task.spec.model.num_layers % columns[PP] == 0))
-    columns = {name: column[kept] for name, column in columns.items()}
-    count = np.maximum(columns[PP], task.spec.train.global_batch_size // (columns[MBS] * columns[DP]))
-    once, twice = (_work_seconds(task, columns, costs, count * times) for times in (1, 2))
-    pace = (twice - once) / count
-    return {**columns, "samples": columns[MBS] * columns[DP], "start": once - pace * count, "pace": pace}
+    legal &= task.spec.model.num_layers % columns[PP] == 0
+    return {name: column[legal] for name, column in columns.items()}
 
 
 SOLVE = ("samples", "start", "pace")
 
 
-def _work_seconds(task: Task, columns: Mapping[str, IntArray], costs: Costs, counts: IntArray) -> FloatArray:
-    """Return the seconds of a replica before the reduction of gradients."""
-    rows = {**columns, MICROBATCHES: counts, ALL_REPLICAS: columns[DP] + 1}
-    times = step_time(*base_inputs(task, rows), costs_in_run(costs))
-    return np.asarray(sum(each for name, each in times.items() if name not in AFTER_REPLICAS))
-
-
-def _crossed(task: Task, options: Sequence[Options], costs: Sequence[Costs]) -> list[Options]:
-    """Return the combinations of sizes that fit with the lowest bounds of a step: the rows of each node group, with
-    the seconds `after` the replicas.
+def _crossed(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
+    """Return the combinations of sizes that fit, for each micro-batch size of each node group the fastest: the rows of
+    each group, with the seconds of its replicas.
     """
-    keys = [np.stack([each[knob] for knob in SHAPE], axis=1) for each in options]
-    shapes = set.intersection(*({tuple(key) for key in of_group.tolist()} for of_group in keys))
-    places = [{shape: np.flatnonzero((of_group == shape).all(axis=1)) for shape in shapes} for of_group in keys]
-    batch = task.spec.train.global_batch_size
-    total = [np.zeros(each[DP].size, dtype=np.int64) for each in options]
-    for shape in shapes:
-        replicas = sum(int(each[DP][of_group[shape][0]]) for each, of_group in zip(options, places, strict=True))
-        for own_total, of_group in zip(total, places, strict=True):
-            own_total[of_group[shape]] = replicas
-    complete = [_fitting(task, each, on, number) for each, on, number in zip(options, costs, total, strict=True)]
-    bounds: list[FloatArray] = [np.zeros(0)]
-    chosen: list[IntArray] = [np.zeros((0, len(options)), dtype=np.int64)]
-    for shape in sorted(shapes):
-        fastest = [_fastest(each, of_group[shape]) for each, of_group in zip(complete, places, strict=True)]
-        rows = np.array(list(product(*fastest)), dtype=np.int64).reshape(-1, len(fastest))
-        samples, start, pace = (
-            np.stack([each[key][rows[:, number]] for number, each in enumerate(complete)], axis=1) for key in SOLVE
-        )
-        after = np.maximum.reduce([each["after"][rows[:, number]] for number, each in enumerate(complete)])
-        bounds.append(_level(samples, start, pace, batch) + after)
-        chosen.append(rows)
-    bound, combined = np.concatenate(bounds), np.concatenate(chosen)
-    best = combined[np.argsort(bound)[:SOLVED]]
-    return [{name: column[best[:, number]] for name, column in each.items()} for number, each in enumerate(complete)]
+    shapes = reduce(np.intersect1d, [each["shape"] for each in columns.values()])
+    devices = sum(task.cluster.groups[group].devices for group in columns)
+    of_groups, chosen = [], []
+    for group, each in columns.items():
+        kept = np.isin(each["shape"], shapes)
+        rows = {name: column[kept] for name, column in each.items()}
+        rows[ALL_REPLICAS] = devices // (rows[TP] * rows[PP] * rows[CP])
+        of_groups.append(_figures(task, replace(costs.groups[group], further={}, between=costs.between), rows))
+    for shape in shapes.tolist():
+        fastest = [_fastest(each, np.flatnonzero(each["shape"] == shape)) for each in of_groups]
+        chosen += list(product(*fastest))
+    table = np.array(chosen, dtype=np.int64).reshape(-1, len(of_groups))
+    return [
+        {name: column[rows] for name, column in each.items()} for each, rows in zip(of_groups, table.T, strict=True)
+    ]
 
 
-def _fitting(task: Task, options: Options, costs: Costs, replicas: IntArray) -> Options:
-    """Return the options with the seconds `after` the replicas; `start` is inf where they do not fit."""
-    known = np.flatnonzero(replicas > 0)
-    after, start = np.full(replicas.shape, np.inf), np.full(replicas.shape, np.inf)
-    rows = {name: column[known] for name, column in options.items()}
-    rows |= {ALL_REPLICAS: replicas[known], MICROBATCHES: rows[PP]}
-    train, layout = base_inputs(task, rows)
-    memory, times = memory_in_use(train, layout, costs), step_time(train, layout, costs_in_run(costs))
-    after[known] = sum(times[name] for name in AFTER_REPLICAS)
-    start[known] = np.where(memory.used > memory.capacity, np.inf, rows["start"])
-    return {**options, "start": start, "after": after}
+def _figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> Rows:
+    """Return rows with the seconds of their replicas: `start` for a step (inf if they do not fit), `pace` for each
+    micro-batch, which is of `samples` samples of all of them, and `after` them.
+    """
+    run, samples = costs_in_run(costs), rows[MBS] * rows[DP]
+    count = np.maximum(rows[PP], task.spec.train.global_batch_size // samples)
+    once, twice = (step_time(*base_inputs(task, {**rows, MICROBATCHES: count * times}), run) for times in (1, 2))
+    work = [sum((each[name] for name in each if name not in AFTER_REPLICAS), np.zeros(())) for each in (once, twice)]
+    pace = (work[1] - work[0]) / count
+    memory = memory_in_use(*base_inputs(task, {**rows, MICROBATCHES: rows[PP]}), costs)
+    start = np.where(memory.used > memory.capacity, np.inf, work[0] - pace * count)
+    after = sum((once[name] for name in AFTER_REPLICAS), np.zeros(()))
+    return {**rows, "samples": samples, "start": start, "pace": pace, "after": after}
 
 
-def _fastest(options: Options, rows: IntArray) -> list[int]:
-    """Return the fastest of `rows` that fit for each micro-batch size."""
+def _fastest(rows: Rows, places: IntArray) -> list[int]:
+    """Return the fastest of `places` that fit for each micro-batch size."""
     best: dict[int, int] = {}
-    for row in rows[np.argsort(options["pace"][rows], kind="stable")].tolist():
-        if np.isfinite(options["start"][row] + options["pace"][row]):
-            best.setdefault(int(options[MBS][row]), row)
+    for place in places[np.argsort(rows["pace"][places], kind="stable")].tolist():
+        if np.isfinite(rows["start"][place] + rows["pace"][place]):
+            best.setdefault(int(rows[MBS][place]), place)
     return list(best.values())
 
 

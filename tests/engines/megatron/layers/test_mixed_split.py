@@ -11,7 +11,7 @@ import pytest
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.chip import Chip, Fact
-from flagcore.domain.cluster import Level, Topology
+from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import Layout, Options, Placement, StageLayers
@@ -22,12 +22,9 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 from tests.engines.megatron.layers.test_splits import all_splits, cases, derived, slowest
-from tests.engines.training.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, train
+from tests.engines.training.candidates import DEEPSEEK_16B, LLAMA, MOE, NETWORK, NODE, TOPOLOGY, layout, train
 from tests.small import CHIP, SOURCE
 
-NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=5e-6)
-NETWORK = Level(name="network", devices=1024, bytes_per_second=50e9, latency_seconds=20e-6)
-TOPOLOGY = Topology(levels=(NODE, NETWORK))
 TIMES = 2.5
 """How much slower the slow chip is in all that it does."""
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.contracts import ImportNote
-from flagcore.engines.flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
 from flagcore.engines.megatron.importing.arguments import flag_name
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes, commented_yaml
 from flagcore.spec.plain_data import spec_error
+from flagcore_flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
 
 
 class Source(Notes):

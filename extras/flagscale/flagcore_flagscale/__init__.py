@@ -13,14 +13,14 @@ from typing import Any
 
 from flagcore.contracts import ExportJob, History, Importer
 from flagcore.domain.chip import Chip
-from flagcore.engines.flagscale import compose, serving, training
-from flagcore.engines.flagscale.compose import normalize_layout
-from flagcore.engines.flagscale.experiment import check_experiment, drop_launcher_keys, environment
-from flagcore.engines.flagscale.export import export
-from flagcore.engines.flagscale.history import read_history
-from flagcore.engines.flagscale.source import Imported, Source
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import spec_error
+from flagcore_flagscale import compose, serving, training
+from flagcore_flagscale.compose import normalize_layout
+from flagcore_flagscale.experiment import check_experiment, drop_launcher_keys, environment
+from flagcore_flagscale.export import export
+from flagcore_flagscale.history import read_history
+from flagcore_flagscale.source import Imported, Source
 
 
 class FlagScale:

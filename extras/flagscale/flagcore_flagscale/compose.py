@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.flagscale.engines import TABLES
-from flagcore.engines.flagscale.source import Source
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
+from flagcore_flagscale.engines import TABLES
+from flagcore_flagscale.source import Source
 
 _MANDATORY_PATTERN = re.compile(r"\$\{([\w.]+):\?\?\??\}")
 """FlagScale's notation for a reference to a mandatory key."""
@@ -31,12 +31,8 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
     The key `hydra` has hydra's own settings in the top file and the overrides. Raises SpecError, also for an override
     of the action other than auto_tune.
     """
-    try:
-        from hydra import compose as composed
-        from hydra import initialize_config_dir
-    except ImportError as error:
-        fix = 'pip install "flagcore[flagscale]"'
-        raise spec_error("--config-path", f"needs hydra to be read ({error})", value=str(directory), fix=fix) from None
+    from hydra import compose as composed
+    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

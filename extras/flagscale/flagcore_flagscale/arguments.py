@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.flagscale.engines import (
+from flagcore.engines.serving.launch.importing import LENGTHS, parse_length
+from flagcore_flagscale.engines import (
     COMMON_ARGUMENTS,
     ENGINES,
     KNOBS,
@@ -15,8 +16,7 @@ from flagcore.engines.flagscale.engines import (
     TABLES,
     flagscale_name,
 )
-from flagcore.engines.flagscale.source import Source
-from flagcore.engines.serving.launch.importing import LENGTHS, parse_length
+from flagcore_flagscale.source import Source
 
 _SPEC_KEY = "serve.engine_args"
 

@@ -6,19 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.engines.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore.engines.flagscale.experiment import add_own_variables, control, machines
-from flagcore.engines.flagscale.hetero import (
-    chip_names,
-    fixed_settings,
-    hetero_cluster,
-    hetero_of,
-    is_tuned,
-    meshes_of_space,
-    meshes_problem,
-    mixed_baseline,
-)
-from flagcore.engines.flagscale.source import Source, leaves
 from flagcore.engines.megatron.importing.arguments import (
     RECOMPUTE,
     SIZES,
@@ -31,6 +18,19 @@ from flagcore.engines.megatron.importing.shape import shape
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed.meshes import MESHES
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore_flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
+from flagcore_flagscale.experiment import add_own_variables, control, machines
+from flagcore_flagscale.hetero import (
+    chip_names,
+    fixed_settings,
+    hetero_cluster,
+    hetero_of,
+    is_tuned,
+    meshes_of_space,
+    meshes_problem,
+    mixed_baseline,
+)
+from flagcore_flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _MIB = 1 << 20

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.flagscale.engines import TABLES
-from flagcore.engines.flagscale.source import Source
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import UNEQUAL, HostLine, read_hosts
 from flagcore.spec.plain_data import spec_error
+from flagcore_flagscale.engines import TABLES
+from flagcore_flagscale.source import Source
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"

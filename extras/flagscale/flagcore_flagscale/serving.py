@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.flagscale import arguments, compose
-from flagcore.engines.flagscale.engines import (
+from flagcore.engines.megatron.importing.arguments import flag_name
+from flagcore.engines.serving.space.hardware import PP, PREFILL_DECODE, TP
+from flagcore.engines.serving.space.knobs import LAYOUT, TRANSFER
+from flagcore.errors import SpecError, join_errors
+from flagcore_flagscale import arguments, compose
+from flagcore_flagscale.engines import (
     DEFAULT_ENGINES,
     DEFAULT_SPACE,
     ENGINES,
@@ -21,12 +25,8 @@ from flagcore.engines.flagscale.engines import (
     TABLES,
     flagscale_name,
 )
-from flagcore.engines.flagscale.experiment import control, machines
-from flagcore.engines.flagscale.source import Source, leaves
-from flagcore.engines.megatron.importing.arguments import flag_name
-from flagcore.engines.serving.space.hardware import PP, PREFILL_DECODE, TP
-from flagcore.engines.serving.space.knobs import LAYOUT, TRANSFER
-from flagcore.errors import SpecError, join_errors
+from flagcore_flagscale.experiment import control, machines
+from flagcore_flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _OBJECTIVES: dict[str, str] = TABLES["objectives"]

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.flagscale.engines import TABLES
-from flagcore.engines.flagscale.source import Source
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore_flagscale.engines import TABLES
+from flagcore_flagscale.source import Source
 
 Entry = tuple[str, Any]
 """One argument: a key of the tree and its value."""

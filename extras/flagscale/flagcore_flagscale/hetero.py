@@ -12,12 +12,12 @@ from itertools import groupby, product
 from typing import Any
 
 from flagcore.domain.chip import Chip, normalize_name
-from flagcore.engines.flagscale.experiment import Machines
-from flagcore.engines.flagscale.source import Source
 from flagcore.engines.megatron.importing.arguments import Flags
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES, mesh_text
 from flagcore.spec.clusters import HostLine
+from flagcore_flagscale.experiment import Machines
+from flagcore_flagscale.source import Source
 
 LAYOUT, LAYERS = "pipeline_model_parallel_layout", "hetero_pipeline_layer_split"
 MESHES_KEY, TYPES = "hetero_process_meshes", "hetero_device_types"

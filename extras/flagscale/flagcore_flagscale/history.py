@@ -16,9 +16,9 @@ from pathlib import Path
 from flagcore.contracts import History, HistoryRow
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.files import read_regular
-from flagcore.engines.flagscale.engines import ENGINES, KNOB_NAMES, TABLES
-from flagcore.engines.flagscale.experiment import TIME_LIMITS
 from flagcore.errors import UsageError
+from flagcore_flagscale.engines import ENGINES, KNOB_NAMES, TABLES
+from flagcore_flagscale.experiment import TIME_LIMITS
 
 TRAIN_COLUMN = "performance"
 SERVE_COLUMNS: dict[str, str] = TABLES["served_columns"]
