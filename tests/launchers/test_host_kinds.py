@@ -25,6 +25,7 @@ from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.devices import require_devices
 from flagcore.tuner.stages.launch import host_lines, planned_launch
 from tests import small
+from tests.launchers.processes import ended
 
 HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
 PROGRAM = """
@@ -107,8 +108,7 @@ def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
     folder = tmp_path / "trial"
     folder.mkdir()
     planned = planned_launch(there, small.candidate(), str(folder))
-    exit_record = SHELL.start(there.prepared(planned)).wait(30)
-    assert exit_record is not None
+    exit_record = ended(SHELL.start(there.prepared(planned)))
     assert exit_record.code == 0
     order = ("127.0.0.1", "c", "b")
     said = {host: json.loads((folder / "hosts" / host / "stdout.log").read_text()) for host in order}

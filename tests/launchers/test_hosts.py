@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import LaunchError
 from flagcore.launchers import connection, guard
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.hosts import HostsLauncher
 from tests.hosts.bed import HOST, missing
+from tests.launchers.processes import ended, marked, within
 
 pytestmark = pytest.mark.slow
 
@@ -48,16 +49,12 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     yield word
-    deadline = time.monotonic() + 20
-    while processes(word) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes(word) == []
+    assert within(20, lambda: not processes(word))
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def processes(mark: str) -> list[int]:
-    word = f"TEST_MARK={mark}\0".encode()
-    return [pid for pid in guard.all_processes() - {os.getpid()} if word in guard.read_proc(pid, "environ")]
+def processes(mark: str) -> set[int]:
+    return marked(mark) - {os.getpid()}
 
 
 def shell(host: str) -> list[str]:
@@ -72,16 +69,24 @@ def launch(script: str, folder: Path, **how: object) -> Launch:
     return Launch(**{"argv": ("sh", "-c", script), "folder": str(folder), "hosts": HOSTS, **how})  # type: ignore[arg-type]
 
 
+def run(script: str, folder: Path, started_by: HostsLauncher | None = None, **how: object) -> Exit:
+    return ended((started_by or launcher()).start(launch(script, folder, **how)), 40)
+
+
+ENDLESS = "head -c 3000000 /dev/zero"
+"""Prints a line without an end."""
+
+
 def answering(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
-    script = "\n".join(["cat > /dev/null &", *(f"printf '%s\\n' '{line}'" for line in lines), "wait"])
+    says = [line if line == ENDLESS else f"printf '%s\\n' '{line}'" for line in lines]
+    script = "\n".join(["cat > /dev/null &", *says, "wait"])
     return lambda host: ["sh", "-c", script]
 
 
 def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str) -> None:
     script = "echo {node_rank} of {nnodes} at {master_addr} on $NODE_RANK; echo port {master_port} at {interface}"
-    exit_record = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
-    assert exit_record is not None
+    exit_record = run(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))
     assert (exit_record.code, exit_record.ended_by) == (0, None)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
@@ -103,8 +108,7 @@ def test_variables_of_network_devices_differ_by_host(tmp_path: Path, mark: str) 
 
     given = {"X_SOCKET_IFNAME": "={interface}", "X_IB_HCA": "{adapters}"}
     planned = launch('echo "$X_SOCKET_IFNAME ${X_IB_HCA-unset}"', tmp_path, hosts=tuple(devices), environment=given)
-    ended = HostsLauncher(name="shell", channel=channel).start(planned).wait(30)
-    assert ended is not None
+    ended(HostsLauncher(name="shell", channel=channel).start(planned))
     lines = [(tmp_path / "hosts" / host / "stdout.log").read_text() for host in devices]
     assert lines == ["=ib7 mlx5_2,mlx5_10\n", "=bond0 bnxt_re0\n", "=eth3 unset\n"]
 
@@ -114,9 +118,7 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
     folder.mkdir()
     (folder / "job.json").write_text(f'{{"output": "{folder}"}}')
     script = f"cat job.json; head -c 300000 /dev/zero > {folder}/out-$NODE_RANK; mkdir sub; pwd > sub/{{node_rank}}"
-    exit_record = launcher().start(launch(script, folder)).wait(30)
-    assert exit_record is not None
-    assert exit_record.code == 0
+    assert run(script, folder).code == 0
     assert (folder / "job.json").read_text() == f'{{"output": "{folder}"}}'
     assert (folder / "out-0").read_bytes() == (folder / "hosts" / "b" / "out-1").read_bytes() == bytes(300_000)
     remote_folder = (folder / "hosts" / "c" / "sub" / "2").read_text().strip()
@@ -128,8 +130,7 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
 def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
     script = "[ $NODE_RANK = 1 ] && { echo broken >&2; exit 7; }; sleep 60"
     began = time.monotonic()
-    exit_record = launcher().start(launch(script, tmp_path / "trial")).wait(40)
-    assert exit_record is not None
+    exit_record = run(script, tmp_path / "trial")
     assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
     assert time.monotonic() - began < 30
     assert "broken" in (tmp_path / "trial" / "stderr.log").read_text()
@@ -144,9 +145,7 @@ def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str) -> None:
 
 
 def test_limits_hold_on_each_host(tmp_path: Path, mark: str) -> None:
-    exit_record = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
-    assert exit_record is not None
-    assert exit_record.ended_by == "timeout"
+    assert run("sleep 60", tmp_path / "trial", timeout_seconds=1.0).ended_by == "timeout"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -164,8 +163,7 @@ def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark
     channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    exit_record = trial.wait(40)
-    assert exit_record is not None
+    exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
 
 
@@ -175,8 +173,7 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
     trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
     agent = agent_below(trial.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
-    exit_record = trial.wait(40)
-    assert exit_record is not None
+    exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
     os.kill(agent, signal.SIGCONT)
 
@@ -199,8 +196,7 @@ def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str)
     for pid in host_launcher:  # as Slurm at the end of a step
         with contextlib.suppress(ProcessLookupError):  # the signal of its parent has ended it
             os.kill(pid, signal.SIGTERM)
-    exit_record = trial.wait(40)
-    assert exit_record is not None
+    exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
 
 
@@ -208,9 +204,7 @@ def test_processes_of_a_lost_trial_end_before_the_next_one(tmp_path: Path, mark:
     host_launcher = launcher()
     leftover = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
     host_launcher.lost["b"] = "0123"
-    exit_record = host_launcher.start(launch("true", tmp_path / "trial")).wait(30)
-    assert exit_record is not None
-    assert exit_record.code == 0
+    assert run("true", tmp_path / "trial", host_launcher).code == 0
     assert leftover.wait(5) == -signal.SIGKILL
     assert host_launcher.lost == {}
 
@@ -244,24 +238,15 @@ READY = '{"ready": {"time": 0, "python": "3.11", "port": 4000, "free_disk_bytes"
         [READY, '{"problem": "no"}'],
         [READY, *(f'{{"file": "x{n}/stdout.log", "at": 50000000, "data": ""}}' for n in range(100))],
         [READY, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
+        [READY, ENDLESS],
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
     host_launcher = launcher(b=answering(*lines))
     host_launcher.reached.add("b")
-    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert exit_record is not None
+    exit_record = run("sleep 60", tmp_path / "trial", host_launcher)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
     assert not (tmp_path / "x").exists()
-
-
-def test_a_line_without_end_is_a_problem_of_the_host(tmp_path: Path, mark: str) -> None:
-    endless = ["sh", "-c", f"cat > /dev/null & echo '{READY}'; head -c 3000000 /dev/zero; wait"]
-    host_launcher = launcher(b=lambda host: endless)
-    host_launcher.reached.add("b")
-    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert exit_record is not None
-    assert exit_record.detail.startswith("b:")
 
 
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:
@@ -305,10 +290,8 @@ def test_a_resumed_run_prefers_other_hosts_and_ends_remaining_processes(tmp_path
     assert resumed.choose_hosts(HOSTS, 2) == ("c", "b")
     resumed.failures["b"] = resumed.failures["c"] = 2
     assert resumed.choose_hosts(HOSTS[:2], 1) == ("a",)
-    ended = resumed.start(launch("true", tmp_path / "next", hosts=("a", "b"))).wait(30)
-    assert ended is not None
-    assert ended.code == 0
-    assert running.wait(30) is not None
+    assert run("true", tmp_path / "next", resumed, hosts=("a", "b")).code == 0
+    ended(running)
 
 
 def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, mark: str) -> None:
@@ -318,8 +301,7 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
     channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    exit_record = trial.wait(40)
-    assert exit_record is not None
+    exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
     assert host_launcher.failures == {"b": 1}
 
@@ -340,9 +322,7 @@ def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tm
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
-        exit_record = launcher().start(launch("true", tmp_path / "trial")).wait(30)
-        assert exit_record is not None
-        assert exit_record.code == 0
+        assert run("true", tmp_path / "trial").code == 0
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
         too_many = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
         with pytest.raises(LaunchError, match="open files"):
@@ -353,23 +333,18 @@ def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tm
 
 def test_the_end_of_the_client_ends_the_programs_of_the_hosts(tmp_path: Path, mark: str) -> None:
     client = ("sh", "-c", "echo asked; echo figures > metrics")
-    running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=client))
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (0, None)
+    exit_record = run("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=client)
+    assert (exit_record.code, exit_record.ended_by) == (0, None)
     assert (tmp_path / "trial" / "metrics").read_text() == "figures\n"
     assert (tmp_path / "trial" / "stdout.log").read_text() == "asked\n"
 
 
 def test_a_failed_client_is_the_reason_and_a_failed_host_ends_it(tmp_path: Path, mark: str) -> None:
-    running = launcher().start(launch("sleep 60", tmp_path / "1", hosts=("a", "b"), client=("sh", "-c", "exit 5")))
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.code, ended.ended_by, ended.detail) == (5, None, "")
+    exit_record = run("sleep 60", tmp_path / "1", hosts=("a", "b"), client=("sh", "-c", "exit 5"))
+    assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (5, None, "")
     script = "[ $NODE_RANK = 1 ] && exit 7; sleep 60"
-    ended = launcher().start(launch(script, tmp_path / "2", hosts=("a", "b"), client=("sleep", "60"))).wait(40)
-    assert ended is not None
-    assert (ended.code, ended.ended_by, ended.detail) == (7, None, "b")
+    exit_record = run(script, tmp_path / "2", hosts=("a", "b"), client=("sleep", "60"))
+    assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
 
 
 def test_a_trial_with_a_client_is_stopped_on_request(tmp_path: Path, mark: str) -> None:
@@ -384,8 +359,7 @@ def test_a_client_without_a_program_cannot_be_started(tmp_path: Path, mark: str)
 
 
 def test_each_host_knows_a_free_port_of_all(tmp_path: Path, mark: str) -> None:
-    ended = launcher().start(launch("echo {node_ports}", tmp_path / "trial")).wait(30)
-    assert ended is not None
+    run("echo {node_ports}", tmp_path / "trial")
     (line,) = set((tmp_path / "trial" / "stdout.log").read_text().split())
     assert len([int(port) for port in line.split(",")]) == 3
 
@@ -401,14 +375,11 @@ def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: 
 
     def code(script: str, name: str, seconds: float = 30.0) -> int | None:
         running = host_launcher.start(launch(script, tmp_path / name, hosts=("a", "b")))
-        ended = running.wait(seconds) or running.stop()
-        return ended.code
+        exit_record = running.wait(seconds) or running.stop()
+        return exit_record.code
 
-    def wait_until_idle_agents(number: int) -> None:
-        deadline = time.monotonic() + 10
-        while len(host_launcher.agents._idle) != number:  # type: ignore[union-attr]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    def are_idle(number: int) -> bool:
+        return within(10, lambda: len(host_launcher.agents._idle) == number)  # type: ignore[union-attr]
 
     with host_launcher.keep_agents():
         assert code("pwd; echo $NODE_RANK > rank", "1") == 0
@@ -420,10 +391,10 @@ def test_agents_are_kept_for_the_next_trial_unless_their_host_is_lost(tmp_path: 
         for pid in processes(mark):
             if b"launchers.agent" in guard.read_proc(pid, "cmdline"):
                 os.kill(pid, signal.SIGTERM)
-        wait_until_idle_agents(0)
+        assert are_idle(0)
         assert code("true", "4") == 0
         assert started == ["a", "b"] * 2
-        wait_until_idle_agents(2)
+        assert are_idle(2)
 
 
 WARMED = """
@@ -450,9 +421,8 @@ def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) ->
             how = Launch(
                 argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=warm
             )
-            ended = host_launcher.start(how).wait(40)
-            assert ended is not None
-            assert (ended.code, ended.warm) == (code, warm)
+            exit_record = ended(host_launcher.start(how))
+            assert (exit_record.code, exit_record.warm) == (code, warm)
             templates.append(set((tmp_path / str(number) / "stdout.log").read_text().splitlines()))
     assert len(templates[0]) == 2
     assert templates[0] == templates[1] == templates[2]
@@ -470,9 +440,8 @@ def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str
             how = Launch(
                 argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=True
             )
-            ended = host_launcher.start(how).wait(40)
-            assert ended is not None
-            assert (ended.code, ended.warm) == (0, False)
+            exit_record = ended(host_launcher.start(how))
+            assert (exit_record.code, exit_record.warm) == (0, False)
 
 
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
@@ -483,6 +452,5 @@ def test_a_host_that_never_ends_its_trial_costs_only_its_trial(
     host_launcher = launcher(b=lambda host: ["sh", "-c", beats.replace("echo;", "echo {};")])
     host_launcher.reached.add("b")
     running = host_launcher.start(launch("true", tmp_path / "trial", timeout_seconds=1.0))
-    ended = running.wait(30)
-    assert ended is not None
-    assert (ended.ended_by, ended.lost_host) == ("host", "b")
+    exit_record = ended(running)
+    assert (exit_record.ended_by, exit_record.lost_host) == ("host", "b")

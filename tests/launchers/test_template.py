@@ -19,6 +19,7 @@ import pytest
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers import guard
 from flagcore.launchers.local import LocalLauncher, LocalRunning
+from tests.launchers.processes import MARK, ended, family, marked, within
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ class Warm:
 
     def __init__(self, folder: Path) -> None:
         self.launcher, self.folder, self.count = LocalLauncher(), folder, 0
-        self.environment = {"TEST_MARK": uuid.uuid4().hex, "PYTHONPATH": str(folder)}
+        self.environment = {MARK: uuid.uuid4().hex, "PYTHONPATH": str(folder)}
         self.program()
 
     def program(self, ready: str = "pass") -> None:
@@ -95,9 +96,7 @@ class Warm:
         )
 
     def run(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> Exit:
-        exit_record = self.start(code, warm=warm, limit=limit, **environment).wait(60)
-        assert exit_record is not None
-        return exit_record
+        return ended(self.start(code, warm=warm, limit=limit, **environment), 60)
 
     @property
     def printed(self) -> str:
@@ -110,20 +109,7 @@ class Warm:
         return int(self.printed)
 
     def alive(self) -> set[int]:
-        word = f"TEST_MARK={self.environment['TEST_MARK']}\0".encode()
-        return {pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")}
-
-    def gone_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.alive()
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
-        while text not in self.printed:
-            assert time.monotonic() < deadline, text
-            time.sleep(0.01)
+        return marked(self.environment[MARK])
 
 
 @pytest.fixture
@@ -154,10 +140,7 @@ def test_one_template_forks_all_trials_and_sleeps_between_them(warm: Warm) -> No
     def stat() -> list[bytes]:
         return guard.read_proc(first, "stat").rpartition(b")")[2].split()
 
-    deadline = time.monotonic() + 20
-    while stat()[0] != b"S":  # it may not have reached its wait yet
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert within(20, lambda: stat()[0] == b"S")  # it may not have reached its wait yet
     before_count = stat()[11:13]
     time.sleep(0.3)
     assert stat()[11:13] == before_count
@@ -209,7 +192,7 @@ def test_processes_left_by_a_trial_end_before_the_next_one(warm: Warm) -> None:
 def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
     first = warm.template()
     trial = warm.start(TREE + "time.sleep(60)")
-    warm.wait_for("up")
+    assert within(20, lambda: "up" in warm.printed)
     assert trial.stop().ended_by == "request"
     assert warm.alive() == {first}
     assert warm.template() == first
@@ -219,12 +202,9 @@ def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
 def test_a_killed_guard_or_template_leaves_no_process(warm: Warm, victim: str) -> None:
     template = warm.template()
     trial = warm.start(TREE + "time.sleep(60)")
-    warm.wait_for("up")
-    family = guard.read_ids(trial.pid)
-    assert family is not None
-    os.kill(family[0] if victim == "guard" else template, signal.SIGKILL)
-    exit_record = trial.wait(20)
-    assert exit_record is not None
+    assert within(20, lambda: "up" in warm.printed)
+    os.kill(family(trial.pid)[0] if victim == "guard" else template, signal.SIGKILL)
+    exit_record = ended(trial, 20)
     assert (exit_record.code, exit_record.ended_by) == (-9, "guard" if victim == "guard" else "request")
     assert warm.alive() == set()
     assert warm.template() != template
@@ -235,24 +215,15 @@ def test_nothing_outlives_a_killed_tuner(warm: Warm, moment: str) -> None:
     if moment == "go":
         warm.program("import time; time.sleep(60)")
     code = "pass" if moment == "ended" else TREE + "time.sleep(60)"
-    tuner = subprocess.Popen(
-        [sys.executable, "-c", TUNER, str(warm.folder / "1" / "trial"), code],
-        env={**os.environ, **warm.environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert tuner.stdin is not None
-    assert tuner.stdout is not None
-    while tuner.stdout.readline().strip() != moment:
-        pass
-    if moment == "go":
-        time.sleep(0.5)
-    tuner.kill()
-    tuner.wait()
-    tuner.stdin.close()
-    tuner.stdout.close()
-    assert warm.gone_within(3)
+    argv, pipe = [sys.executable, "-c", TUNER, str(warm.folder / "1" / "trial"), code], subprocess.PIPE
+    with subprocess.Popen(argv, env={**os.environ, **warm.environment}, stdin=pipe, stdout=pipe, text=True) as tuner:
+        assert tuner.stdout is not None
+        while tuner.stdout.readline().strip() != moment:
+            pass
+        if moment == "go":
+            time.sleep(0.5)
+        tuner.kill()
+    assert within(3, lambda: not warm.alive())
 
 
 @pytest.mark.parametrize(
@@ -278,8 +249,7 @@ def test_the_template_starts_only_python_packages_and_one_trial_at_a_time(warm: 
     assert not warm.run("pass").warm
     assert trial.stop().warm
     launch = Launch(argv=("/bin/echo", "-m", "warmed"), folder=str(warm.folder / "echo"), warm=True)
-    exit_record = warm.launcher.start(launch).wait(10)
-    assert exit_record is not None
+    exit_record = ended(warm.launcher.start(launch))
     assert (exit_record.code, exit_record.warm) == (0, False)
     assert warm.template() == first
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from flagcore.errors import NoDevice
 from flagcore.launchers import guard
 from flagcore.launchers.hub import Hub
 from flagcore.launchers.local import free_port
+from tests.launchers.processes import MARK, ended, marked, within
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
     """Start a pod that joins. At the end no process of the test is left, nor a folder of an agent."""
     mark, pods = secrets.token_hex(8), list["subprocess.Popen[bytes]"]()
     (tmp_path / TMP).mkdir()
-    values = {"TEST_MARK": mark, "TMPDIR": str(tmp_path / TMP), TOKEN: secrets.token_hex(16)}
+    values = {MARK: mark, "TMPDIR": str(tmp_path / TMP), TOKEN: secrets.token_hex(16)}
     for name, value in {**values, HOSTS: " ".join(PODS), PORT_VARIABLE: str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
@@ -64,16 +64,12 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
     for pod in pods:
         pod.kill()
         pod.wait()
-    deadline = time.monotonic() + 20
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes() == []
+    assert within(20, lambda: not processes())
     assert list((tmp_path / TMP).iterdir()) == []
 
 
-def processes() -> list[int]:
-    word = f"TEST_MARK={os.environ['TEST_MARK']}\0".encode()
-    return [pid for pid in guard.all_processes() - {os.getpid()} if word in guard.read_proc(pid, "environ")]
+def processes() -> set[int]:
+    return marked(os.environ[MARK]) - {os.getpid()}
 
 
 def launch(script: str, folder: Path, hosts: tuple[str, ...] = PODS) -> Launch:
@@ -85,8 +81,7 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
     assert hold(find_hosts(1)) == PODS
     script = 'echo "{node_rank} of {nnodes} at {master_addr}, token ${FLAGCORE_TOKEN:-hidden}"'
     for number in range(2):
-        exit_record = LAUNCHER.start(launch(script, tmp_path / str(number))).wait(30)
-        assert exit_record is not None
+        exit_record = ended(LAUNCHER.start(launch(script, tmp_path / str(number))))
         assert (exit_record.code, exit_record.ended_by) == (0, None)
         lines = (tmp_path / str(number) / "stdout.log").read_text().splitlines()
         assert sorted(lines) == [f"{rank} of 3 at localhost, token hidden" for rank in range(3)]
@@ -99,7 +94,7 @@ def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> No
     pod = hold(PODS)[1:2]
     with LAUNCHER.keep_agents():
         running = [LAUNCHER.start(launch("sleep 1", tmp_path / str(number), pod)) for number in range(3)]
-        assert [(ended.code, ended.ended_by) for each in running if (ended := each.wait(30))] == [(0, None)] * 3
+        assert [(found.code, found.ended_by) for found in map(ended, running)] == [(0, None)] * 3
 
 
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
@@ -107,13 +102,9 @@ def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) 
     with LAUNCHER.keep_agents():
         hosts, devices = require_hosts(LAUNCHER, PODS)
         reader = host_telemetry(LAUNCHER, devices)(devices[-1])
-        ended = LAUNCHER.start(launch("true", tmp_path / "trial", hosts)).wait(30)
-        assert ended is not None
-        assert ended.code == 0
-        deadline = time.monotonic() + 30
-        while not device_use(reader).free_bytes:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        exit_record = ended(LAUNCHER.start(launch("true", tmp_path / "trial", hosts)))
+        assert exit_record.code == 0
+        assert within(30, lambda: device_use(reader).free_bytes)
 
 
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:
@@ -123,12 +114,10 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     second.kill()
-    exit_record = trial.wait(40)
-    assert exit_record is not None
+    exit_record = ended(trial)
     assert (exit_record.ended_by, exit_record.detail.partition(":")[0]) == ("host", PODS[2])
     join("pod-2")
-    second_trial = LAUNCHER.start(launch("true", tmp_path / "two")).wait(40)
-    assert second_trial is not None
+    second_trial = ended(LAUNCHER.start(launch("true", tmp_path / "two")))
     assert second_trial.code == 0
     for disk in set((tmp_path / TMP).glob("flagcore-*")) - set((tmp_path / TMP).glob("flagcore-hub-*")):
         shutil.rmtree(disk)  # a pod's disk is gone with it
@@ -141,10 +130,7 @@ def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Pat
         assert tuner.stdout.readline() == b"started\n"
         assert len(processes()) > 12
         tuner.kill()
-    deadline = time.monotonic() + 20
-    while set(processes()) != pods and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert set(processes()) == pods
+    assert within(20, lambda: processes() == pods)
     assert hold(PODS) == PODS
 
 

@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice
-from flagcore.launchers import guard
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 from tests.hosts.conftest import SPEC, TRAIN
+from tests.launchers.processes import ended, marked, within
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.long
@@ -67,16 +66,7 @@ def mark(cluster: dict[str, Any]) -> Iterator[str]:
     """A word in the environment of a trial's processes; none may be left, nor an agent's folder."""
     word = secrets.token_hex(8)
     yield word
-    deadline = time.monotonic() + 20
-    while (processes(word) or folders()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes(word) == []
-    assert folders() == []
-
-
-def processes(mark: str) -> list[int]:
-    word = f"TEST_MARK={mark}\0".encode()
-    return [pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")]
+    assert within(20, lambda: not marked(word) and not folders())
 
 
 def folders() -> list[Path]:
@@ -99,7 +89,7 @@ def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_pat
         launcher.start(Launch(argv=script, folder=str(tmp_path / name), hosts=hosts, environment={"TEST_MARK": mark}))
         for launcher, hosts, name in ((LAUNCHER, host_launcher, "one"), (other(second_hub), other_hosts, "two"))
     ]
-    assert [ended.code for running in runs if (ended := running.wait(60))] == [0, 0]
+    assert [found.code for found in map(ended, runs)] == [0, 0]
     for name, hosts in (("one", host_launcher), ("two", other_hosts)):
         lines = (tmp_path / name / "stdout.log").read_text().splitlines()
         assert sorted(lines) == [f"{rank} of 2 at {hosts[0]}" for rank in range(2)]
@@ -114,7 +104,7 @@ def test_trials_run_beside_each_other_on_a_node(cluster: dict[str, Any], mark: s
             for name in "ab"
         ]
         running = [LAUNCHER.start(each) for each in planned]
-        assert [(ended.code, ended.ended_by) for each in running if (ended := each.wait(30))] == [(0, None)] * 2
+        assert [(found.code, found.ended_by) for found in map(ended, running)] == [(0, None)] * 2
 
 
 def test_named_hosts_are_reserved_and_unknown_hosts_rejected(cluster: dict[str, Any]) -> None:
@@ -130,7 +120,7 @@ def test_nothing_is_left_when_flagcore_is_killed(cluster: dict[str, Any], mark: 
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as tuner:
         assert tuner.stdout
         assert tuner.stdout.readline() == b"started\n"
-        assert processes(mark)
+        assert marked(mark)
         tuner.send_signal(signal.SIGKILL)
     assert len(hold(find_hosts(4))) == 4
 
@@ -168,8 +158,7 @@ def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp
     launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
     running, lost = LAUNCHER.start(launch), hosts[1]
     cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)
-    exit_record = running.wait(60)
-    assert exit_record is not None
+    exit_record = ended(running)
     assert exit_record.ended_by == "host"
     assert exit_record.detail.startswith(lost)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -17,12 +18,11 @@ from typing import Any
 from flagcore import __version__, plugins
 from flagcore.api.calibrated_plugins import VENDOR, Load, busy, facts_of, uncatalogued
 from flagcore.api.inputs import loaded_plugins, warn
-from flagcore.contracts import RunningLaunch
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
-from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.launch import Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
-from flagcore.i18n import _, did_you_mean
+from flagcore.i18n import N_, _, did_you_mean
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.page.run import tail
 from flagcore.tuner.calibration import Calibration, Calibrations, Experience
@@ -56,21 +56,15 @@ def calibrate(
     with loaded_plugins(without) as loaded:
         chip, support, chip_devices, engine = target(loaded)
         if devices is not None and devices > len(chip_devices):
-            text = _(
-                "--devices {asked}: this machine has {count} x {chip}",
-                asked=devices,
-                count=len(chip_devices),
-                chip=chip.name,
-            )
-            raise UsageError(text)
+            text = N_("--devices {asked}: this machine has {count} x {chip}")
+            raise UsageError(_(text, asked=devices, count=len(chip_devices), chip=chip.name))
         count = devices or len(chip_devices)
         environment = {**loaded.environment(chip, engine), **device_variables(support, chip_devices[:count])}
     calibrations_of_user = Calibrations.of_user()
     calibrations_of_user.check_writable()
     if on_start is not None:
-        on_start(
-            _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
-        )
+        text = N_("measuring {count} x {chip} for about {seconds:.0f} s")
+        on_start(_(text, count=count, chip=chip.name, seconds=seconds))
     load = Load()
     measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
     other_load = load.used_by_others()
@@ -82,18 +76,29 @@ def calibrate(
 
 
 def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Run the program with a job and return its measurements. Raises RunError."""
+    """Run the program with a job and return its measurements.
+
+    Raises RunError with the last line of its log if it fails, Interrupted.
+    """
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
-        _run(
-            Launch(
-                argv=(sys.executable, "-m", PROGRAM, str(file)),
-                folder=folder,
-                environment=environment,
-                timeout_seconds=2.0 * job["seconds"] + GRACE_SECONDS,
+        argv, seconds = (sys.executable, "-m", PROGRAM, str(file)), 2.0 * job["seconds"] + GRACE_SECONDS
+        try:
+            trial = plugins.launcher("local").start(
+                Launch(argv=argv, folder=folder, environment=environment, timeout_seconds=seconds)
             )
-        )
+            try:
+                trial.wait(math.inf)
+            finally:
+                ended = trial.stop()
+        except KeyboardInterrupt:
+            raise Interrupted(_("interrupted; nothing was saved")) from None
+        if ended.code:
+            last_line = tail(Path(folder, "stderr.log")).rpartition("\n")[2][:300]
+            status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
+            reason = ": ".join(filter(None, [status, last_line]))
+            raise RunError(_("the measurement failed: {reason}", reason=reason))
         try:
             found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -126,17 +131,15 @@ def summary(calibration: Calibration) -> list[dict[str, Any]]:
 
     The spread is the median over the kernels of the interquartile range of the samples, in percent of their median.
     """
-    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
-        name = str(row.get("kernel") or row["collective"])
-        kernel_name = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
-        kinds.setdefault((name, kernel_name), []).append(row)
+        detail = row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks"
+        kinds.setdefault(f"{row.get('kernel') or row['collective']} {detail}", []).append(row)
     records = []
-    for (name, kernel_name), rows in kinds.items():
-        best, unit = _best(name, rows)
+    for what, rows in kinds.items():
+        best, unit = _best(what.partition(" ")[0], rows)
         spread = 100.0 * median(float(row["spread"]) for row in rows)
-        figures = {"measured": len(rows), "best": best, "unit": unit, "spread_percent": spread}
-        records.append({"what": f"{name} {kernel_name}", **figures})
+        records.append({"what": what, "measured": len(rows), "best": best, "unit": unit, "spread_percent": spread})
     return records
 
 
@@ -205,26 +208,6 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
         "memory_bytes": min(memory) if memory else int(memory_fact.value) if memory_fact else 1 << 30,
         "seconds": seconds,
     }
-
-
-def _run(launch: Launch) -> None:
-    """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
-    trial: RunningLaunch | None = None
-    exit_record: Exit | None = None
-    try:
-        trial = plugins.launcher("local").start(launch)
-        while exit_record is None:
-            exit_record = trial.wait(60.0)
-    except KeyboardInterrupt:
-        raise Interrupted(_("interrupted; nothing was saved")) from None
-    finally:
-        if trial is not None and exit_record is None:
-            trial.stop()
-    if exit_record.code == 0:
-        return
-    last_line = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
-    status = _("timed out") if exit_record.ended_by == "timeout" else _("exit status {code}", code=exit_record.code)
-    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last_line]))))
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:

@@ -40,12 +40,6 @@ HASHED_BYTES = 1 << 20
 """For larger files, only the size and the beginning are hashed."""
 
 
-def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
-    """Return the devices of this machine, the versions of installed packages of engines, and torch's devices."""
-    versions = {each["name"]: each["version"] for each in doctor(measure=False) if each["version"]}
-    return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
-
-
 def digest(path: str) -> str:
     """Return a hash of a file, or of the files in a folder; empty if it is missing."""
     if not os.path.exists(path):
@@ -68,13 +62,12 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
         return None
     with suppress(FlagError):
         _, support, chip_devices, _ = target(loaded)
-        devices = 1 if support.shared_devices else len(chip_devices)
-        arguments = {
+        return {
             "kind": support.device_type,
             "backend": support.distributed_backend,
             "preload": list(support.preload),
+            "devices": 1 if support.shared_devices else len(chip_devices),
         }
-        return {**arguments, "devices": devices}
     return None
 
 
@@ -117,18 +110,19 @@ def main(arguments: Sequence[str]) -> None:
     """Print the report, or watch the devices."""
     watch = list(arguments) == ["watch"]
     with loaded_plugins(()) as loaded:
-        devices = loaded.devices()
-        readers = [loaded.telemetry(device) for device in devices]
+        devices = [(device, loaded.telemetry(device)) for device in loaded.devices()]
         if not watch:
-            files = {path: digest(path) for path in arguments}
-            in_use = [
-                f"{device.title} {reason}"
-                for device, reader in zip(devices, readers, strict=True)
-                if (reason := busy(device, reader, idle_bytes(loaded, device)))
-            ]
-            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files, "busy": in_use}))
+            reasons = ((device, busy(device, reader, idle_bytes(loaded, device))) for device, reader in devices)
+            report = {
+                "devices": [asdict(device) for device, _reader in devices],
+                "versions": {each["name"]: each["version"] for each in doctor(measure=False) if each["version"]},
+                "torch": how_torch_runs(loaded),
+                "files": {path: digest(path) for path in arguments},
+                "busy": [f"{device.title} {reason}" for device, reason in reasons if reason],
+            }
+            print(json.dumps(report))
     while watch:
-        print(json.dumps([reading(reader) for reader in readers]), flush=True)
+        print(json.dumps([reading(reader) for _device, reader in devices]), flush=True)
         time.sleep(PERIOD_SECONDS)
 
 

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -81,29 +82,26 @@ def inspect_hosts(
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
-    own_launcher = launcher.for_checks()
     argv = (sys.executable, "-m", PROGRAM, *files)
+    launch = Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS)
     try:
-        trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
+        trial = launcher.for_checks().start(launch)
     except LaunchError as error:
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    ready = trial.connections[0].ready or {}
-    exit_record = trial.wait(SECONDS + 30) or trial.stop()
-    host_report = HostReport(
-        host=host,
-        problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
-        python=ready["python"],
-        clock_s=ready["clock_s"],
-        free_disk_bytes=ready["free_disk_bytes"],
-    )
-    try:
+    state = trial.connections[0].ready or {}
+    ended = trial.wait(SECONDS + 30) or trial.stop()
+    found: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # flagcore is not installed there
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        devices = tuple(Device(**{**each, "host": host}) for each in figures["devices"])
-        versions, torch = dict(figures["versions"]), figures["torch"]
-        host_report = replace(host_report, devices=devices, versions=versions, files=dict(figures["files"]))
-        return replace(host_report, torch=None if torch is None else dict(torch), busy=tuple(figures["busy"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return host_report
+        found |= {
+            "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),
+            "versions": dict(figures["versions"]),
+            "torch": None if figures["torch"] is None else dict(figures["torch"]),
+            "files": dict(figures["files"]),
+            "busy": tuple(figures["busy"]),
+        }
+    problem = ended.detail.partition(": ")[2] if ended.lost_host else ""
+    return HostReport(host=host, problem=problem, **found)
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
@@ -307,17 +305,18 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
     hosts cannot connect.
     """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
+    argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
     variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-        argv = (sys.executable, "-m", SPEED_PROGRAM, json.dumps(job), *words)
-        trial = launcher.for_checks().start(
-            Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SPEED_SECONDS)
+        launch = Launch(
+            argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SPEED_SECONDS
         )
+        trial = launcher.for_checks().start(launch)
         try:
-            exit_record = trial.wait(SPEED_SECONDS + 30.0)
+            trial.wait(SPEED_SECONDS + 30.0)
         finally:
-            trial.stop()
-        if exit_record is None or exit_record.code:
+            ended = trial.stop()
+        if ended.code:
             lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
             reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
             raise LaunchError(reasons[-1][:300])

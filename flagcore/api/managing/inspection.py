@@ -78,8 +78,8 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
     true, false, or "untested" for an engine that was never tested, or not on the chip.
     """
     records = [
-        _requirement_record("flagcore", _("the tuner"), __version__, ""),
-        _requirement_record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
+        _record("flagcore", _("the tuner"), __version__, ""),
+        _record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     with loaded_plugins(()) as loaded:
         known = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
@@ -89,14 +89,10 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
         records += _support(loaded, tuple(chips_by_name.values()))
     for record in plugin_table():
         name, found = record["distribution"] or record["name"], record["version"]
-        records.append(
-            _requirement_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or "")
-        )
+        records.append(_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
         if record["undetected"]:
             records.append(
-                _requirement_record(
-                    name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]
-                )
+                _record(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"])
             )
     return records
 
@@ -106,20 +102,20 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
     try:
         engine = plugins.workload(name)
     except FlagError as error:
-        yield _requirement_record(name, _("engine"), None, str(error))
+        yield _record(name, _("engine"), None, str(error))
         return
     builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
     fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
     for module, requirement in engine.modules.items():
         purpose = _("engine {name} ({module})", name=name, module=module)
-        yield _untested(_requirement(Requirement(requirement), purpose, fix), engine.untested)
+        yield _untested(_distribution(Requirement(requirement), purpose, fix), engine.untested)
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
     """Yield the support of each engine on each kind of chip found here, and what is wrong with the chip's stack."""
     for chip in chips:
         if rates := _rates_text(chip):
-            yield _requirement_record(chip.name, _("rates of products"), rates, "")
+            yield _record(chip.name, _("rates of products"), rates, "")
         preload: dict[tuple[str, ...], str] = {}
         for engine in plugins.names(plugins.WORKLOADS):
             answer, reason = loaded.engine_support(chip, engine), ""
@@ -129,18 +125,16 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
                 reason = answer.reason
             fix = f"{answer.support.value}: {answer.reason}"
             runs = answer.support in (Support.YES, Support.UNKNOWN)
-            part = _requirement_record(
-                chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
-            )
+            part = _record(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
             yield _untested(part, reason)
             if answer.preload:
                 preload.setdefault(answer.preload, engine)
         for modules, engine in preload.items():
             problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
             purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
-            yield _requirement_record(chip.name, purpose, None if problem else _("imported"), problem)
+            yield _record(chip.name, purpose, None if problem else _("imported"), problem)
         for problem in loaded.health(chip):
-            yield _requirement_record(chip.name, _("software of the chip"), None, problem)
+            yield _record(chip.name, _("software of the chip"), None, problem)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -243,7 +237,7 @@ def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
     }
 
 
-def _requirement_record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+def _record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
     """Return a record of `doctor`; by default it is ok if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "fix": "" if ok else fix}
@@ -254,11 +248,11 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**part, "ok": _("untested"), "fix": reason} if part["ok"] and reason else part
 
 
-def _requirement(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
+def _distribution(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
     """Return a record of an installed distribution, not ok if it is missing or has another version."""
     try:
         installed = version(wanted.name)
     except PackageNotFoundError:
         installed = None
     ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
-    return _requirement_record(wanted.name, purpose, installed, fix, ok)
+    return _record(wanted.name, purpose, installed, fix, ok)
