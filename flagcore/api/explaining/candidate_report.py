@@ -48,7 +48,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         believed=None if state == RAN else subject.believed,
         expected_s=subject.expected_s,
         trials=tuple(trial_record(trial) for trial in subject.trials),
-        nearest=nearest and {**trial_record(nearest), "differs": subject.differing(nearest.candidate)},
+        nearest={**trial_record(nearest), "differs": subject.differing(nearest.candidate)} if nearest else None,
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,
         matches=tuple(_change(subject, row) for row in subject.others),

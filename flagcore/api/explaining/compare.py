@@ -170,7 +170,7 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
         spec, cluster = task.spec, task.cluster
         parts = json.loads(json.dumps({"model": asdict(spec.model), "work": asdict(spec.work)}, default=str))
         tasks.append({"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective, **parts})
-    found = list(differences(*tasks))
+    found = list(differences(tasks[0], tasks[1]))
     further = len(found) - MAX_DIFFERENCES
     return (*found[:MAX_DIFFERENCES], *([_("and {count} more", count=further)] if further > 0 else []))
 

@@ -82,10 +82,10 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {_seconds(snapshot, measured.step_time_s)}"
     if measured.scaled_from is not None and shortened:
-        figures = {"part": shortened.global_batch_size, "whole": shortened.whole}
-        figures |= {"low": shown(measured.low_s), "high": shown(measured.high_s)}
+        bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
         line += f", {scaled_text(measured.scaled_from, shortened.nodes, shortened.of_nodes)} "
-        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", **figures)
+        part, whole = shortened.global_batch_size, shortened.whole
+        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=part, whole=whole, **bounds)
     if trial.role is Role.IMPORTED:
         return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:
