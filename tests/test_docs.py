@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,16 +23,33 @@ from flagcore.cli.main import COMMANDS, flag
 from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.engines.megatron.launch.reading import METRICS, STEPS
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore.engines.serving.engine import Engine
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from tests.pages import PAGES, ROOT, TEXT, prose
+from flagcore.plugins import WORKLOADS, names, workload
+from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
 
 FILES = generate.files()
-REFERENCE, RESULTS = TEXT["docs/cli.md"], TEXT["docs/results.md"]
+REFERENCE = TEXT["docs/cli.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/])docs/[\w-]+\.md")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
+TWINS = [page for page in PAGES if page.endswith(".zh.md")]
+SERVING_ENGINES = [
+    each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine) and each.where.startswith("flagcore.")
+]
+engines = pytest.mark.parametrize("engine", SERVING_ENGINES, ids=lambda engine: engine.name)
 OTHER_PATHS = ("docs/write-a-plugin.md", "CHANGELOG.md")
 """Pages with paths of another distribution, and of earlier releases."""
+
+
+def section(page: str, heading: str) -> str:
+    """Return the text of a page between a heading, or another text, and the next heading of level 2."""
+    return TEXT[page].split(heading)[1].split("\n## ")[0]
+
+
+def first_column(text: str) -> list[list[str]]:
+    """Return the inline names in the first cell of each row of a table."""
+    return [re.findall(r"`([^`]+)`", cell) for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -68,17 +86,15 @@ def test_every_part_of_the_code_has_a_block() -> None:
 
 
 def test_python_page_has_every_error() -> None:
-    table = TEXT["docs/python.md"].split("## Errors")[1]
     kinds = {kind.__name__ for kind in _kinds(errors.FlagError) if kind.__module__ == "flagcore.errors"}
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == kinds - {"FlagError"}
+    assert {name for (name,) in first_column(section("docs/python.md", "## Errors"))} == kinds - {"FlagError"}
 
 
 def test_every_strategy_is_on_the_page_of_the_search() -> None:
-    table = TEXT["docs/how-it-searches.md"].split("## Strategies")[1].split("\n\n- ")[0]
-    listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    table = section("docs/how-it-searches.md", "## Strategies").split("\n\n- ")[0]
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    section = text.split('[project.entry-points."flagcore.strategies"]')[1].split("[")[0]
-    assert listed == set(re.findall(r"^(\w+) = ", section, re.MULTILINE))
+    installed = text.split('[project.entry-points."flagcore.strategies"]')[1].split("[")[0]
+    assert set(chain(*first_column(table))) == set(re.findall(r"^(\w+) = ", installed, re.MULTILINE))
 
 
 def test_command_line_page_has_a_section_for_each_command() -> None:
@@ -96,29 +112,26 @@ def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
 
 
 def test_reference_has_every_environment_variable() -> None:
-    section = REFERENCE.split("## Environment variables")[1].split("\n## ")[0]
-    assert {name for name in _variables() if f"`{name}`" not in section} == set()
-    table = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    assert {name for row in table for name in re.findall(r"`(\w+)`", row)} <= _variables() | {"COLUMNS", "NO_COLOR"}
+    text, variables = section("docs/cli.md", "## Environment variables"), _variables()
+    assert {name for name in variables if f"`{name}`" not in text} == set()
+    assert set(chain(*first_column(text))) <= variables | {"COLUMNS", "NO_COLOR"}
 
 
 def test_readme_states_the_errors_of_the_accuracy_page() -> None:
-    table = TEXT["docs/accuracy.md"].split("## Step time")[1].split("##")[0]
+    table = section("docs/accuracy.md", "## Step time").split("##")[0]
     rows = [row.split(" | ") for row in table.splitlines() if re.match(r"\| .* \| \d+ \| \d+ \| [\d.]+% ", row)]
     errors = {row[0].strip("| "): float(row[3].rstrip("%")) for row in rows}
     mean = errors.pop("**mean over sources that print a time**")
     families = json.loads((ROOT / "benchmarks" / "fitted.json").read_text(encoding="utf-8")).values()
     left_out = [100 * source["left_out_mape"] for family in families for source in family["sources"].values()]
-    section = " ".join(TEXT["README.md"].split("**Accuracy.**")[1].split("\n\n")[0].split())
-    stated = re.findall(r"(\d+)%?", section)
+    stated = re.findall(r"(\d+)%?", section("README.md", "**Accuracy.**").split("\n\n")[0])
     figures = (len(errors), mean, max(errors.values()), statistics.fmean(left_out), min(left_out), max(left_out))
     assert stated == [f"{figure:.0f}" for figure in figures]
 
 
 def test_spec_page_lists_every_schedule() -> None:
-    section = TEXT["docs/spec.md"].split("`pipeline_schedule` is one of")[1].split("\n## ")[0]
-    rows = re.findall(r"^- (`.*?): ", section, re.MULTILINE)
-    assert [name for row in rows for name in re.findall(r"`([\w-]+)`", f"{row}")] == list(SCHEDULES)
+    rows = re.findall(r"^- (`.*?): ", section("docs/spec.md", "`pipeline_schedule` is one of"), re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`([\w-]+)`", row)] == list(SCHEDULES)
 
 
 def test_reference_has_every_exit_code_and_no_other() -> None:
@@ -128,19 +141,16 @@ def test_reference_has_every_exit_code_and_no_other() -> None:
 
 def test_reference_has_every_field_of_a_result(example_folder: Path) -> None:
     data = json.loads((example_folder / "runs" / "own" / "result.json").read_text())
-    section = RESULTS.split("## result.json")[1].split("\n## ")[0]
-    first, second = (re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for part in section.split("\nA trial:\n"))
-    assert {name for row in first for name in re.findall(r"`(\w+)`", row)} == set(data)
-    assert {name for row in second for name in re.findall(r"`(\w+)`", row)} == set(data["best"])
-    best = data["best"]
+    best, text = data["best"], section("docs/results.md", "## result.json")
+    assert [set(chain(*first_column(part))) for part in text.split("\nA trial:\n")] == [set(data), set(best)]
     inner = {*_keys(best["predicted"]), *data["counts"], *best["measured"], *best["measured"]["step_time_s"]}
-    assert {name for name in inner if f"`{name}`" not in section} == set()
+    assert {name for name in inner if f"`{name}`" not in text} == set()
 
 
 def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
     run = example_folder / "runs" / "own"
-    rows = re.findall(r"^\| (`.*?) \|", RESULTS.split("## The run folder")[1].split("\n## ")[0], re.MULTILINE)
-    listed = {name for row in rows for name in _full_names(re.findall(r"`([^`]+)`", row))}
+    rows = first_column(section("docs/results.md", "## The run folder"))
+    listed = {name for row in rows for name in _full_names(row)}
     found = {re.sub(r"^trials/\d+/", "trials/N/", str(file.relative_to(run))) for file in run.rglob("*")}
     found = {"best/" if name.startswith("best/") else name for name in found if (run / name).is_file() or "N/" in name}
     trial_program = {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)}
@@ -155,15 +165,41 @@ def test_tutorial_explains_the_table_and_the_counts() -> None:
 
 
 def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() -> None:
-    rows = re.findall(
-        r"^\| (`.*?) \|", TEXT["docs/architecture.md"].split("## Layers")[1].split("\n## ")[0], re.MULTILINE
-    )
+    names = re.findall(r"\w+", str(first_column(section("docs/architecture.md", "## Layers"))))
     layers, *_ = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     floors = [each.split(" | ") for each in re.findall(r'"(.+?)"', layers)]
-    places = [
-        [next(n for n, names in enumerate(floors) if name in names) for name in re.findall(r"\w+", row)] for row in rows
-    ]
-    assert [place for row in places for place in row] == sorted(place for row in places for place in row)
+    places = [next(n for n, names in enumerate(floors) if name in names) for name in names]
+    assert places == sorted(places)
+
+
+def test_pages_for_newcomers_exist_in_chinese() -> None:
+    assert {"README.zh.md", "docs/tutorial.zh.md", "docs/tutorial-node.zh.md"} <= set(TWINS)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_chinese_page_and_the_english_one_link_to_each_other_and_share_snippets(twin: str) -> None:
+    english = twin.replace(".zh.md", ".md")
+    assert Path(english).name in LINK.findall(TEXT[twin])
+    assert Path(twin).name in LINK.findall(TEXT[english])
+    assert _commands(twin) & _commands(english)
+
+
+@engines
+def test_an_engine_without_a_run_is_marked(engine: Engine) -> None:
+    text = section("docs/engines.md", f"\n## {engine.program.title}\n")
+    assert ("**Untested**" in text) == bool(engine.untested)
+
+
+def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", section("docs/engines.md", "\n## Counters\n"), re.MULTILINE)
+    listed = {
+        (name, title) for names, titles in rows for name in re.findall(r"\w+", names) for title in titles.split(", ")
+    }
+    assert listed == {
+        (name, engine.program.title)
+        for engine in SERVING_ENGINES
+        for name in (*engine.reports.counters.values(), *engine.reports.shares)
+    }
 
 
 @pytest.mark.parametrize("name", ["architecture.svg", "loop.svg", "report.svg"])
@@ -172,6 +208,13 @@ def test_picture_has_a_title_and_a_description(name: str) -> None:
     names = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in picture}
     assert names["title"]
     assert names["desc"]
+
+
+def _commands(page: str) -> set[str]:
+    """Return the lines of all snippets that start a program of this project."""
+    lines = [line for _, _, text in FENCE.findall(TEXT[page]) for line in text.splitlines()]
+    found = (re.fullmatch(r"(?:\$ )?((?:\.venv/bin/)?(?:flag|make|pip) .*?)(?: *# .*)?", line) for line in lines)
+    return {match[1] for match in found if match}
 
 
 def _works(page: str, target: str) -> bool:

@@ -20,7 +20,7 @@ from flagcore.i18n import N_, _
 from flagcore.report.formats import COLUMNS, Notebook, lookup, render
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.result import SCHEMA_VERSION, read_trial
+from flagcore.report.result import SCHEMA_VERSION, read_plan
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec import spec_as_data
 from flagcore.tuner.stages.rank import learn
@@ -225,22 +225,12 @@ def _require_complete_journal(run: Run) -> None:
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return an estimate: its trials are predictions, stored in the result only."""
     try:
-        trials = {each["number"]: read_trial(each) for each in data["trials"]}
-        baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
-        gains = tuple(float(each) for each in data["gains"])
-    except (KeyError, TypeError, ValueError) as error:
+        plan = read_plan(data)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
-    return Run(
-        folder=path,
-        spec=spec_as_data(path / SPEC),
-        data=data,
-        fidelity=ESTIMATE,
-        trials=tuple(trials.values()),
-        gains=gains,
-        search_state=learn((), ESTIMATE),
-        baseline=baseline,
-        best=best,
-    )
+    fields = {name: plan[name] for name in ("trials", "gains", "baseline", "best")}
+    spec = spec_as_data(path / SPEC)
+    return Run(folder=path, spec=spec, data=data, fidelity=ESTIMATE, search_state=learn((), ESTIMATE), **fields)
 
 
 def _prediction_record(trial: Trial) -> Mapping[str, Any]:

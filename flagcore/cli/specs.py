@@ -126,15 +126,13 @@ def import_command() -> None:
 )
 @options.new_file
 @click.pass_context
-def config_command(
-    context: click.Context, directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None
-) -> None:
+def config_command(context: click.Context, /, directory: Path, config_name: str, **given: Any) -> None:
     """Convert the config of another tuner in DIR to a spec.
 
     OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
     meaning here. Relative paths start at the working directory.
     """
-    _convert(context, directory, config_name, overrides, output)
+    _convert(context, directory, config_name, **given)
 
 
 @click.command()
@@ -143,16 +141,14 @@ def config_command(
 @options.chip(N_("Chip of the cluster [default: that in the name of the recipe, or detected]."))
 @options.new_file
 @click.pass_context
-def recipe_command(
-    context: click.Context, recipe: Path, overrides: tuple[str, ...], chip: str | None, output: Path | None
-) -> None:
+def recipe_command(context: click.Context, /, recipe: Path, **given: Any) -> None:
     """Convert a recipe of another tool to a spec.
 
     RECIPE is its saved config, a directory of checkpoints with it, or its name if the tool is installed. OVERRIDES
     (a.b=c, or YAML files) change its keys. Comments, also printed to stderr, mark keys that are dropped or have another
     meaning here.
     """
-    _convert(context, recipe.parent, recipe.name, overrides, output, chip)
+    _convert(context, recipe.parent, recipe.name, **given)
 
 
 def _convert(
@@ -179,9 +175,7 @@ def _convert(
 @options.chip(N_("Chip of the cluster [default: detected when the spec is used]."))
 @options.new_file
 @click.pass_context
-def command_command(
-    context: click.Context, command: tuple[str, ...], model: str | None, chip: str | None, output: Path | None
-) -> None:
+def command_command(context: click.Context, /, command: tuple[str, ...], output: Path | None, **given: Any) -> None:
     """Convert a command of the engine to a spec.
 
     COMMAND is one quoted text, a script that starts the engine, or the words of the command after `--`. A script is
@@ -190,7 +184,7 @@ def command_command(
     """
     from flagcore import api
 
-    imported = api.read_command(str(context.info_name), command, model=model, chip=chip)
+    imported = api.read_command(str(context.info_name), command, **given)
     options.print_notes(imported.notes)
     options.write_new(imported.as_yaml(), output)
 
@@ -203,15 +197,7 @@ def command_command(
 @options.output
 @options.plugins
 @click.pass_context
-def history_command(
-    context: click.Context,
-    csv: Path,
-    spec: str,
-    run_dir: str | None,
-    same_machine: bool,
-    form: str,
-    without: tuple[str, ...],
-) -> None:
+def history_command(context: click.Context, /, csv: Path, same_machine: bool, form: str, **given: Any) -> None:
     """Import the trials of another tuner from its history.csv as finished trials of a run.
 
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
@@ -221,9 +207,7 @@ def history_command(
     from flagcore.report.text import candidate_columns
 
     importer = str(context.info_name).removesuffix(HISTORY)
-    imported = api.import_history(
-        csv, spec, run_dir=run_dir, same_machine=same_machine, without=without, importer=importer
-    )
+    imported = api.import_history(csv, same_machine=same_machine, importer=importer, **given)
     for note in imported.notes:
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in imported.trials]

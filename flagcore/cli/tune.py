@@ -43,17 +43,11 @@ def _watchers(context: click.Context, parameter: click.Parameter, typed: str) ->
 @options.plugins
 def tune_command(
     source: tuple[str | None, dict[str, Any] | None],
-    run_dir: str | None,
-    new: bool,
-    storage: str | None,
-    fidelity: str | None,
-    objective: str | None,
-    watch: tuple[str, ...],
     log_format: str,
     quiet: bool,
     verbose: bool,
     form: str,
-    without: tuple[str, ...],
+    **given: Any,
 ) -> None:
     """Find the fastest configuration for SPEC by running candidates.
 
@@ -75,18 +69,7 @@ def tune_command(
     shown = json_lines(sys.stderr, quiet) if log_format == "json" else progress(sys.stderr, quiet, verbose)
     try:
         with fitted(None), shown as on_event:  # tables in saved files are not wrapped
-            outcome = api.tune(
-                spec,
-                run_dir=run_dir,
-                new=new,
-                without=without,
-                storage=storage,
-                fidelity=fidelity,
-                objective=objective,
-                on_event=on_event,
-                watch=watch,
-                data=data,
-            )
+            outcome = api.tune(spec, on_event=on_event, data=data, **given)
     except Interrupted as error:
         raise Interrupted(_("{error}; resume with `{command}`", error=error, command=_resuming_command())) from None
     if form == "table":
@@ -211,11 +194,10 @@ def export_command(
     where: Path,
     candidate: tuple[str, ...],
     target: str,
-    output: Path | None,
-    name: str | None,
-    chip: str | None,
-    without: tuple[str, ...],
-    **given: str | None,
+    image: str | None,
+    kind: str | None,
+    volume: str | None,
+    **given: Any,
 ) -> None:
     """Write files that start a candidate of RUN, or of SPEC as a plan.
 
@@ -223,16 +205,9 @@ def export_command(
     """
     from flagcore import api
 
-    exported = api.export(
-        where,
-        target,
-        " ".join(candidate) or "best",
-        output=output,
-        chip=chip,
-        name=name,
-        options={key: value for key, value in given.items() if value is not None},
-        without=without,
-    )
+    named = {"image": image, "kind": kind, "volume": volume}
+    options_of_target = {name: value for name, value in named.items() if value is not None}
+    exported = api.export(where, target, " ".join(candidate) or "best", options=options_of_target, **given)
     for file in exported.files:
         click.echo(file)
     for note in exported.notes:
@@ -246,9 +221,7 @@ def export_command(
 @click.option("--name", help="Name of the job [default: name of the file or directory].")
 @click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point.")
 @options.plugins
-def manifest_command(
-    where: Path, kind: str, image: str, name: str | None, volume: str | None, without: tuple[str, ...]
-) -> None:
+def manifest_command(where: Path, **given: Any) -> None:
     """Write a Kubernetes job that tunes SPEC.
 
     All files must have the same paths in the image or on the volume as on this machine.
@@ -256,7 +229,7 @@ def manifest_command(
     from flagcore import api
     from flagcore.report.formats import as_yaml
 
-    manifest, notes = api.manifest(where, kind=kind, image=image, name=name, volume=volume, without=without)
+    manifest, notes = api.manifest(where, **given)
     click.echo(as_yaml(manifest))
     for note in notes:
         options.say(f"flag: {note}")

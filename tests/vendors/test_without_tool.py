@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from flagcore_testing import fakes
 
-from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.machine import TorchReport
 
 TORCH = """
 from types import SimpleNamespace
@@ -24,10 +24,8 @@ def get_device_properties(index):
 {attributes}
 print("a banner of the image {{with braces}}")
 """
-FOREIGN = TorchReport(
-    version="2.10.0+nobody1.0",
-    attributes=frozenset({"nobody"}),
-    devices=(Device(index=0, chip="Nobody N-100", memory_bytes=2**36),),
+STRANGER = TORCH.format(
+    kind="cuda", version="2.10.0+nobody1.0", name="Nobody N-100", memory_bytes=2**36, attributes="nobody = 1"
 )
 
 
@@ -56,19 +54,6 @@ class Vendor:
         facts = {"version": self.version, "name": self.chip, "memory_bytes": self.memory_bytes}
         return TORCH.format(kind=self.kind, attributes=extra, **facts)
 
-    def devices(self, root: Path, torch: str, node: bool = True, **variables: str) -> tuple[Device, ...]:
-        """Return what is found below `root` with a torch of this source, and with a device file or without, for
-        processes with more `variables`.
-        """
-        modules = root / "modules"
-        modules.mkdir()
-        (modules / "torch.py").write_text(torch)
-        if node:
-            (root / self.device_file).parent.mkdir(parents=True)
-            (root / self.device_file).touch()
-        with fakes.machine(PYTHONPATH=str(modules)):
-            return self.detector.devices(root, {**os.environ, **variables})
-
 
 VENDORS = (
     Vendor("nvidia", "dev/nvidia0", 0x10DE, "NVIDIA H200", 143771 << 20, "2.10.0+cu129"),
@@ -81,42 +66,61 @@ VENDORS = (
     Vendor("hygon", "dev/kfd", 0x1D94, "BW1000 64G", 64 << 30, "2.9.0+das.opt1.dtk2604"),
     Vendor("kunlunxin", "dev/xpu0", 0x1D22, "P800 OAM", 96 << 30, "2.9.0+cu129"),
 )
-pytestmark = pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor.name)
+vendors = pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor.name)
 
 
-def test_torch_is_asked_if_a_device_file_is_there(vendor: Vendor, tmp_path: Path) -> None:
-    found = vendor.devices(tmp_path, vendor.torch)
-    assert [(each.index, each.chip, each.memory_bytes) for each in found] == [
-        (index, vendor.chip, vendor.memory_bytes) for index in range(2)
-    ]
+def listed(
+    root: Path, torch: str, files: Sequence[Vendor], **variables: str
+) -> dict[str, list[tuple[str, int | None]]]:
+    """Return the devices that each vendor's plugin finds on a node with a torch of this source and device files."""
+    (root / "modules").mkdir(exist_ok=True)
+    (root / "modules" / "torch.py").write_text(torch)
+    for each in files:
+        (root / each.device_file).parent.mkdir(exist_ok=True)
+        (root / each.device_file).touch()
+    with fakes.machine(PYTHONPATH=str(root / "modules"), **variables):
+        found = {each.name: each.detector.devices(root) for each in VENDORS}
+    return {name: [(each.chip, each.memory_bytes) for each in devices] for name, devices in found.items() if devices}
 
 
+@vendors
+@pytest.mark.parametrize("only_own", [True, False])
+def test_torch_identifies_the_vendor_of_devices(vendor: Vendor, only_own: bool, tmp_path: Path) -> None:
+    found = listed(tmp_path, vendor.torch, [vendor] if only_own else VENDORS)
+    assert found == {vendor.name: [(vendor.chip, vendor.memory_bytes)] * 2}
+
+
+def test_names_of_older_drivers_are_accepted_from_torch(tmp_path: Path) -> None:
+    older = replace(VENDORS[0], chip="Tesla V100-SXM2-32GB")
+    assert listed(tmp_path, older.torch, VENDORS[:1]) == {"nvidia": [(older.chip, older.memory_bytes)] * 2}
+
+
+@vendors
 def test_devices_of_torch_have_the_names_in_the_variable(vendor: Vendor, tmp_path: Path) -> None:
     first, *_ = vendor.detector.visible
     names = "MIG-b,MIG-a" if vendor.name == "nvidia" else "4,5"
     said = f"import os\nassert os.environ[{first!r}] == {names!r}\n" + vendor.torch
-    found = vendor.devices(tmp_path, said, **{first: names})
+    assert list(listed(tmp_path, said, [vendor], **{first: names})) == [vendor.name]
+    with fakes.machine(PYTHONPATH=str(tmp_path / "modules")):
+        found = vendor.detector.devices(tmp_path, {**os.environ, first: names})
     assert [(each.index, each.selector) for each in found] == list(enumerate(names.split(",")))
 
 
-def test_torch_is_not_asked_without_a_device_file(vendor: Vendor, tmp_path: Path) -> None:
-    assert vendor.devices(tmp_path, vendor.torch, node=False) == ()
+@pytest.mark.parametrize("torch", ["import os\nos.abort()\n", "raise ImportError\n", STRANGER])
+def test_a_torch_that_crashes_is_missing_or_is_of_a_stranger_lists_no_device(tmp_path: Path, torch: str) -> None:
+    assert listed(tmp_path, torch, VENDORS) == {}
 
 
-@pytest.mark.parametrize("torch", ["import os\nos.abort()\n", "raise ImportError\n"])
-def test_a_torch_that_crashes_or_is_missing_lists_no_device(vendor: Vendor, tmp_path: Path, torch: str) -> None:
-    assert vendor.devices(tmp_path, torch) == ()
+@vendors
+def test_the_users_choice_of_a_vendor_goes_before_all(vendor: Vendor, tmp_path: Path) -> None:
+    assert listed(tmp_path, vendor.torch, [vendor], GEMS_VENDOR="somebody_else") == {}
+    assert list(listed(tmp_path, vendor.torch, [vendor], GEMS_VENDOR=vendor.name.upper())) == [vendor.name]
 
 
-def test_only_reports_of_the_vendors_own_torch_are_trusted(vendor: Vendor) -> None:
-    device = Device(index=0, chip=vendor.chip, memory_bytes=vendor.memory_bytes)
-    own = TorchReport(version=vendor.version, attributes=frozenset(vendor.attributes), devices=(device,))
-    assert vendor.detector.torch_devices(own) == (device,)
-    assert vendor.detector.torch_devices(FOREIGN) == ()
-    assert vendor.detector.torch_devices(None) == ()
-
-
-def test_devices_only_on_the_pci_bus_are_not_listed(vendor: Vendor, tmp_path: Path) -> None:
+@vendors
+def test_devices_only_on_the_pci_bus_are_reported_and_not_listed(
+    vendor: Vendor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"
     folder.mkdir(parents=True)
     files = {"vendor": f"{vendor.pci_vendor:#06x}", "class": "0x120000", "device": "0x4001"}
@@ -128,4 +132,6 @@ def test_devices_only_on_the_pci_bus_are_not_listed(vendor: Vendor, tmp_path: Pa
     assert {"0000:0e:00.0", "8", "16"} <= set(problem.split())
     (folder / "current_link_width").write_text("16\n")
     assert machine.narrow_links(vendor.pci_vendor, tmp_path) == ()
-    assert vendor.devices(tmp_path, vendor.torch, node=False) == ()
+    monkeypatch.setattr(fakes, "quiet", nullcontext)
+    assert listed(tmp_path, vendor.torch, []) == {}
+    assert ["on the PCI bus" in record.getMessage() for record in caplog.records] == [True]

@@ -1,9 +1,10 @@
 """Imports a plugin and calls its hooks in a separate process; reports side effects.
 
-`python -m flagcore_testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
-`{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
-`printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
-the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state of a process that a plugin must not change.
+`python -m flagcore_testing.hook_runner ENTRY PATHS SECONDS` runs in an empty folder, with a time limit of each step.
+It prints a line of JSON before each step, `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`,
+and after each step: `hook`, `seconds`, `printed`, `changed` (of the process), `raised`, `arguments` (names of those
+that the hook modified), and of the import the `drivers` and the plugin's `files` that it loaded. `PARTS` is the state
+of a process that a plugin must not change.
 """
 
 from __future__ import annotations
@@ -111,11 +112,12 @@ IMPORT = "its import"
 _PR_SET_PDEATHSIG = 1
 
 
-def main(entry: str) -> int:
-    """Import the plugin, call its hooks, and return 0."""
+def main(entry: str, seconds: float) -> int:
+    """Import the plugin, call its hooks, and return 0. A step that takes longer ends the process by SIGALRM."""
     report = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
     for record in _records(entry):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         report.write(json.dumps(record) + "\n")
     return 0
 
@@ -239,4 +241,4 @@ def _captured_output() -> Iterator[IO[bytes]]:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a hook may never return, and the check may be ended
     sys.path[:0] = json.loads(sys.argv[2])
-    os._exit(main(sys.argv[1]))  # threads that the plugin started may not keep it alive
+    os._exit(main(sys.argv[1], float(sys.argv[3])))  # threads that the plugin started may not keep it alive

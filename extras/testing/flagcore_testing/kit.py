@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
@@ -224,7 +224,7 @@ class Subject:
         with suppress(Skip, KeyError):
             folders.append(self.package_folder)
             folders.append(self.source)
-        found = (line_of_error(error, folders) or place_of(message, self.hooks, folders) for message in messages)
+        found = (line_of_error(error, folders) or place_of(message, folders) for message in messages)
         return ", ".join(dict.fromkeys(filter(None, found)))
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
@@ -334,39 +334,40 @@ LOADS, SLOW = "plugin_loads", "hooks_return_quickly"
 
 
 def run(check: Check, subject: Subject) -> Result:
-    """Return the result of `check` for `subject`. After a failure of LOADS or SLOW, others are skipped."""
+    """Return the result of `check` for `subject`. After a failure of LOADS or SLOW, others are skipped.
+
+    An exception of the plugin is a failure of the check.
+    """
     name = check.__name__
+    skipped = partial(Result, check=name, state="skipped")
     if name != LOADS and not subject.loaded.plugins:
-        return Result(check=name, state="skipped", message="the plugin does not load")
+        return skipped(message="the plugin does not load")
     if name not in (LOADS, SLOW) and subject.is_slow:
-        return Result(check=name, state="skipped", message="a hook takes too long")
-    result = _result(check, subject)
-    subject.is_slow |= name == SLOW and result.state == "failed"
-    return result
-
-
-def _result(check: Check, subject: Subject) -> Result:
-    """Return the result of `check`. An exception of the plugin is a failure of the check."""
-    name = check.__name__
+        return skipped(message="a hook takes too long")
     problems: list[Problem] = []
+    failure: BaseException | None = None
     try:
-        for problem in check(subject):
-            problems.append(problem)
+        problems += check(subject)
     except Skip as skip:
         if not problems:
-            return Result(check=name, state="skipped", message=str(skip))
+            return skipped(message=str(skip))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        reason = one_line(error)
+        failure, reason = error, one_line(error)
         if isinstance(error, SpecError) and subject.is_reported(reason):
-            return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
+            return skipped(message=f"{error.file or 'a file'} cannot be read")
         fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
-        return Result(check=name, state="failed", message=reason, fix=fix, places=subject.places([reason], error))
+        problems = [Problem(reason, fix)]
     if not problems:
         return Result(check=name, state="passed")
+    subject.is_slow |= name == SLOW
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    remainder = [f"and {len(messages) - MAX_LISTED} more"] if len(messages) > MAX_LISTED else []
-    listed = messages[:MAX_LISTED]
-    message, places = "; ".join([*listed, *remainder]), subject.places(listed)
-    return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
+    listed, remainder = messages[:MAX_LISTED], len(messages) - MAX_LISTED
+    return Result(
+        check=name,
+        state="failed",
+        message="; ".join([*listed, *([f"and {remainder} more"] if remainder > 0 else [])]),
+        fix=problems[0].fix,
+        places=subject.places(listed, failure),
+    )

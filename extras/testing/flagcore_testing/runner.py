@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flagcore import plugins
@@ -35,8 +34,9 @@ PYTEST = (
     ),
     *("--pyargs", "flagcore_testing.conformance::TestPlugin::test_conformance"),
 )
-OWN_PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-"""The command and the environment of one plugin's tests, without the settings and the plugins of the user's pytest."""
+"""The command of one plugin's tests, without the settings and the plugins of the user's pytest."""
+AT_ONCE = max(1, min(4, os.cpu_count() or 1))
+"""Number of plugins that are checked at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
     A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
     targets_found = [each for target in targets or sorted(installed(plugins.GROUP)) for each in _find_targets(target)]
-    max_processes = max(1, min(4, os.cpu_count() or 1))
-    return [
-        each
-        for start in range(0, len(targets_found), max_processes)
-        for each in _run_checks(targets_found[start : start + max_processes])
-    ]
+    results: list[Checked] = []
+    for start in range(0, len(targets_found), AT_ONCE):
+        with TemporaryDirectory(prefix="flagcore-check-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
+            started = [stack.enter_context(_started(each, folder)) for each in targets_found[start : start + AT_ONCE]]
+            results += [_read_results(*each) for each in started]
+    return results
 
 
 def _find_targets(target: str) -> list[_Target]:
@@ -97,81 +97,45 @@ def _find_targets(target: str) -> list[_Target]:
     raise UsageError(f"{target} is neither an installed plugin nor a folder with a pyproject.toml; {hint}")
 
 
-def _run_checks(targets: Sequence[_Target]) -> list[Checked]:
-    with tempfile.TemporaryDirectory(prefix="flagcore-check-", ignore_cleanup_errors=True) as folder:
-        processes = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
-        running: list[subprocess.Popen[bytes]] = []
-        try:
-            for each, report in processes:
-                argv = [*PYTEST, f"--flagcore-report={report}", f"--flagcore-plugin={each.name}"]
-                argv += [f"--flagcore-folder={each.folder}"] if each.folder else []
-                # TMPDIR: a check that is ended cannot delete its files
-                environment = {
-                    **os.environ,
-                    "TMPDIR": folder,
-                    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                    "PYTEST_ADDOPTS": "",
-                }
-                quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": environment}
-                running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
-            return [
-                _read_results(each, report, process) for (each, report), process in zip(processes, running, strict=True)
-            ]
-        finally:
-            for process in running:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+@contextmanager
+def _started(each: _Target, folder: str) -> Iterator[tuple[_Target, Path, subprocess.Popen[bytes]]]:
+    """Start the checks of a plugin, and end all its processes at the end of the context."""
+    report = Path(folder, f"{each.name}.jsonl")
+    options = {"report": report, "plugin": each.name, "seconds": CHECK_SECONDS, "folder": each.folder or ""}
+    argv = [*PYTEST, *(f"--flagcore-{name}={value}" for name, value in options.items())]
+    # TMPDIR: a check that is ended cannot delete its files
+    environment = {**os.environ, "TMPDIR": folder, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": environment}
+    process = subprocess.Popen(argv, start_new_session=True, **quiet)
+    try:
+        yield each, report, process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
     """Return the results, and a failure for the check during which the process ended or hung."""
-    exceeded = _exceeded_limit(report, process)
-    records = _read(report)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS)
+    records: list[dict[str, str]] = []
+    with suppress(OSError, ValueError):  # the last line may be cut
+        records += map(json.loads, report.read_text("utf-8").splitlines())
     results = [record for record in records if "state" in record]
     code = process.poll()
     if not any("ends" in record for record in records):
         current_check = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
-        if exceeded:
-            outcome = f"it took more than {exceeded:.0f} s"
+        if code in (None, -signal.SIGALRM):
+            outcome = f"it took more than {SECONDS if code is None else CHECK_SECONDS:.0f} s"
             fix = "limit the time of every wait, and do not nest repetitions in patterns"
         else:
-            status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
+            status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             outcome = f"{status} ended the process"
             fix = "call native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
         message = f"{each.name}: {outcome} during this check; later checks did not run"
         results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
-
-
-def _exceeded_limit(report: Path, process: subprocess.Popen[bytes]) -> float | None:
-    """Wait for the last check. Return the exceeded time limit in seconds (of all checks or of one check), if any.
-
-    The process is not awaited, because threads that the plugin started may keep it alive.
-    """
-    start = last_output = time.monotonic()
-    steps = 0
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
-            return None
-        now, records = time.monotonic(), _read(report)
-        if records and "ends" in records[-1]:
-            return None
-        if len(records) != steps:
-            steps, last_output = len(records), now
-        for since, most in ((last_output, CHECK_SECONDS), (start, SECONDS)):
-            if now - since > most:
-                return most
-
-
-def _read(report: Path) -> list[dict[str, str]]:
-    records = []
-    with suppress(OSError):
-        for line in report.read_text("utf-8").splitlines():
-            with suppress(ValueError):  # the last one may be cut
-                records.append(json.loads(line))
-    return records
 
 
 def as_text(checked: Sequence[Checked]) -> str:

@@ -12,7 +12,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem, Workload
+from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
@@ -68,14 +68,14 @@ def import_history(
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
-    problem, workload = build_problem_of_spec(name, None, without, data)
+    problem = build_problem_of_spec(name, None, without, data)[0]
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))
         raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
     limit = task.spec.control.max_time_per_task or history.time_limit_s
-    reader = _RowConverter(problem, workload, str(path.resolve()), role, tool.title, limit)
+    reader = _RowConverter(problem, str(path.resolve()), role, tool.title, limit)
     trials = list(reader.trials(history.rows))
     if not trials:
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
@@ -120,17 +120,18 @@ def _save(
     return saved_trials
 
 
+@dataclass(slots=True)
 class _RowConverter:
-    """Converts rows to trials; problems of a row go to `notes`."""
+    """Converts rows of a tool to trials; problems of a row go to `notes`."""
 
-    def __init__(
-        self, problem: Problem, workload: Workload, source: str, role: Role, title: str, limit_s: float
-    ) -> None:
-        self.problem, self.workload, self.source, self.role = problem, workload, source, role
-        self.title, self.limit_s = title, limit_s
-        self.notes: list[str] = []
-        self._seen: dict[Candidate, int] = {}
-        self._figures: dict[tuple[float, ...], int] = {}
+    problem: Problem
+    source: str
+    role: Role
+    title: str
+    limit_s: float
+    notes: list[str] = field(default_factory=list)
+    lines: dict[Candidate, int] = field(default_factory=dict)
+    lines_of_figures: dict[tuple[float, ...], int] = field(default_factory=dict)
 
     def trials(self, rows: tuple[HistoryRow, ...]) -> Iterator[Trial]:
         """Yield a trial for each valid row."""
@@ -144,11 +145,11 @@ class _RowConverter:
             except UsageError as error:
                 self.notes.append(_("line {number} is skipped: {reason}", number=row.line, reason=error))
                 continue
-            self._seen[candidate] = row.line
+            self.lines[candidate] = row.line
             yield self._trial(row, candidate)
         knob_names = {knob for row in rows for knob in row.knobs}
         absent_knobs = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in knob_names]
-        if absent_knobs and self._seen:
+        if absent_knobs and self.lines:
             self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent_knobs)))
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
@@ -160,10 +161,8 @@ class _RowConverter:
             raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
             raise UsageError(_("the layers of the first and the last stage are not knobs; see train.settings"))
-        known_values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
-        values = {
-            knob: value for knob, value in known_values.items() if value is not None or knobs[knob].neutral is None
-        }
+        known = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        values = {knob: value for knob, value in known.items() if value is not None or knobs[knob].neutral is None}
         for knob, value in values.items():
             allowed_values = (*knobs[knob].values, knobs[knob].neutral, None)
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in allowed_values:
@@ -177,8 +176,8 @@ class _RowConverter:
         candidate = as_candidate(space.axes, canonical(columns, self.problem.legality.merges))
         if space.find(candidate) is None:
             raise UsageError(_("not in the space of the spec"))
-        if candidate in self._seen:
-            raise UsageError(_("the same candidate as line {number}", number=self._seen[candidate]))
+        if candidate in self.lines:
+            raise UsageError(_("the same candidate as line {number}", number=self.lines[candidate]))
         return candidate
 
     def _trial(self, row: HistoryRow, candidate: Candidate) -> Trial:
@@ -202,7 +201,7 @@ class _RowConverter:
         if measurement is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
-        earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
+        earlier = self.lines_of_figures.setdefault(row_figures, row.line) if row_figures else row.line
         if earlier != row.line:  # the recorder repeats the figures of the task before where one fails
             return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
         return replace(trial, state=TrialState.MEASURED, measurement=measurement)
@@ -238,17 +237,18 @@ def _serving_measurement(task: Task, row: HistoryRow) -> Measurement | None:
     if name not in figures:
         return None
     step = seconds(objective, figures[name])
-    broken_limits = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
+    broken = tuple(
+        f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
+        for each, limit in task.spec.limits.items()
+        if figures.get(each, np.inf) > limit
+    )
     return Measurement(
         step_times_s=(step,),
         step_time_s=step,
         spread_s=0.0,
         tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
-        broken=tuple(
-            f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
-            for each in broken_limits
-        ),
+        broken=broken,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
@@ -16,7 +16,6 @@ from flagcore.api.inputs import RUNS, knobs_of_spec
 from flagcore.api.managing.report import report_data
 from flagcore.api.runs import INTERRUPTED, RUNNING, UNREADABLE, state_of_ended
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Knobs
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import _
 from flagcore.report.page.markdown import result_text
@@ -106,7 +105,8 @@ def run_record(folder: Path) -> dict[str, Any]:
     is that over its baseline (`flagcore.domain.plan.Speedup`), `seconds` the sum of all trials, `no_best` why there is
     no best.
     """
-    changed = max((each.stat().st_mtime for each in _files(folder)), default=folder.stat().st_mtime)
+    files = [file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file()]
+    changed = max(each.stat().st_mtime for each in files or [folder])
     record: dict[str, Any] = {
         "run": str(folder),
         "state": RUNNING if _is_locked(folder) else INTERRUPTED,
@@ -121,11 +121,15 @@ def run_record(folder: Path) -> dict[str, Any]:
         return {**record, "state": UNREADABLE}
 
 
-def _facts(folder: Path, result: Mapping[str, Any], state: str) -> dict[str, Any]:
-    home = folder / str(result["engine"]) if result.get("engines") else folder
-    run = RunData.from_json(result, home, called=str(folder), knobs=_knobs(folder, result))
+def _facts(folder: Path, data: Mapping[str, Any], state: str) -> dict[str, Any]:
+    try:
+        knobs = knobs_of_spec(spec_as_data(folder / "spec.yaml"))
+    except FlagError:
+        knobs = {}
+    home = folder / str(data["engine"]) if data.get("engines") else folder
+    run = RunData.from_json(data, home, called=str(folder), knobs=knobs)
     trials, best, speedup = run.all_trials, run.best, run.speedup
-    figures = run.figures(best) if best else None
+    value, low, high = (best and run.figures(best)) or (None, None, None)
     used = best.measurement.device_used_bytes if best and best.measurement else None
     memory_gib = predicted(best, "memory.device_used_gib") if best else None
     return {
@@ -138,14 +142,14 @@ def _facts(folder: Path, result: Mapping[str, Any], state: str) -> dict[str, Any
         "best": run.configuration(best) if best else None,
         "unit": heading(run.objective) if run.serves else run.unit,
         "more_is_better": run.is_rate,
-        "value": figures and figures[0],
-        "low": figures and figures[1],
-        "high": figures and figures[2],
+        "value": value,
+        "low": low,
+        "high": high,
         "speedup": None if speedup is None else speedup.median,
         "significant": None if speedup is None else speedup.significant,
         "memory_gib": memory_gib if used is None else used / 2**30,
         "cost_per_million_tokens": run.cost.get("cost_per_million_tokens"),
-        "stopped_because": result.get("stopped_because"),
+        "stopped_because": data.get("stopped_because"),
         "no_best": None if best else no_best(run),
     }
 
@@ -155,14 +159,6 @@ def differing_knobs(records: Sequence[Mapping[str, Any]]) -> list[str]:
     candidates: list[Mapping[str, KnobValue]] = [each["candidate"] for each in records if each.get("candidate")]
     names = [name for name in (candidates or [{}])[0] if all(name in each for each in candidates)]
     return [name for name in names if len({repr(each[name]) for each in candidates}) > 1]
-
-
-def _knobs(folder: Path, result: Mapping[str, Any]) -> Knobs:
-    try:
-        spec = spec_as_data(folder / "spec.yaml")
-    except FlagError:
-        return {}
-    return knobs_of_spec({**spec, "engine": result.get("engine")} if "engine" in result else spec)
 
 
 def _required(folder: Path) -> Path:
@@ -175,10 +171,6 @@ def _is_run(folder: Path) -> bool:
     """Return whether flagcore wrote a run into a folder. Other programs have files of these names, too."""
     is_claimed = json_file(folder / IDENTITY).keys() >= {"run", "task", "fixed"}
     return is_claimed or "schema_version" in json_file(folder / "result.json")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (file for name in ("journal.log", "result.json", IDENTITY) if (file := folder / name).is_file())
 
 
 def _is_locked(folder: Path) -> bool:

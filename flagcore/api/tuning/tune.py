@@ -48,9 +48,8 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
-from flagcore.i18n import _, ngettext
+from flagcore.i18n import N_, _, ngettext
 from flagcore.launchers.hosts import HostsLauncher
-from flagcore.plugins import LoadedPlugins
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import noise_warnings
 from flagcore.spec.serving import engines_of, select_engine
@@ -131,6 +130,11 @@ class _EngineRun:
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
+
+        def on_each(event: Event) -> None:
+            self.watchers.on_event(event)
+            on_event(event)
+
         runs = self.spec.control.fidelity != ESTIMATE
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
@@ -138,14 +142,29 @@ class _EngineRun:
         with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and runs:
                 loaded.use_devices(*self._require_hosts(agents))
-            spec = replace(self.spec, baseline=self._baseline())
+            dependencies = Dependencies(
+                plugins=loaded,
+                workload=self.workload,
+                launcher=self.launcher,
+                strategy=self.strategy,
+                open_store=self._open_store,
+                on_event=on_each,
+                past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
+                probe_strategy=plugins.strategy(PROBE_STRATEGY),
+            )
             try:
-                result = run_loop(spec, self._dependencies(loaded, on_event))
+                result = run_loop(replace(self.spec, baseline=self._baseline()), dependencies)
                 outcome = self._save(result)
                 self.watchers.finish(outcome.data)
             finally:
                 self.directory.close()
-        _raise_failure(result, outcome)
+        if isinstance(result.error, Interrupted):
+            raise Interrupted(_("interrupted; finished trials are in {folder}", folder=self.directory.path))
+        if result.error:
+            raise result.error
+        if result.plan.best is None:
+            error = EveryTrialFailed if result.plan.fastest is None else NothingFits
+            raise error(no_best(outcome.shown))
         return outcome
 
     def _require_hosts(self, agents: ExitStack) -> tuple[tuple[Device, ...], Callable[[Device], Telemetry | None]]:
@@ -155,13 +174,15 @@ class _EngineRun:
         agents.enter_context(self.launcher.keep_agents())
         cluster = self.spec.cluster
         not_needed = len(cluster.hosts) - cluster.min_nodes if cluster.min_nodes else cluster.spares
-        files, compare = self._files(), self.spec.control.compare_hosts
-        variables = self.spec.envs if isinstance(self.spec.work, TrainSpec) else None
         names = [group.kind for group in cluster.groups for _ in range(group.nodes)]
-        kinds = dict(zip(cluster.hosts, names, strict=False))
-        compare = compare and not cluster.groups
         hosts, devices = require_hosts(
-            self.launcher, cluster.hosts, not_needed, files, variables, kinds=kinds, compare=compare
+            self.launcher,
+            cluster.hosts,
+            not_needed,
+            self._files(),
+            self.spec.envs if isinstance(self.spec.work, TrainSpec) else None,
+            kinds=dict(zip(cluster.hosts, names, strict=False)),
+            compare=self.spec.control.compare_hosts and not cluster.groups,
         )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices, host_telemetry(self.launcher, devices)
@@ -180,33 +201,12 @@ class _EngineRun:
             return self.spec.baseline
         fixed_fields = identity["fixed"]
         if fixed_fields.get("storage") != self.storage:
-            storage_text = redact_text(fixed_fields.get("storage") or "its own journal")
-            raise RunError(
-                _(
-                    "{folder} has its trials in {storage}: use the same --storage, or --new",
-                    folder=self.directory.path,
-                    storage=storage_text,
-                )
-            )
+            storage = redact_text(fixed_fields.get("storage") or "its own journal")
+            text = N_("{folder} has its trials in {storage}: use the same --storage, or --new")
+            raise RunError(_(text, folder=self.directory.path, storage=storage))
         same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
-
-    def _dependencies(self, loaded: LoadedPlugins, on_event: OnEvent) -> Dependencies:
-        def on_each(event: Event) -> None:
-            self.watchers.on_event(event)
-            on_event(event)
-
-        return Dependencies(
-            plugins=loaded,
-            workload=self.workload,
-            launcher=self.launcher,
-            strategy=self.strategy,
-            open_store=self._open_store,
-            on_event=on_each,
-            past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
-            probe_strategy=plugins.strategy(PROBE_STRATEGY),
-        )
 
     def _open_store(self, problem: Problem) -> TrialStore:
         from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
@@ -260,21 +260,8 @@ def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Pa
     """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
     highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if highest > FIDELITIES.index(control.fidelity):
-        names = {"folder": run_dir, "higher": FIDELITIES[highest], "fidelity": control.fidelity}
-        raise RunError(
-            _("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new", **names)
-        )
-
-
-def _raise_failure(ending: TuneResult, outcome: Outcome) -> None:
-    plan, run_dir = outcome.plan, outcome.run_dir
-    if isinstance(ending.error, Interrupted):
-        raise Interrupted(_("interrupted; finished trials are in {folder}", folder=run_dir))
-    if ending.error:
-        raise ending.error
-    if plan.best is None:
-        error = EveryTrialFailed if plan.fastest is None else NothingFits
-        raise error(no_best(outcome.shown))
+        text = N_("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new")
+        raise RunError(_(text, folder=run_dir, higher=FIDELITIES[highest], fidelity=control.fidelity))
 
 
 WINNERS = ("best", "best.sh", "best.yaml")

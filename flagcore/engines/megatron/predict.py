@@ -24,8 +24,7 @@ from flagcore.engines.megatron.mixed.meshes import (
     MICROBATCHES,
     PP,
     Meshes,
-    by_groups,
-    by_replicas,
+    by_kinds,
     groups_of_row,
     on_rank,
     stage_devices,
@@ -62,13 +61,11 @@ CPU (an estimate from ranks on one CPU)."""
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
     parts, order = [], []
-    for rows, some, group_costs in by_groups(task, columns, costs):
-        part = _predicted(task, some, group_costs)
+    for rows, meshes in by_kinds(task, columns, costs):
+        found = [_predicted(task, *each) for each in meshes]
+        part = found[0] if len(found) == 1 else together(found, [each[PP] for each, _ in meshes])
         capacity = np.nan if part.capacity_bytes is None else part.capacity_bytes
         parts.append(replace(part, capacity_bytes=capacity * np.ones(rows.size)) if costs.further else part)
-        order.append(rows)
-    for rows, meshes in by_replicas(task, columns, costs):
-        parts.append(together([_predicted(task, *each) for each in meshes], [each[PP] for each, _ in meshes]))
         order.append(rows)
     return parts[0] if len(parts) == 1 else Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
@@ -137,8 +134,9 @@ def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
     if not balanced(columns).any():
         return []
     found: dict[int, list[int]] = {}
-    for rows, some, group_costs in by_groups(task, columns, costs):
-        found |= zip(rows.tolist(), _stage_layers(task, some, group_costs), strict=True)
+    for rows, meshes in by_kinds(task, columns, costs):
+        if len(meshes) == 1:
+            found |= zip(rows.tolist(), _stage_layers(task, *meshes[0]), strict=True)
     return [found.get(row, []) for row in range(columns[PP].size)]
 
 
@@ -202,8 +200,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
-    row, costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
-    _, row, group_costs = next(by_groups(task, row, costs))
+    row, group_costs, rank = on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
     ends, placement = np.cumsum(stage_devices(task, row)), Placement.from_layout(layout, group_costs)
     index = np.minimum(np.searchsorted(ends, [rank], side="right"), ends.size - 1).astype(np.float64)
@@ -385,7 +382,7 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     values = plain_values(task, candidate)
     if values.pop(SPLIT, None) != "balanced":
         return values
-    _, row, costs = next(by_groups(task, row_of(task, candidate.as_dict()), platform.costs))
+    ((_, ((row, costs), *_)),) = by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
     (text,) = layout_texts(task, row, costs)
     return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
 
@@ -395,11 +392,8 @@ def pipelines(task: Task, columns: Columns, costs: Costs) -> list[Passes]:
     own. It is empty if they are unknown.
     """
     row = {knob: values[:1] for knob, values in columns.items()}
-    order = groups_of_row(task, row)
-    parts = [(some, group_costs) for _, some, group_costs in by_groups(task, row, costs)]
-    for _, meshes in by_replicas(task, row, costs):
-        parts = meshes
-    found = []
+    order, found = groups_of_row(task, row), []
+    ((_, parts),) = by_kinds(task, row, costs)
     for number, (some, group_costs) in enumerate(parts):
         if (made := step.passes(*inputs(task, some, group_costs), group_costs)) is None:
             return []

@@ -16,6 +16,7 @@ from flagcore.engines.training.layout import (
     Options,
     Splits,
     StageLayers,
+    Training,
     pick,
 )
 from flagcore.engines.training.schedules import formulas
@@ -51,7 +52,7 @@ class Stage(Part):
     chunk: FloatArray
     in_flight: FloatArray
     deferred: FloatArray
-    copies: float
+    copies: FloatArray
 
     @property
     def moe(self) -> FloatArray:
@@ -113,15 +114,33 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     return stage_with(part, model, layout, index, options)
 
 
-def some_of(stage: Stage, rows: IntArray) -> Stage:
-    """Return the stage of the candidates `rows`."""
-    values = {each.name: getattr(stage, each.name) for each in fields(stage)}
-    return Stage(**{name: value.take(rows) if np.ndim(value) else value for name, value in values.items()})
+def stage_of(
+    train: Training,
+    layout: Layout,
+    index: FloatArray,
+    layers: FloatArray,
+    leading: IntArray | int = 0,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | None = None,
+) -> Stage:
+    """Return stage `index` of each candidate with these layers, `leading` dense ones first. The final norm and
+    multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    """
+    last = layout.pipeline - 1.0
+    part = Part(
+        first=1.0 * (index == 0),
+        last=1.0 * (index == last),
+        final_norm=1.0 * (index == (last if norm is None else norm)),
+        layers=layers,
+        dense=layers if train.model.num_moe_experts is None else leading + np.zeros_like(layers),
+        mtp=1.0 * (index == (last if mtp is None else mtp)) * train.model.mtp_num_layers,
+    )
+    return stage_with(part, train.model, layout, index, train.options)
 
 
 def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
     """Return stage `index` of each candidate, which has the contents `part`."""
-    deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
+    deferred, copies, flight = np.zeros_like(index), 1, in_flight(layout, index, options)
     uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
     if uneven.size:
         flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
@@ -134,7 +153,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
         chunk=part.layers / layout.virtual,
         in_flight=flight,
         deferred=deferred,
-        copies=float(copies),
+        copies=np.full_like(index, float(copies)),
     )
 
 

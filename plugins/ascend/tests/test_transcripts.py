@@ -3,7 +3,10 @@
 from pathlib import Path
 
 from flagcore_ascend import smi
+from flagcore_ascend.hooks import plugin
+from flagcore_testing.examples import group_of
 
+from flagcore.contracts import communicator_bytes
 from flagcore.vendorkit.matrix import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"
@@ -61,3 +64,16 @@ def test_the_links_of_a_server_are_a_full_mesh() -> None:
     matrix = read_matrix(text("npu-smi-6.txt"))
     assert matrix is not None
     assert islands(matrix, "HCCS") == (tuple(range(8)),)
+
+
+def test_megatron_needs_mindspeed_before_megatron() -> None:
+    support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", "0.16.1", "train")
+    assert support is not None
+    assert (support.device_type, support.distributed_backend) == ("npu", "hccl")
+    assert support.preload == ("torch_npu", "mindspeed.megatron_adaptor")
+
+
+def test_each_communicator_of_hccl_takes_its_buffers() -> None:
+    model = plugin.flagcore_memory_model(group_of(plugin.flagcore_chips()[0]), "megatron")
+    assert model is not None
+    assert communicator_bytes(model) == 400 * 2**20

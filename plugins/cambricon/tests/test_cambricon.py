@@ -1,33 +1,10 @@
 import numpy as np
 import pytest
-from flagcore_cambricon import smi
 from flagcore_cambricon.hooks import plugin
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
-
-TWO_OF_A_CARD = """\
-| CNMON v5.10.13                                               Driver v5.10.13 |
-| Card  VF  Name       Firmware |               Bus-Id | Util        Ecc-Error |
-| Fan   Temp      Pwr:Usage/Cap |         Memory-Usage | SR-IOV   Compute-Mode |
-|===============================+======================+=======================|
-| 0     /   MLU370-X8    v1.1.6 |         0000:39:00.0 | 0%                N/A |
-|  0%   32C        106 W/ 250 W |     0 MiB/ 23374 MiB | N/A           Default |
-| 1     /   MLU370-X8    v1.1.6 |         0000:3D:00.0 | 0%                N/A |
-|  0%   39C        106 W/ 250 W |     0 MiB/ 23374 MiB | N/A           Default |
-"""
-
-
-def test_devices_of_the_table_are_read() -> None:
-    devices = [row.device for row in smi.read(TWO_OF_A_CARD).rows]
-    assert [(device.index, device.chip) for device in devices] == [(0, "MLU370-X8"), (1, "MLU370-X8")]
-    assert {device.memory_bytes for device in devices} == {23374 * 2**20}
-    assert {device.driver for device in devices} == {"5.10.13"}
-
-
-def test_power_is_not_taken_for_memory() -> None:
-    assert smi.read(TWO_OF_A_CARD.replace("0 MiB/ 23374 MiB", "N/A")).rows == ()
 
 
 def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:

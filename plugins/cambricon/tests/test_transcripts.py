@@ -28,24 +28,6 @@ def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
 
-def test_unreadable_names_and_memory_are_not_devices() -> None:
-    assert smi.read(text("cnmon-4.txt")).rows == ()
-
-
-def test_a_virtual_function_is_not_a_separate_device() -> None:
-    table = text("cnmon-1.txt").replace("| 1     /   MLU", "| 1     0   MLU")
-    assert [row.device.index for row in smi.read(table).rows] == [0]
-
-
-def test_a_chip_that_is_not_in_the_catalogue_keeps_its_name() -> None:
-    table = text("cnmon-1.txt").replace("MLU370-X8    v1.1.6", "MLU590-M9DG  v1.1.1").replace("23374", "81920")
-    assert {(row.device.chip, row.device.memory_bytes) for row in smi.read(table).rows} == {("MLU590-M9DG", 80 << 30)}
-
-
-def test_another_tool_of_this_name_is_ignored() -> None:
-    assert smi.read(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")).rows == ()
-
-
 def test_without_a_table_the_details_of_a_card_are_read() -> None:
     # the shape that a public scheduler's unit test of CNMON v4.20.18 has
     details = """\
@@ -60,10 +42,16 @@ Card 0
     Physical Memory Usage          :
         Total                      : 23308 MiB
         Used                       : 4096 MiB
+    Virtual Memory Usage           :
+        Total                      : 1048576 MiB
     Power                          :
         Usage                      : 38 W
+Card 1
+    Product Name                   : N/A
 """
-    (row,) = smi.read(details).rows
+    listing = smi.read(details)
+    (row,) = listing.rows
+    assert ["card 1" in line for line in listing.left_out] == [True]
     assert (row.device.chip, row.device.driver, row.device.memory_bytes) == ("MLU370-S4", "4.20.18", 23308 * 2**20)
     assert row.reading == {
         "memory_used_bytes": 4 << 30,

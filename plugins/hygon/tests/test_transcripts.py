@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 from flagcore_hygon import smi
+from flagcore_hygon.discover import DETECTOR
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.machine import TorchReport
 
 SMI = Path(__file__).parent / "smi"
 
@@ -43,3 +47,18 @@ def test_a_card_without_memory_is_left_out() -> None:
 @pytest.mark.parametrize("other", ["", "{", "[1]", '{"card0": 3}', "HCU     Temp     AvgPwr", "no {braces}"])
 def test_other_text_lists_no_device(other: str) -> None:
     assert smi.read(other).rows == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "trusted"),
+    [
+        ("2.9.0+das.opt1.dtk2604", "BW", True),
+        ("2.9.0", "K100_AI", True),
+        ("2.9.1+rocm7.2", "AMD Instinct MI300X", False),
+        ("2.11.0+cu130", "NVIDIA H200", False),
+    ],
+)
+def test_torch_of_another_vendor_is_not_trusted(version: str, name: str, trusted: bool) -> None:
+    device = Device(index=0, chip=name, memory_bytes=64 << 30)
+    report = TorchReport(version=version, attributes=frozenset(), devices=(device,))
+    assert DETECTOR.trusts(report) == trusted

@@ -1,43 +1,11 @@
 import numpy as np
 import pytest
-from flagcore_iluvatar import smi
 from flagcore_iluvatar.hooks import plugin
 from flagcore_testing.examples import task_on
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
-
-CARD_OF_TWO = """\
-Timestamp    Fri Dec 20 11:14:29 2024
-|  IX-ML: 4.1.0       Driver Version: 4.1.0       CUDA Version: 10.2          |
-| GPU  Name                     | Bus-Id               | Clock-SM  Clock-Mem  |
-| Fan  Temp  Perf  Pwr:Usage/Cap|      Memory-Usage    | GPU-Util  Compute M. |
-| 0    Iluvatar BI-V150         | 00000000:13:00.0     | 1500MHz   1600MHz    |
-| 0%   32C   P0    N/A / N/A    | 116MiB / 32768MiB    | 0%        Default    |
-| 1    Iluvatar BI-V150         | 00000000:16:00.0     | 1500MHz   1600MHz    |
-| 0%   30C   P0    93W / 350W   | 116MiB / 32768MiB    | 0%        Default    |
-"""
-WIDER_TABLE = """\
-|  IX-ML: 4.4.0            Driver Version: 4.4.0          CUDA Version: 10.2     |
-| 0    Iluvatar MR-V100 DUO        | 00000000:35:00.0     | 500MHz    1600MHz    |
-| N/A  37C   P0       N/A / N/A    | 68MiB / 32768MiB     | 0%        Default    |
-"""
-
-
-def test_both_devices_of_a_card_are_listed() -> None:
-    devices = [row.device for row in smi.read(CARD_OF_TWO).rows]
-    assert [(device.index, device.chip, device.driver) for device in devices] == [
-        (0, "Iluvatar BI-V150", "4.1.0"),
-        (1, "Iluvatar BI-V150", "4.1.0"),
-    ]
-    assert devices[0].memory_bytes == 32 * 2**30
-
-
-def test_a_wider_table_and_a_name_of_two_words_are_read() -> None:
-    (device,) = (row.device for row in smi.read(WIDER_TABLE).rows)
-    assert device.chip == "Iluvatar MR-V100 DUO"
-    assert any(chip.has_name(device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_a_chip_with_the_prefix_of_another_name_is_not_that_chip() -> None:

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_kunlunxin import discover, smi
+from flagcore_kunlunxin.discover import DETECTOR
 from flagcore_testing import fakes
 
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import islands, read_matrix
 
 SMI = Path(__file__).parent / "smi"
@@ -54,3 +57,10 @@ def test_links_join_each_half_of_a_server() -> None:
 @pytest.mark.parametrize("other", ["", "xpu-smi: error", INTEL])
 def test_other_text_lists_no_device(other: str) -> None:
     assert smi.read(other).rows == ()
+
+
+@pytest.mark.parametrize(("name", "trusted"), [("GPU", True), ("P800 OAM", True), ("NVIDIA A100-SXM4-80GB", False)])
+def test_torch_of_another_vendor_is_not_trusted(name: str, trusted: bool) -> None:
+    device = Device(index=0, chip=name, memory_bytes=96 << 30)
+    report = TorchReport(version="2.9.0+cu129", attributes=frozenset(), devices=(device,))
+    assert DETECTOR.trusts(report) == trusted

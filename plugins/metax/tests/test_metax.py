@@ -4,78 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_metax import smi
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_metax.preflight import peer_memory_problem
 from flagcore_testing.examples import task_on
 
-from flagcore.domain.chip import Chip, Device, with_network
+from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
-
-BOARD_FIRST = """\
-=================== MetaX System Management Interface Log ===================
-Attached GPUs                                     : 2
-| MX-SMI 2.2.9                       Kernel Mode Driver Version: 3.4.4            |
-| Board       Name | GPU   Persist-M | Bus-id              | GPU-Util      sGPU-M |
-| Pwr:Usage/Cap    | Temp       Perf | Memory-Usage        | GPU-State            |
-|==================+=================+=====================+======================|
-| 0     MetaX C500 | 0           Off | 0000:0e:00.0        | 0%          Disabled |
-| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |
-| 1     MetaX C500 | 1           Off | 0000:0f:00.0        | 0%          Disabled |
-| 58W / 350W       | 37C          P0 | 826/65536 MiB       | Available            |
-"""
-OLD_NAMES = """\
-mx-smi  version: 2.1.6
-
-=================== MetaX System Management Interface Log ===================
-| MX-SMI 2.1.6                        Kernel Mode Driver Version: 2.5.014         |
-| 0           MXC550                 | 0000:2a:00.0        | 0%                   |
-| 31C         44W                    | 810/65536 MiB       |                      |
-"""
-PERSISTENCE_IN_NAME_COLUMN = """\
-=================== MetaX System Management Interface Log ===================
-| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |
-| 37C     29W / 225W              P0 | 666/65536 MiB       | Available            |
-"""
-ONE_IS_DEAD = BOARD_FIRST.replace("| 826/65536 MiB       | Available            |", "| Not Available(3) |", 1)
-
-
-@pytest.mark.parametrize(
-    ("table", "names", "driver"),
-    [
-        (BOARD_FIRST, ["MetaX C500", "MetaX C500"], "3.4.4"),
-        (OLD_NAMES, ["MXC550"], "2.5.014"),
-        (PERSISTENCE_IN_NAME_COLUMN, ["MetaX N260"], ""),
-    ],
-)
-def test_each_layout_of_the_table_is_read(table: str, names: list[str], driver: str) -> None:
-    devices = parse(table)
-    assert [device.chip for device in devices] == names
-    assert {device.driver for device in devices} == {driver}
-    assert {device.memory_bytes for device in devices} == {64 * 2**30}
-
-
-def test_devices_come_from_the_tool_on_the_path_and_must_be_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "table").write_text(BOARD_FIRST)
-    (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/table\n")
-    (tmp_path / "mx-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("MACA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [device.index for device in plugin.flagcore_devices(os.environ)] == [1]
-
-
-def test_a_dead_device_is_left_out() -> None:
-    assert [device.index for device in parse(ONE_IS_DEAD)] == [1]
-
-
-def test_another_vendors_tool_of_the_same_name_is_ignored() -> None:
-    assert parse(BOARD_FIRST.replace("MetaX System", "Other System")) == []
 
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
@@ -183,15 +120,6 @@ def test_published_all_reduce_times_are_predicted(
     assert found == pytest.approx(measured, rel=within)
 
 
-def test_the_network_of_the_spec_overrides_the_one_of_a_c500() -> None:
-    levels = [
-        plugin.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
-        for rate in (None, 5e10)
-    ]
-    assert [level[-1].bytes_per_second for level in levels] == [1.25e10, 5e10]
-    assert levels[0][:-1] == levels[1][:-1]
-
-
 def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> None:
     costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
@@ -199,10 +127,6 @@ def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> N
     assert costs is not None
     inside, across = costs.seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
     assert across > 1.5 * inside
-
-
-def parse(text: str) -> list[Device]:
-    return [row.device for row in smi.read(text).rows]
 
 
 def chip(name: str) -> Chip:

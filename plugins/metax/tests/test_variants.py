@@ -55,22 +55,8 @@ def test_persistence_mode_may_follow_the_name() -> None:
     assert row.reading["power_limit_watts"] == 225
 
 
-def test_colours_and_a_banner_do_not_matter() -> None:
-    assert smi.read(f"Welcome to 0000:0e:00.0\n\x1b[32m{TABLE}\x1b[0m").rows == smi.read(TABLE).rows
-
-
 def test_memory_in_other_units_is_read_in_them() -> None:
     assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
-
-
-def test_a_list_leaves_out_unavailable_devices() -> None:
-    listing = smi.read(
-        "mx-smi  version: 2.3.1\n"
-        "GPU#0    MetaX C500      0000:2b:00.0   Available (UUID: GPU-abc-123)\n"
-        "GPU#1    MXC500      0000:2c:00.0   Not Available(5) (UUID: GPU-abc-124)\n"
-    )
-    assert [row.device.uuid for row in listing.rows] == ["GPU-abc-123"]
-    assert listing.left_out == ("GPU 1 (MXC500) is not usable: Not Available(5)",)
 
 
 def test_an_empty_device_list_gives_none() -> None:

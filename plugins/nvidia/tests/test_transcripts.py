@@ -11,11 +11,6 @@ from flagcore_nvidia.hooks import plugin
 from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
-TABLES = {
-    "nvidia-smi-1.txt": ("NVIDIA L40S", 1, 46068),
-    "nvidia-smi-2.txt": ("NVIDIA H100 80GB HBM3", 6, 81559),
-    "nvidia-smi-7.txt": ("Tesla P100-SXM2...", 1, 16280),
-}
 MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
 QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE, Disabled" for i in range(8)) + "\n"
 
@@ -24,27 +19,17 @@ def text(name: str) -> str:
     return (SMI / name).read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_read_whole(name: str) -> None:
-    chip, count, mib = TABLES[name]
-    rows = smi.read(text(name)).rows
-    assert [row.device.index for row in rows] == list(range(count))
-    assert {(row.device.chip, row.device.memory_bytes) for row in rows} == {(chip, mib * 2**20)}
-    assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(rows[0].reading)
-
-
-def test_a_header_names_the_columns() -> None:
-    rows = smi.read(text("nvidia-smi-3.csv")).rows
-    assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(i, 143771 * 2**20) for i in range(8)]
-    assert {(row.device.chip, row.device.driver) for row in rows} == {("NVIDIA H200", "570.211.01")}
-    assert {row.reading["power_limit_watts"] for row in rows} == {700}
-
-
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
     fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
     assert smi.read(text("nvidia-smi-4.csv")).rows == ()
     (row,) = smi.read(text("nvidia-smi-4.csv"), fields).rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+
+
+def test_a_table_has_readings() -> None:
+    assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(
+        smi.read(text("nvidia-smi-2.txt")).rows[0].reading
+    )
 
 
 def test_a_reading_has_the_fields_of_its_query() -> None:
@@ -70,19 +55,6 @@ def test_a_reading_has_the_fields_of_its_query() -> None:
 )
 def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str) -> None:
     assert smi.read(foreign).rows == ()
-
-
-def test_an_unknown_gpu_is_listed_by_its_name() -> None:
-    (row,) = smi.read("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled").rows
-    assert row.device.chip == "NVIDIA Z900 96GB"
-    assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
-
-
-def test_a_query_that_is_cut_at_a_line_reports_the_lines_before() -> None:
-    lines = QUERY.splitlines()
-    for end in range(len(lines) + 1):
-        assert len(smi.read("\n".join(lines[:end])).rows) == end
-    assert len(smi.read(QUERY[: QUERY.rindex(",")]).rows) == 7
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -123,11 +95,6 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
     assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
     (topology,) = json.loads(text("topology-gpustack-h200.json"))
     assert {each["links_active_count"] for each in topology["appendices"]} == {18}
-
-
-def test_a_list_of_gpus_reports_names_without_memory() -> None:
-    (row,) = smi.read("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b)\n").rows
-    assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA A100-SXM4-80GB", None)
 
 
 @pytest.mark.parametrize(

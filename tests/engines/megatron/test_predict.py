@@ -8,34 +8,19 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
-from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.domain.spec import Task
 from flagcore.engines.megatron.predict import components, predict
 from flagcore.engines.megatron.space.knobs import candidate_columns
-from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from tests import small
+from tests.engines.training.candidates import LLAMA
 
-SOURCE = Source(kind="datasheet", detail="made up for this test")
-CHIP = Chip(
-    name="test-chip",
-    vendor="test",
-    memory_bandwidth_bytes_per_second=Fact(value=3e12, source=SOURCE),
-    dense_flops_per_second={"bf16": Fact(value=900e12, source=SOURCE)},
-    link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=400e9, source=SOURCE)),
-)
-DENSE = Model(
-    name="dense",
-    num_layers=16,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_attention_heads=16,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=32000,
+DENSE = dataclasses.replace(
+    LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=8
 )
 EXPERTS = dataclasses.replace(DENSE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=1408)
 PARTS = (
@@ -50,17 +35,13 @@ PARTS = (
 )
 
 
-def task(model: Model = DENSE, chip: Chip = CHIP, **train: object) -> Task:
-    arguments = {"engine": "megatron", "seq_length": 4096, "global_batch_size": 64, "precision": "bf16", **train}
-    spec = Spec(model=model, cluster=ClusterSpec(), work=TrainSpec(**arguments))  # type: ignore[arg-type]
-    return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+def task(model: Model = DENSE, chip: Chip = small.CHIP) -> Task:
+    found = small.task(model, seq_length=4096, global_batch_size=64)
+    return dataclasses.replace(found, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
-def costs(chip: Chip = CHIP, capacity: float | None = 80e9) -> Costs:
-    topology = topology_of(NodeGroup(chip=chip, nodes=1, devices_per_node=8))
-    return Costs(
-        memory=PlainMemory(capacity=capacity), kernels=Roofline(chip=chip), collectives=Collectives(topology=topology)
-    )
+def costs(chip: Chip = small.CHIP, capacity: float | None = 80e9) -> Costs:
+    return small.costs(task(chip=chip), capacity)
 
 
 def columns(**knobs: list[int]) -> dict[str, np.ndarray]:

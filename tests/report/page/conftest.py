@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,3 +169,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     all_runs = Runs(tmp_path_factory.mktemp("runs"))
     yield all_runs
     assert all(project.all_gone() for project in all_runs.projects)
+
+
+@pytest.fixture
+def copied(runs: Runs, tmp_path: Path) -> Callable[..., Path]:
+    """Copy a run; `change` may change the content of its result.json."""
+
+    def copy(kind: str, change: Callable[[dict[str, Any]], object] | None = None) -> Path:
+        folder = shutil.copytree(runs(kind).folder, tmp_path / kind)
+        if change:
+            data = json.loads((folder / "result.json").read_text())
+            change(data)
+            (folder / "result.json").write_text(json.dumps(data))
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def edited(copied: Callable[..., Path]) -> Callable[..., Read]:
+    """Return the page of a copy of a run whose result.json is changed."""
+    return lambda kind, change: read(api.report(copied(kind, change)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,15 +17,16 @@ import pytest
 
 from flagcore import api
 from flagcore.domain.knob import Knob
-from flagcore.domain.plan import Counts, Speedup
+from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.page.blocks import Table, Text
 from flagcore.report.page.improvements import improvements
 from flagcore.report.page.run import MAX_LISTED
-from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import read, run_data
+from tests.report.page.reading import Read, read, run_data
 
+Edited = Callable[..., Read]
+STEP = "measured.step_time_s.median"
 SPEED = "measured.tokens_per_second_per_device"
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
@@ -47,21 +48,17 @@ def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> Non
     assert shown(reported) in facts["Speed"].text
 
 
-def test_the_headline_is_the_median_of_rounds_with_their_range(runs: Runs, tmp_path: Path) -> None:
-    folder = tmp_path / "noisy"
-    shutil.copytree(runs("dense").folder, folder)
-    data = json.loads((folder / "result.json").read_text())
-
-    def headline(gains: list[float]) -> str:
-        speedup = Speedup.of(gains)
-        assert speedup
-        data.update(gains=gains, gain=min(gains), speedup=asdict(speedup))
-        (folder / "result.json").write_text(json.dumps(data))
-        return read(api.report(folder)).facts("summary")["Speedup over the baseline"].text
-
-    assert headline([0.25, 0.125, 0.5]).startswith("+25.0% tokens/s (3 rounds: +12.5% to +50.0%)")
-    assert headline([0.125, -0.041, 0.25]).startswith("no significant gain (3 rounds: -4.1% to +25.0%)")
-    assert headline([-0.041]).startswith("no significant gain (-4.1%)")
+@pytest.mark.parametrize(
+    ("gains", "text"),
+    [
+        ([0.25, 0.125, 0.5], "+25.0% tokens/s (3 rounds: +12.5% to +50.0%)"),
+        ([0.125, -0.041, 0.25], "no significant gain (3 rounds: -4.1% to +25.0%)"),
+        ([-0.041], "no significant gain (-4.1%)"),
+    ],
+)
+def test_the_headline_is_the_median_of_rounds_with_their_range(edited: Edited, gains: list[float], text: str) -> None:
+    facts = edited("dense", lambda data: data.update(gains=gains)).facts("summary")
+    assert facts["Speedup over the baseline"].text.startswith(text)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
@@ -97,7 +94,7 @@ def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> 
     rows = {int(row["trial"].value or 0): row for row in report.page.rows("trials", "All trials")}
     assert sorted(rows) == sorted(trial["number"] for trial in all_trials)
     columns = {
-        "step s": "measured.step_time_s.median",
+        "step s": STEP,
         "spread": "measured.step_time_s.spread",
         "~step s": "predicted.step_time_s.value",
         "~GiB": "predicted.memory.device_used_gib",
@@ -215,48 +212,31 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
     assert limits == [limit for name, limit in run.result["limits"].items() if name.startswith(latency)]
 
 
-def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
-    late_folder = tmp_path / "late"
-    shutil.copytree(runs("serving").folder, late_folder)
-    data = json.loads((late_folder / "result.json").read_text())
-    data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
-    for trial in data["trials"]:
-        p99_s = trial["measured"]["figures"]["ttft_s"]["p99"]
-        trial["measured"]["broken"] = [f"ttft_s.p99 is {p99_s:.4g} s, over 1e-06 s"]
-    (late_folder / "result.json").write_text(json.dumps(data))
-    nearest_trial = min(data["trials"], key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])
-    page = read(api.report(late_folder))
-    assert f"nearest: trial {nearest_trial['number']} (" in page.section("summary").text
-    assert f"nearest, trial {nearest_trial['number']}" in [
-        trace["name"] for chart in page.charts for trace in chart["traces"]
-    ]
+def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, edited: Edited) -> None:
+    def late(data: dict[str, Any]) -> None:
+        data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
+        for trial in data["trials"]:
+            trial["measured"]["broken"] = ["ttft_s.p99 is over 1e-06 s"]
+
+    trials = runs("serving").result["trials"]
+    nearest = min(trials, key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])["number"]
+    page = edited("serving", late)
+    assert f"nearest: trial {nearest} (" in page.section("summary").text
+    assert f"nearest, trial {nearest}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
 
 
-def test_a_run_that_kept_no_distributions_reports_it(runs: Runs, tmp_path: Path) -> None:
-    report = runs("serving")
-    old_folder = tmp_path / "old"
-    shutil.copytree(report.folder, old_folder)
-    for file in old_folder.glob("trials/*/metrics.json"):
+@pytest.mark.parametrize("values", ["absent", [], [2.0, 1.0], ["1"], [float("nan")], None, {"a": 1}, [-1.0]])
+def test_without_valid_quantiles_the_statistics_remain(runs: Runs, copied: Callable[..., Path], values: object) -> None:
+    folder = copied("serving")
+    for file in folder.glob("trials/*/metrics.json"):
         data = json.loads(file.read_text())
-        for point in data["points"]:
-            for repeat in point["repeats"]:
-                del repeat["quantiles"]
+        quantiles = {} if values == "absent" else {"ttft_s": values, "tpot_s": values}
+        data["points"][0]["repeats"][0]["quantiles"] = quantiles
         file.write_text(json.dumps(data))
-    page = read(api.report(old_folder))
+    page = read(api.report(folder))
     assert "No distributions" in page.section("serving").text
-    best = report.result["best"]["measured"]["points"][0]["ttft_s"]
+    best = runs("serving").result["best"]["measured"]["points"][0]["ttft_s"]
     assert page.rows("serving", "TTFT of requests")[0]["p99"].value == best["p99"]
-
-
-@pytest.mark.parametrize("values", [[], [2.0, 1.0], ["1"], [float("nan")], None, {"a": 1}, [-1.0]])
-def test_quantiles_that_no_client_writes_are_left_out(runs: Runs, tmp_path: Path, values: object) -> None:
-    old_folder = tmp_path / "odd"
-    shutil.copytree(runs("serving").folder, old_folder)
-    for file in old_folder.glob("trials/*/metrics.json"):
-        data = json.loads(file.read_text())
-        data["points"][0]["repeats"][0]["quantiles"] = {"ttft_s": values, "tpot_s": values}
-        file.write_text(json.dumps(data))
-    assert "No distributions" in read(api.report(old_folder)).section("serving").text
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:
@@ -300,48 +280,44 @@ def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: R
     assert rows[other]["stopped"].text == error
 
 
-def test_cost_and_energy_are_those_of_the_result_in_units_that_fit(runs: Runs, tmp_path: Path) -> None:
-    shutil.copytree(runs("dense").folder, tmp_path / "run")
-    data = json.loads((tmp_path / "run" / "result.json").read_text())
+def test_cost_and_energy_are_those_of_the_result_in_units_that_fit(edited: Edited) -> None:
     cost = {"planned_days": 3.0, "planned_cost": 1230.0, "cost_per_million_tokens": 0.25, "energy_source": "tdp"}
-    data["best"]["cost"] = cost | {"energy_kwh_per_million_tokens": 0.0125, "planned_energy_kwh": 2500.0}
-    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
-    facts = read(api.report(tmp_path / "run")).facts("summary")
+    cost |= {"energy_kwh_per_million_tokens": 0.0125, "planned_energy_kwh": 2500.0}
+    facts = edited("dense", lambda data: data["best"].update(cost=cost)).facts("summary")
     assert re.fullmatch(r"3 days, .*1,230", facts["Planned steps"].text)
     assert facts["Energy per million tokens"].value == 0.0125
     assert facts["Energy per million tokens"].text.startswith("12.5 Wh (")
     assert facts["Energy of the planned steps"].text.startswith("2.5 MWh (")
 
 
-def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(runs: Runs, tmp_path: Path) -> None:
-    shutil.copytree(runs("dense").folder, tmp_path / "run")
-    data = json.loads((tmp_path / "run" / "result.json").read_text())
-    slow = max(data["trials"], key=lambda each: each["measured"]["step_time_s"]["median"] if each["measured"] else 0.0)
-    for number in range(1000, 1000 + 2 * MAX_LISTED):
-        failed = {"state": "failed", "measured": None} if number % 2 else {}
-        data["trials"].append({**slow, "number": number, "role": "search", **failed})
-    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
-    html = api.report(tmp_path / "run")
+def test_tables_of_thousands_of_trials_list_the_best_the_failed_and_the_fastest(
+    runs: Runs, copied: Callable[..., Path]
+) -> None:
+    def many(data: dict[str, Any]) -> None:
+        slow = max((each for each in data["trials"] if each["measured"]), key=lambda each: lookup(each, STEP))
+        for number in range(1000, 1000 + 2 * MAX_LISTED):
+            failed = {"state": "failed", "measured": None} if number % 2 else {}
+            data["trials"].append({**slow, "number": number, "role": "search", **failed})
+
+    html = api.report(copied("dense", many))
     details = set(re.findall(r'<details id="trial-(\d+)"', html))
     assert set(re.findall(r'href="#trial-(\d+)"', html)) <= details
     assert len(details) == MAX_LISTED
-    assert {str(data[name]["number"]) for name in ("best", "baseline")} <= details
+    assert {str(runs("dense").result[name]["number"]) for name in ("best", "baseline")} <= details
 
 
-def test_the_speed_of_two_runs_is_that_of_their_median_time(runs: Runs, tmp_path: Path) -> None:
-    shutil.copytree(runs("dense").folder, tmp_path / "run")
-    data = json.loads((tmp_path / "run" / "result.json").read_text())
-    best, tokens = data["best"], 8192.0
-    again, *others = (each for each in data["repeats"] if each["candidate"] == best["candidate"])
-    for trial, seconds in ((best, 0.1), (again, 0.3)):
-        trial["measured"]["step_time_s"]["median"] = seconds
-        trial["measured"]["tokens_per_second_per_device"] = tokens / seconds
-    for each in others:
-        each.update(state="failed", measured=None)
-    (tmp_path / "run" / "result.json").write_text(json.dumps(data))
-    facts = read(api.report(tmp_path / "run")).facts("summary")
+def test_the_speed_of_two_runs_is_that_of_their_median_time(edited: Edited) -> None:
+    def noisy(data: dict[str, Any]) -> None:
+        again, *others = (each for each in data["repeats"] if each["candidate"] == data["best"]["candidate"])
+        for trial, seconds in ((data["best"], 0.1), (again, 0.3)):
+            trial["measured"]["step_time_s"]["median"] = seconds
+            trial["measured"]["tokens_per_second_per_device"] = 8192.0 / seconds
+        for each in others:
+            each.update(state="failed", measured=None)
+
+    facts = edited("dense", noisy).facts("summary")
     assert facts["Step time"].value == pytest.approx(0.2)
-    assert facts["Speed"].value == pytest.approx(tokens / 0.2)
+    assert facts["Speed"].value == pytest.approx(8192.0 / 0.2)
 
 
 @pytest.mark.parametrize("kind", FINISHED)
@@ -377,30 +353,12 @@ def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
     assert all((row["lowest"].value or 0) <= (row["highest"].value or 0) for row in rows)
 
 
-def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None:
-    report = runs("dense")
-    counts = report.result["counts"]
-    captions = " ".join(each.text for each in report.page.section("funnel").every("figcaption"))
-    assert f"candidates: {counts['candidates']:,}; untried: {counts['untried']:,}." in captions
-    assert "Largest group removed: " in captions
-
-
-def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Path) -> None:
+def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, edited: Edited) -> None:
     report = runs("dense")
     assert "failed repeat" not in report.page.section("funnel").text
-    late_folder = tmp_path / "late"
-    shutil.copytree(report.folder, late_folder)
-    data = json.loads((late_folder / "result.json").read_text())
-    data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
-    (late_folder / "result.json").write_text(json.dumps(data))
-    shown = read(api.report(late_folder)).section("funnel").text
-    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in shown
-
-
-def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
-    run = run_data()
-    assert "improved" not in _improvement(run, 5560.0, 5560.2)
-    assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)
+    failed = {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
+    shown = edited("dense", lambda data: data["repeats"][-1].update(failed)).section("funnel").text
+    assert f"1 failed repeat (trial {report.result['repeats'][-1]['number']} timed out)." in shown
 
 
 @pytest.mark.parametrize(

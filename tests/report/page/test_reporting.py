@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,16 +17,7 @@ from tests.report.page.conftest import FINISHED, KINDS, Runs
 from tests.report.page.reading import read
 
 Flag = Callable[..., Ran]
-
-
-@pytest.fixture
-def copied(runs: Runs, tmp_path: Path) -> Callable[[str], Path]:
-    """Copy a run, so that a test may change it."""
-
-    def copy(kind: str) -> Path:
-        return Path(shutil.copytree(runs(kind).folder, tmp_path / kind))
-
-    return copy
+Copied = Callable[..., Path]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
@@ -42,25 +33,22 @@ def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, m
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "failed"])
-def test_a_run_of_an_earlier_version_is_predicted_again(copied: Callable[[str], Path], runs: Runs, kind: str) -> None:
+def test_a_run_of_an_earlier_version_is_predicted_again(copied: Copied, runs: Runs, kind: str) -> None:
     folder = copied(kind)
     (folder / "insight.json").unlink()
     assert read(api.report(folder)).sections == runs(kind).page.sections
 
 
-def test_records_with_other_predictions_are_left_out_and_reported(copied: Callable[[str], Path]) -> None:
-    folder = copied("pipeline")
+def test_records_with_other_predictions_are_left_out_and_reported(copied: Copied) -> None:
+    folder = copied("pipeline", lambda data: data["best"]["predicted"]["memory"].update(device_used_gib=0.1))
     (folder / "insight.json").unlink()
-    result = json.loads((folder / "result.json").read_text())
-    result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
-    (folder / "result.json").write_text(json.dumps(result))
     page = read(api.report(folder))
     assert "predicts another time for the best" in page.section("summary").text
     assert "pipeline" not in page.sections
     assert page.rows("memory", "Device with the highest memory")
 
 
-def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], Path]) -> None:
+def test_without_the_chips_plugin_the_rest_is_reported(copied: Copied) -> None:
     folder = copied("dense")
     (folder / "insight.json").unlink()
     page = read(api.report(folder, without=["cpu"]))
@@ -69,7 +57,7 @@ def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], P
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"schema_version": 99}'])
-def test_an_unusable_insight_file_is_ignored(copied: Callable[[str], Path], runs: Runs, text: str) -> None:
+def test_an_unusable_insight_file_is_ignored(copied: Copied, runs: Runs, text: str) -> None:
     folder = copied("dense")
     (folder / "insight.json").write_text(text)
     assert read(api.report(folder)).sections == runs("dense").page.sections
@@ -82,7 +70,7 @@ def test_a_killed_run_is_reported_by_its_journal(runs: Runs) -> None:
     assert not (report.folder / "result.json").exists()
 
 
-def test_trials_that_ended_after_the_result_are_reported(copied: Callable[[str], Path], runs: Runs) -> None:
+def test_trials_that_ended_after_the_result_are_reported(copied: Copied, runs: Runs) -> None:
     folder = copied("resumed")
     shutil.copy(runs("interrupted").folder / "result.json", folder)
     page = read(api.report(folder))
@@ -102,25 +90,21 @@ def test_a_resumed_run_is_reported_like_one_that_was_never_interrupted(runs: Run
     assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("trials", 1.5), ("counts", {}), ("objective", None)])
-def test_a_missing_result_is_refused_in_one_line(copied: Callable[[str], Path], name: str, value: object) -> None:
-    folder = copied("dense")
-    data = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**data, name: value}))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(trials=1.5),
+        lambda data: data.update(counts={}),
+        lambda data: data.update(objective=None),
+        lambda data: data["trials"][2].update(duration_s=float("nan")),
+    ],
+)
+def test_a_result_of_other_data_is_refused_in_one_line(copied: Copied, change: Callable[[Any], None]) -> None:
     with pytest.raises(RunError, match="result"):
-        api.report(folder)
+        api.report(copied("dense", change))
 
 
-def test_a_chart_of_non_numbers_is_refused_in_one_line(copied: Callable[[str], Path]) -> None:
-    folder = copied("dense")
-    data = json.loads((folder / "result.json").read_text())
-    data["trials"][2]["duration_s"] = float("nan")
-    (folder / "result.json").write_text(json.dumps(data))
-    with pytest.raises(RunError, match="result"):
-        api.report(folder)
-
-
-def test_a_run_without_any_trial_is_reported(copied: Callable[[str], Path]) -> None:
+def test_a_run_without_any_trial_is_reported(copied: Copied) -> None:
     folder = copied("killed")
     (folder / "journal.log").unlink()
     page = read(api.report(folder))
@@ -145,14 +129,14 @@ def test_a_failed_report_page_does_not_lose_the_run(
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
 
 
-def test_missing_logs_are_reported(copied: Callable[[str], Path]) -> None:
+def test_missing_logs_are_reported(copied: Copied) -> None:
     folder = copied("dense")
     shutil.rmtree(folder / "trials")
     assert "Its logs are empty or were deleted." in api.report(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1}'])
-def test_an_unreadable_result_is_reported_in_one_line(copied: Callable[[str], Path], text: str) -> None:
+def test_an_unreadable_result_is_reported_in_one_line(copied: Copied, text: str) -> None:
     folder = copied("dense")
     (folder / "result.json").write_text(text)
     with pytest.raises(RunError, match=r"result\.json cannot be read"):
@@ -168,36 +152,28 @@ def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_reports_where_the_page_is(flag: Flag, copied: Callable[[str], Path]) -> None:  # noqa: F811
+def test_the_command_writes_html_into_the_run_and_markdown_to_stdout_or_to_a_file(
+    flag: Flag,  # noqa: F811
+    copied: Copied,
+    runs: Runs,
+    tmp_path: Path,
+) -> None:
     folder = copied("dense")
     (folder / "report.html").unlink()
     completed = flag("report", str(folder))
-    assert completed.code == 0
-    assert completed.out.strip() == str(folder / "report.html")
+    assert (completed.code, completed.out.strip()) == (0, str(folder / "report.html"))
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-
-
-def test_markdown_goes_to_stdout_or_to_a_file(flag: Flag, runs: Runs, tmp_path: Path) -> None:  # noqa: F811
-    folder = str(runs("dense").folder)
-    assert flag("report", folder, "--format", "markdown").out == runs("dense").markdown
-    completed = flag("report", folder, "--format", "markdown", "--output", "page.md")
+    assert flag("report", str(folder), "--format", "markdown").out == api.report(folder, "markdown")
+    folder = runs("dense").folder
+    completed = flag("report", str(folder), "--format", "markdown", "--output", "page.md")
     assert completed.out.strip() == "page.md"
     assert (tmp_path / "page.md").read_text() == runs("dense").markdown
-    assert flag("report", folder, "-o", "no/such/folder.html").code == 2
+    assert flag("report", str(folder), "-o", "no/such/folder.html").code == 2
 
 
-def test_tune_prints_the_path_of_the_page(flag: Flag, project: object) -> None:  # noqa: F811
-    spec = project.spec(control={"max_trials": 1, "repeats": 0})  # type: ignore[attr-defined]
-    completed = flag("tune", spec, "--run-dir", "here")
-    assert completed.code == 0
-    assert "here/report.html" in completed.err
-
-
-def test_flags_are_listed_only_if_they_set_all_knobs(copied: Callable[[str], Path], runs: Runs) -> None:
+def test_flags_are_listed_only_if_they_set_all_knobs(copied: Copied, runs: Runs) -> None:
     assert "--parallel" in runs("serving").html
     assert "Flags of the engine" in runs("serving").html
-    folder = copied("serving")
-    result = json.loads((folder / "result.json").read_text())
-    result["best"]["candidate"]["kv_cache_type"] = "q8_0"  # two flags, which the knob does not name
-    (folder / "result.json").write_text(json.dumps(result))
+    other = {"kv_cache_type": "q8_0"}  # two flags, which the knob does not name
+    folder = copied("serving", lambda data: data["best"]["candidate"].update(other))
     assert "Flags of the engine" not in api.report(folder)

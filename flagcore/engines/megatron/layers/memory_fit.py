@@ -14,7 +14,7 @@ from flagcore.engines.megatron.layers.partition import LayerSplit, Paces, best_s
 from flagcore.engines.training.layout import Layout, Placement, Training
 from flagcore.engines.training.memory.training import stages_in_use, states_of
 from flagcore.engines.training.parameters import layer_parameters
-from flagcore.engines.training.stages import Part, Stage, layers_before_last, stage_with
+from flagcore.engines.training.stages import layers_before_last, stage_of
 from flagcore.engines.training.time.pipeline import shape_seconds
 from flagcore.engines.training.time.step import Blocks
 
@@ -224,7 +224,7 @@ class _Room:
         """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
         norm, mtp = self.norm[rows], self.mtp[rows]
-        stages = [_stage(self.train, layout, self.leading[rows], place, norm, mtp, each) for each in layers]
+        stages = [stage_of(self.train, layout, place, each, self.leading[rows], norm, mtp) for each in layers]
         found = stages_in_use(self.train, layout, self.costs, stages)
         return [np.nan_to_num(each.capacity, nan=1e30) - each.used for each in found]
 
@@ -260,26 +260,3 @@ class _Room:
             )
             unsettled = unsettled[low + 1.0 < high]
         return fits
-
-
-def _stage(
-    train: Training,
-    layout: Layout,
-    leading: IntArray,
-    place: FloatArray,
-    norm: FloatArray,
-    mtp: FloatArray,
-    layers: FloatArray,
-) -> Stage:
-    """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
-    the final norm, `mtp` the one with multi-token prediction.
-    """
-    part = Part(
-        first=1.0 * (place == 0),
-        last=1.0 * (place == layout.pipeline - 1.0),
-        final_norm=1.0 * (place == norm),
-        layers=layers,
-        dense=layers if train.model.num_moe_experts is None else leading.astype(np.float64),
-        mtp=1.0 * (place == mtp) * train.model.mtp_num_layers,
-    )
-    return stage_with(part, train.model, layout, place, train.options)

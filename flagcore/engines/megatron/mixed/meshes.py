@@ -27,6 +27,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import MEMORY, Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.training.layout import pick
 from flagcore.errors import SpecError
 from flagcore.i18n import N_
 
@@ -197,40 +198,26 @@ def encoded(task: Task, value: object) -> IntArray:
     return np.array([0 if value is None else 1 + texts.index(str(value))], dtype=np.int64)
 
 
-def by_groups(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, Columns, Costs]]:
-    """Group rows by the node groups of their meshes. Yield the rows, their columns and the costs of these groups, in
-    the order of the pipeline.
+def by_kinds(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
+    """Group rows by the node groups of their meshes. Yield the rows, and their columns with the costs of these groups,
+    in the order of the pipeline; for rows that split the data, the columns and costs of each mesh.
     """
     code = columns.get(MESHES)
     if code is None or not code.any():
-        yield np.arange(next(iter(columns.values())).size), columns, costs
+        yield np.arange(next(iter(columns.values())).size), [(columns, costs)]
         return
     table = Meshes.from_task(task)
-    for rows, order in _by_order(table, code, np.flatnonzero(~table.splits_data[code])):
+    kinds = np.column_stack((table.splits_data[code], table.groups[code]))
+    kinds, which = np.unique(kinds, axis=0, return_inverse=True)
+    for number, (apart, *groups) in enumerate(kinds.tolist()):
+        rows, order = np.flatnonzero(which.reshape(-1) == number), [group for group in groups if group >= 0]
         some = {name: column[rows] for name, column in columns.items()}
-        yield rows, some, _ordered(task.cluster, costs, order)
-
-
-def by_replicas(task: Task, columns: Columns, costs: Costs) -> Iterator[tuple[IntArray, list[tuple[Columns, Costs]]]]:
-    """Group rows that split the data by the node groups of their meshes, which `by_groups` leaves out. Yield the rows
-    and, for each mesh, their columns without meshes and the costs of its node group.
-    """
-    code = columns.get(MESHES)
-    table = Meshes.from_task(task) if code is not None and code.any() else None
-    if code is None or table is None:
-        return
-    for rows, order in _by_order(table, code, np.flatnonzero(table.splits_data[code])):
-        some = {name: column[rows] for name, column in columns.items()}
-        own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
-        costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
-        yield rows, list(zip(own, costs_here, strict=True))
-
-
-def _by_order(table: Meshes, code: IntArray, rows: IntArray) -> Iterator[tuple[IntArray, list[int]]]:
-    """Group `rows` by the node groups of their meshes. Yield the rows of a group, and its node groups in order."""
-    orders, which = np.unique(table.groups[code[rows]], axis=0, return_inverse=True)
-    for number, order in enumerate(orders.tolist()):
-        yield rows[which.reshape(-1) == number], [group for group in order if group >= 0]
+        if apart:
+            own = table.of_replicas(some, len(order), task.spec.train.global_batch_size)
+            costs_here = (replace(costs.groups[group], further={}, between=costs.between) for group in order)
+            yield rows, list(zip(own, costs_here, strict=True))
+        else:
+            yield rows, [(some, _ordered(task.cluster, costs, order))]
 
 
 def splits(task: Task, columns: Columns) -> dict[str, BoolArray]:
@@ -284,12 +271,11 @@ def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predic
     All replicas wait for the slowest one, then reduce their gradients together. The stages are numbered over all
     groups; `stages` are their numbers.
     """
-    rows = np.arange(parts[0].step_time_s.size)
     after = {name: np.maximum.reduce([part.time_s[name] for part in parts]) for name in AFTER_REPLICAS}
     own = [part.step_time_s - sum(part.time_s[name] for name in AFTER_REPLICAS) for part in parts]
     slowest = np.argmax(np.stack(own), axis=0)
-    time_s = {name: np.stack([part.time_s[name] for part in parts])[slowest, rows] for name in parts[0].time_s} | after
-    total = sum(time_s.values(), np.zeros(rows.size))
+    time_s = {name: pick(slowest, [part.time_s[name] for part in parts]) for name in parts[0].time_s} | after
+    total = sum(time_s.values(), np.zeros(slowest.size))
     low, high = (
         extreme.reduce([getattr(part, name) / part.step_time_s for part in parts])
         for extreme, name in ((np.minimum, "low_s"), (np.maximum, "high_s"))
@@ -298,16 +284,15 @@ def together(parts: Sequence[Predictions], stages: Sequence[IntArray]) -> Predic
     share = np.stack([part.device_used_bytes / size for part, size in zip(parts, capacity, strict=True)])
     fullest = np.argmax(np.where(np.isnan(share), 1.0, share), axis=0)
     before = np.cumsum([np.zeros_like(stages[0]), *stages[:-1]], axis=0)
-    memory = {name: np.stack([getattr(part, name) for part in parts])[fullest, rows] for name in MEMORY}
     return replace(
         parts[0],
         step_time_s=total,
         low_s=total * low,
         high_s=total * high,
         time_s=time_s,
-        **memory,
-        worst_stage=np.stack([part.worst_stage for part in parts])[fullest, rows] + before[fullest, rows],
-        capacity_bytes=np.stack([size * np.ones(rows.size) for size in capacity])[fullest, rows],
+        **{name: pick(fullest, [getattr(part, name) for part in parts]) for name in MEMORY},
+        worst_stage=pick(fullest, [part.worst_stage + first for part, first in zip(parts, before, strict=True)]),
+        capacity_bytes=pick(fullest, [np.asarray(size) for size in capacity]),
     )
 
 
@@ -315,24 +300,23 @@ def with_stage(
     task: Task, columns: Columns, stages: IntArray, costs: Costs
 ) -> Iterator[tuple[IntArray, Columns, Costs]]:
     """Group rows by node groups; rows that split the data have the mesh of the given stage of each row."""
-    yield from by_groups(task, columns, costs)
-    for rows, meshes in by_replicas(task, columns, costs):
+    for rows, meshes in by_kinds(task, columns, costs):
         for number, (own, group_costs) in enumerate(meshes):
-            here = np.flatnonzero(stages[rows] // own[PP] == number)
+            here = np.flatnonzero(stages[rows] // own[PP] == number) if len(meshes) > 1 else np.arange(rows.size)
             yield rows[here], {name: column[here] for name, column in own.items()}, group_costs
 
 
 def on_rank(task: Task, row: Columns, costs: Costs, rank: int) -> tuple[Columns, Costs, int]:
     """Return the columns and the costs of the mesh of a global rank of one row that splits the data, and the first rank
-    of its stage in Megatron's order; otherwise the arguments. The ranks of a replica are consecutive.
+    of its stage in Megatron's order; otherwise those of the row, and `rank`. The ranks of a replica are consecutive.
     """
-    for _, meshes in by_replicas(task, row, costs):
-        before = 0
-        for own, group_costs in meshes:
-            stage = int(own[TP][0] * own[SIZES["cp"]][0])
-            replica = stage * int(own[PP][0])
-            if rank < before + replica * int(own[DP][0]):
-                place = (rank - before) % replica // stage
-                return own, group_costs, place * stage * int(own[ALL_REPLICAS][0])
-            before += replica * int(own[DP][0])
-    return row, costs, rank
+    ((_, meshes),) = by_kinds(task, row, costs)
+    before = 0
+    for own, group_costs in meshes if len(meshes) > 1 else ():
+        stage = int(own[TP][0] * own[SIZES["cp"]][0])
+        replica = stage * int(own[PP][0])
+        if rank < before + replica * int(own[DP][0]):
+            place = (rank - before) % replica // stage
+            return own, group_costs, place * stage * int(own[ALL_REPLICAS][0])
+        before += replica * int(own[DP][0])
+    return *meshes[-1], rank

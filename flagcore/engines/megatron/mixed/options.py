@@ -22,7 +22,7 @@ from flagcore.engines.training.layout import ArrayRecord, Layout, Training
 from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.training import stages_in_use
 from flagcore.engines.training.parameters import stage_parameters
-from flagcore.engines.training.stages import Part, Stage, stage_with
+from flagcore.engines.training.stages import Stage, stage_of
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.training.time.pace import Pace
 from flagcore.engines.training.time.passes import Seconds, StageTime
@@ -114,28 +114,6 @@ def _largest(task: Task, switch: str) -> int:
     return int(isinstance(listed, str) or True in listed)
 
 
-def _stage(
-    train: Training,
-    layout: Layout,
-    layers: FloatArray,
-    in_flight: FloatArray,
-    *,
-    first: bool = False,
-    last: bool = False,
-) -> Stage:
-    """Return a stage with these layers, with experts if the model has any."""
-    zeros = np.zeros_like(layers)
-    part = Part(
-        first=zeros + first,
-        last=zeros + last,
-        final_norm=zeros + last,
-        layers=layers,
-        dense=layers if train.model.num_moe_experts is None else zeros,
-        mtp=zeros + last * train.model.mtp_num_layers,
-    )
-    return replace(stage_with(part, train.model, layout, zeros + 1.0, train.options), in_flight=in_flight)
-
-
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
     """Return the seconds of a stage for gradients and optimizer; a third of its passes is forward."""
     params = split_parameters(stage_parameters(train, layout, stage))
@@ -153,14 +131,12 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     run = costs_in_run(costs)
     pace = Pace.from_blocks(train, layout, run, Blocks.from_layout(train, layout, run))
     base = np.maximum(layout.block, 1.0) + 1.0
-    one, two = np.ones_like(base), 2.0 * np.ones_like(base)
+    one, two = np.ones_like(base), np.full_like(base, 2.0)
+    # the layers and the micro-batches in flight of stages between, of the first and of the last stage
+    places = [(1, base, one), (1, base + 1.0, one), (1, base + 1.0, two), (0, base, one), (3, base, one)]
     stages = [
-        _stage(train, layout, base, one),
-        _stage(train, layout, base + 1.0, one),
-        _stage(train, layout, base + 1.0, two),
-        _stage(train, layout, base, one, first=True),
-        _stage(train, layout, base, one, last=True),
-        _stage(train, layout, base + 1.0, one, last=True),
+        replace(stage_of(train, layout, np.full_like(base, place), layers), in_flight=in_flight)
+        for place, layers, in_flight in (*places, (3, base + 1.0, one))
     ]
     in_use = stages_in_use(train, layout, costs, stages)
     capacity = np.nan_to_num(in_use[0].capacity, nan=1e30)

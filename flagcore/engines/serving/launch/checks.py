@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.knob import unknown_release
-from flagcore.domain.serving import MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.serving import MIN_REQUESTS, RATES
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
@@ -47,58 +48,29 @@ def check(spec: Spec, program: Program) -> None:
     program.ready(spec)
 
 
-def spec_warnings(spec: Spec, program: Program) -> list[str]:
-    """Return a line for an unknown release, limits that look like milliseconds, too few requests, an objective that
+def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
+    """Yield a line for an unknown release, limits that look like milliseconds, too few requests, an objective that
     the load determines, speculation with unknown acceptance, and quantized weights of an unknown format.
     """
     serve = spec.serve
-    release = unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
-    return [
-        *release,
-        *_long_limits(serve),
-        *_few_requests(serve),
-        *_rate_of_load(spec),
-        *_unknown_acceptance(spec, program),
-        *_unknown_format(serve),
-    ]
-
-
-def _long_limits(serve: ServeSpec) -> list[str]:
-    """Return a line for each limit that no user would wait for, which is usually one in milliseconds."""
-    return [
-        f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
-        for name, limit in serve.slo.items()
-        if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf)
-    ]
-
-
-def _few_requests(serve: ServeSpec) -> list[str]:
-    counts = [load.num_prompts for load in serve.loads if load.num_prompts is not None]
+    yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
+    for name, limit in serve.slo.items():
+        if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
+            yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
+    fewest = min((load.num_prompts for load in serve.loads if load.num_prompts is not None), default=math.inf)
     needed = {name: MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in serve.slo}
     name = max(needed, key=lambda each: needed[each], default="")
-    if not counts or min(counts) >= needed.get(name, 0):
-        return []
-    return [f"serve.slo.{name}: {min(counts)} requests are too few, use serve.profile.num_prompts >= {needed[name]}"]
-
-
-def _rate_of_load(spec: Spec) -> list[str]:
-    serve = spec.serve
+    if fewest < needed.get(name, 0):
+        yield f"serve.slo.{name}: {fewest} requests are too few, use serve.profile.num_prompts >= {needed[name]}"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
-    if not is_open or serve.highest is not None or serve.client is not None or spec.objective not in FIXED_RATES:
-        return []
-    fix = "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
-    return [f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"]
-
-
-def _unknown_acceptance(spec: Spec, program: Program) -> list[str]:
+    if is_open and serve.highest is None and serve.client is None and spec.objective in FIXED_RATES:
+        fix = (
+            "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
+        )
+        yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
     speculates = SPECULATION in spec.space or SPECULATION in program.parse(spec).fixed
-    if not speculates or all(load.acceptance is not None for load in spec.serve.loads):
-        return []
-    return ["speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"]
-
-
-def _unknown_format(serve: ServeSpec) -> list[str]:
-    if serve.weights is None or serve.precision not in WIDE_PRECISIONS or not has_unknown_format(serve.weights):
-        return []
-    text = f"the format of the quantized weights is unknown, so predictions assume {serve.precision}; set it"
-    return [f"serve.precision: {text}"]
+    if speculates and any(load.acceptance is None for load in serve.loads):
+        yield "speculation is predicted without a gain before its first trial: serve.profile.acceptance is not set"
+    if serve.weights is not None and serve.precision in WIDE_PRECISIONS and has_unknown_format(serve.weights):
+        text = f"the format of the quantized weights is unknown, so predictions assume {serve.precision}; set it"
+        yield f"serve.precision: {text}"

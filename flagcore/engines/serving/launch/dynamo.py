@@ -7,14 +7,16 @@ the arguments of the engine (`components/src/dynamo/{vllm,sglang}/args.py`); the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import claim_and_mount, comments, device_limits
 from flagcore.domain.engine import without_devices
-from flagcore.domain.secrets import is_secret, secrets_in_arguments
+from flagcore.domain.secrets import is_secret
 from flagcore.engines.serving.launch.export import FRONT_PORT, NETWORK_DEVICES
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import SHARED, Instance
@@ -37,23 +39,22 @@ _RELEASE = re.compile(r":v?\d+\.\d+\.\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Component:
-    """Equal workers. `devices` are those of one host; `left_out` are flags of the server without an equivalent."""
+    """A worker: its fields except name and replicas. `left_out` are flags of the server without an equivalent."""
 
     kind: str
-    arguments: tuple[str, ...]
-    variables: Mapping[str, str]
-    secrets: tuple[str, ...]
-    devices: int
     hosts: int
+    secrets: tuple[str, ...]
+    fields: Mapping[str, Any]
     left_out: tuple[str, ...] = field(compare=False)
 
     @classmethod
     def of(
         cls, engine: EngineProfile, worker: Worker, job: ExportJob, instance: Instance, place: Placement
     ) -> _Component:
-        """Return the component of an instance. Raises UsageError for a secret, and for a transfer without support."""
-        if secrets_in_arguments(instance.argv):
-            raise UsageError("the command contains a secret; pass it in a variable")
+        """Return the component of an instance.
+
+        Raises UsageError for a transfer without support, and if no plugin has the name of the device's resource.
+        """
         transfer = place.values.get(TRANSFER)
         if place.kind and (any(SHARED in word for word in instance.argv) or transfer not in (None, *worker.transfers)):
             known = ", ".join(sorted(worker.transfers))
@@ -66,45 +67,35 @@ class _Component:
         variables = {**job.platform.environment, **instance.environment, **spec.envs}
         variables = without_devices(job.platform.support, variables)
         hidden = worker.own_variables if place.kind else ()
-        return cls(
-            kind=place.kind,
-            arguments=arguments,
-            variables={
-                name: value
-                for name, value in variables.items()
-                if name not in hidden and not is_secret(name) and value not in NETWORK_DEVICES
-            },
-            secrets=tuple(name for name in variables if is_secret(name)),
-            devices=place.width // hosts,
-            hosts=hosts,
-            left_out=left_out,
-        )
-
-    def manifest(self, worker: Worker, job: ExportJob, name: str, replicas: int) -> dict[str, Any]:
-        """Return the component. Raises UsageError if no plugin has the name of the device's resource."""
+        secrets = tuple(name for name in variables if is_secret(name))
+        plain = {
+            name: value
+            for name, value in variables.items()
+            if name not in (*hidden, *secrets) and value not in NETWORK_DEVICES
+        }
         claim, mount = claim_and_mount(job.options.get("volume", ""))
-        limits = device_limits(job.platform, self.devices)
-        secret = f"{job.name}-secrets"
+        store = f"{job.name}-secrets"
         container = {
             "name": "main",
             "image": job.options["image"],
             "command": ["python3", "-m", worker.module],
-            "args": [word.replace("$", "$$") for word in self.arguments],  # Kubernetes reads $$ as $, and $(NAME)
+            "args": [word.replace("$", "$$") for word in arguments],  # Kubernetes reads $$ as $, and $(NAME)
             "env": [
-                *({"name": key, "value": value} for key, value in self.variables.items()),
-                *({"name": k, "valueFrom": {"secretKeyRef": {"name": secret, "key": k}}} for k in self.secrets),
+                *({"name": key, "value": value} for key, value in plain.items()),
+                *({"name": k, "valueFrom": {"secretKeyRef": {"name": store, "key": k}}} for k in secrets),
             ],
-            "resources": {"limits": {resource: str(count) for resource, count in limits.items()}},
+            "resources": {
+                "limits": {
+                    name: str(count) for name, count in device_limits(job.platform, place.width // hosts).items()
+                }
+            },
             **({"volumeMounts": [{"name": "data", "mountPath": mount}]} if claim else {}),
         }
         volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
-        return {
-            "name": name,
-            "type": self.kind or "worker",
-            "replicas": replicas,
-            **({"multinode": {"nodeCount": self.hosts}} if self.hosts > 1 else {}),
-            "podTemplate": {"spec": {"containers": [container], **({"volumes": volumes} if volumes else {})}},
-        }
+        pod = {"containers": [container], **({"volumes": volumes} if volumes else {})}
+        nodes = {"multinode": {"nodeCount": hosts}} if hosts > 1 else {}
+        fields = {**nodes, "podTemplate": {"spec": pod}}
+        return cls(kind=place.kind, hosts=hosts, secrets=secrets, fields=fields, left_out=left_out)
 
 
 def export(
@@ -117,20 +108,15 @@ def export(
     if not image:
         example = EXAMPLE.format(engine=engine.name)
         raise UsageError(_("--to dynamo needs --image, a runtime image of Dynamo, such as {image}", image=example))
-    replicas: list[tuple[_Component, int]] = []
-    for instance, place in zip(instances, places, strict=True):
-        one = _Component.of(engine, worker, job, instance, place)
-        if replicas and replicas[-1][0] == one:
-            replicas[-1] = (one, replicas[-1][1] + 1)
-        else:
-            replicas.append((one, 1))
-    components = list[dict[str, Any]]()
-    for one, count in replicas:
-        number = sum(each["type"] == (one.kind or "worker") for each in components)
-        name = f"{one.kind or 'worker'}{f'-{number + 1}' if number else ''}"
-        components.append(one.manifest(worker, job, name, count))
+    workers = [_Component.of(engine, worker, job, *pair) for pair in zip(instances, places, strict=True)]
+    components, numbers = list[dict[str, Any]](), Counter[str]()
+    for one, equal in groupby(workers):
+        kind = one.kind or "worker"
+        numbers[kind] += 1
+        name = kind if numbers[kind] == 1 else f"{kind}-{numbers[kind]}"
+        components.append({"name": name, "type": kind, "replicas": len(list(equal)), **one.fields})
     routing: Mapping[str, str] = {}
-    if len(instances) > 1 and not any(one.kind for one, _count in replicas):
+    if len(workers) > 1 and not any(one.kind for one in workers):
         routing = PREFIX_AWARE if job.platform.task.spec.serve.prefix_aware else LEAST_REQUESTS
     env = {"env": [{"name": name, "value": value} for name, value in routing.items()]} if routing else {}
     template = {"spec": {"containers": [{"name": "main", "image": image, **env}]}}
@@ -141,7 +127,7 @@ def export(
         "metadata": {"name": job.name},
         "spec": {"backendFramework": engine.name, "components": [frontend, *components]},
     }
-    head = [*comments(job), *(f"# {line}" for line in _notes(job, [one for one, _count in replicas], routing))]
+    head = [*comments(job), *(f"# {line}" for line in _notes(job, workers, routing))]
     return {f"{job.name}.yaml": "\n".join([*head, dump_yaml(data, width=1000)])}
 
 

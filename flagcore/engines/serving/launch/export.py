@@ -54,13 +54,10 @@ def launch(
     placed = [each.at_port(port) for each, port in zip(placed, ports, strict=True)]
     if router is None:
         Path(folder, NGINX).write_text(_nginx(placed, hosts), encoding="utf-8")
-    start = Path(folder, START)
-    texts = [(start, start_script(placed, folder, hosts, router), 0o700)]
-    has_secret = any(secrets_in_arguments(each.argv) for each in placed)
-    for file, text, mode in texts:
-        file.touch(mode=0o600)
-        file.write_text(text, encoding="utf-8")
-        file.chmod(mode if has_secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
+    start, has_secret = Path(folder, START), any(secrets_in_arguments(each.argv) for each in placed)
+    start.touch(mode=0o600)
+    start.write_text(start_script(placed, folder, hosts, router), encoding="utf-8")
+    start.chmod(0o700 if has_secret else 0o755)
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
@@ -84,20 +81,20 @@ def start_script(
             commands[each.host + part].append(shlex.join(_command(replace(each, argv=argv))))
     front: Sequence[str] = ("nginx", "-c", str(Path(folder, NGINX)), "-g", "daemon off;")
     if router:
-        front = _router(router, instances, _places_of(instances, hosts)).argv
+        front = _front(router, instances, hosts)
     return _render("start.sh.j2", commands=commands, count=len(instances), front=front, router=router is not None)
 
 
-def _router(router: Router, instances: Sequence[Instance], places: Sequence[str]) -> Instance:
-    """Return the router in front of instances at `places` (HOST:PORT)."""
-    addresses = [(each.kind, *place.split(":")) for each, place in zip(instances, places, strict=True)]
-    return router.instance([(kind, host, int(port)) for kind, host, port in addresses]).at_port(FRONT_PORT)
+def _front(router: Router, instances: Sequence[Instance], hosts: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the command of the router in front of instances."""
+    places = zip(instances, _places_of(instances, hosts), strict=True)
+    return router.instance([(each.kind, *place) for each, place in places]).at_port(FRONT_PORT).argv
 
 
-def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[str]:
-    """Return HOST:PORT of each instance."""
+def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the host and the port of each instance."""
     names = [hosts[each.host] if hosts else "127.0.0.1" for each in instances]
-    return [f"{name}:{port}" for name, port in zip(names, _ports(instances), strict=True)]
+    return list(zip(names, _ports(instances), strict=True))
 
 
 def _ports(instances: Sequence[Instance]) -> list[int]:
@@ -154,7 +151,7 @@ def compose_files(
         for number, instance in enumerate(instances)
     }
     if router:
-        argv = _router(router, instances, _places_of(instances, ())).argv
+        argv = _front(router, instances)
         services["router"] = {
             "image": f"${{ROUTER_IMAGE:?set ROUTER_IMAGE to an image that has {router.name}}}",
             "network_mode": "host",
@@ -180,7 +177,7 @@ def compose_files(
 
 
 def _nginx(instances: Sequence[Instance], hosts: Sequence[str]) -> str:
-    return _render("nginx.conf.j2", places=_places_of(instances, hosts))
+    return _render("nginx.conf.j2", places=[f"{name}:{port}" for name, port in _places_of(instances, hosts)])
 
 
 def _command(instance: Instance) -> list[str]:

@@ -33,15 +33,25 @@ def spec_of_command(
     engine: EngineProfile, command: Sequence[str], directory: Path, model: str | None
 ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
     """Return the data of a spec for a command and notes, see `Workload.read_command`. Raises SpecError."""
-    program, words = _find_program(engine, _server_command(engine, command, directory))
+    words = _server_command(engine, command, directory)
+    place = _position(engine, words)
+    if place is None:
+        names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
+        problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
+        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
+    program = words[place[0] : place[1]]
     notes = Notes()
-    path, arguments, hosts = _arguments(engine, words, notes)
+    path, arguments, hosts = _arguments(engine, words[place[1] :], notes)
     path = model or _weights(path, directory, notes)
     if path is None:
         fix = f"write it after {' '.join(program)}, or give its path as --model"
         raise SpecError(key="model", problem="is not in the command", fix=fix)
     baseline, engine_args = _divide(engine, arguments, directory, notes)
-    serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": _profile(notes)}
+    notes.note(
+        "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
+    )
+    load = {"input_len": Load().input_len, "output_len": Load().output_len, "concurrency": 16}
+    serve: dict[str, Any] = {"engine": engine.name, "engine_args": engine_args, "profile": load}
     if tuple(program) != tuple(engine.program.program):
         serve["command"] = [os.path.abspath(directory / each) if "/" in each else each for each in program]
     cluster: dict[str, Any] = {"chip": "auto"}
@@ -83,16 +93,6 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
             if part == list(pattern):
                 return start, start + len(pattern)
     return None
-
-
-def _find_program(engine: EngineProfile, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the program of a command and the words after it. Raises SpecError."""
-    place = _position(engine, words)
-    if place is None:
-        names = " or ".join(f"`{' '.join(each)}`" for each in engine.program.commands)
-        problem, fix = f"starts no server of {engine.program.title}", f"give a command with {names}"
-        raise SpecError(key="command", value=" ".join(words), problem=problem, fix=fix)
-    return words[place[0] : place[1]], words[place[1] :]
 
 
 def _arguments(engine: EngineProfile, words: Sequence[str], notes: Notes) -> tuple[str | None, dict[str, Any], int]:
@@ -169,14 +169,6 @@ def _divide(
     if problems:
         raise join_errors(problems)
     return baseline, others
-
-
-def _profile(notes: Notes) -> dict[str, Any]:
-    load = Load()
-    notes.note(
-        "serve.profile", "is not in the command: set the lengths and the number of your requests", "serve.profile"
-    )
-    return {"input_len": load.input_len, "output_len": load.output_len, "concurrency": 16}
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str | None:

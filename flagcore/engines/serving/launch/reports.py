@@ -57,7 +57,11 @@ class ServerReports:
 
     def read_counters(self, fetch: Fetch) -> dict[str, float]:
         """Return the counters at /metrics by their names in a trial; empty if the server does not respond."""
-        return counters(fetch, self.counters)
+        try:
+            values = samples(fetch("/metrics"))
+        except OSError:
+            return {}
+        return {name: combine(name, values[sample]) for sample, name in self.counters.items() if sample in values}
 
     def memory(self, log: str) -> dict[str, float]:
         """Return weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and kv_cache_tokens
@@ -118,12 +122,3 @@ def settings_in(log: str, patterns: Mapping[str, Sequence[str]]) -> dict[str, Kn
             text = match[1]
             result[knob] = text == "True" if text in ("True", "False") else int(text) if text.isdigit() else text
     return result
-
-
-def counters(fetch: Fetch, names: Mapping[str, str]) -> dict[str, float]:
-    """Return samples of /metrics, renamed by `names`; empty if the server does not respond."""
-    try:
-        values = samples(fetch("/metrics"))
-    except OSError:
-        return {}
-    return {name: combine(name, values[sample]) for sample, name in names.items() if sample in values}

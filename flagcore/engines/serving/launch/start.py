@@ -95,12 +95,18 @@ def launch(
 
 
 def instances_of(
-    platform: Platform, engine: EngineProfile, candidate: Candidate, shared: str = ""
+    platform: Platform, engine: EngineProfile, candidate: Candidate, shared: str = "", *, is_public: bool = False
 ) -> tuple[Instance, ...]:
-    """Return the servers of a candidate. Those that exchange caches in files use the folder `shared`."""
+    """Return the servers of a candidate. Those that exchange caches in files use the folder `shared`.
+
+    Raises UsageError for a secret in commands that are public.
+    """
     values = candidate.as_dict()
     instances = (_instance(platform, engine, values, each) for each in placements(platform.task, values))
-    return tuple(each.filled({SHARED: shared}) for each in instances)
+    found = tuple(each.filled({SHARED: shared}) for each in instances)
+    if is_public and any(secrets_in_arguments(each.argv) for each in found):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    return found
 
 
 def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, count: int) -> Router | None:
@@ -111,28 +117,18 @@ def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, c
 
 def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
     """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
+    task = job.platform.task
     if target == dynamo.TARGET:
-        places = placements(job.platform.task, job.candidate.as_dict())
-        return dynamo.export(engine, job, instances_of(job.platform, engine, job.candidate, SHARED), places)
-    return compose(engine, job)
-
-
-def compose(engine: EngineProfile, job: ExportJob) -> Mapping[str, str]:
-    """Return the files of docker compose for a candidate. Raises UsageError for an instance on several hosts."""
-    instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT)
+        places = placements(task, job.candidate.as_dict())
+        instances = instances_of(job.platform, engine, job.candidate, SHARED, is_public=True)
+        return dynamo.export(engine, job, instances, places)
+    instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT, is_public=True)
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")
-    if any(secrets_in_arguments(each.argv) for each in instances):
-        raise UsageError("the command contains a secret; pass it in a variable")
-    variables = {**job.platform.environment, **job.platform.task.spec.envs}
+    variables = {**job.platform.environment, **task.spec.envs}
     common = {name: value for name, value in variables.items() if value not in export.NETWORK_DEVICES}
-    return export.compose_files(
-        instances,
-        job.platform.task.spec.serve.directory,
-        common,
-        job.comments,
-        router_of(job.platform, engine, job.candidate, len(instances)),
-    )
+    router = router_of(job.platform, engine, job.candidate, len(instances))
+    return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router)
 
 
 def server_groups(platform: Platform, engine: EngineProfile, candidate: Candidate, name: str) -> ServerGroups | None:

@@ -11,23 +11,18 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, settings_in
 from flagcore.engines.serving.launch.server import Fetch
 
+_SAME_NAMES = (
+    *("page_size", "chunked_prefill_size", "max_prefill_tokens", "schedule_policy", "enable_mixed_chunk"),
+    *("attention_backend", "enable_eplb", "hicache_size", "enable_torch_compile", "quantization"),
+)
 _KNOBS_BY_ARGUMENT = {
-    "page_size": "page_size",
-    "chunked_prefill_size": "chunked_prefill_size",
-    "max_prefill_tokens": "max_prefill_tokens",
+    **{name: name for name in _SAME_NAMES},
     "pp_size": "pipeline_model_parallel_size",
     "ep_size": "expert_model_parallel_size",
     "kv_cache_dtype": "kv_cache_type",
-    "schedule_policy": "schedule_policy",
-    "enable_mixed_chunk": "enable_mixed_chunk",
-    "attention_backend": "attention_backend",
     "moe_runner_backend": "moe_backend",
-    "enable_eplb": "enable_eplb",
     "ep_num_redundant_experts": "redundant_experts",
     "speculative_algorithm": "speculation",
-    "hicache_size": "hicache_size",
-    "enable_torch_compile": "enable_torch_compile",
-    "quantization": "quantization",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,22 +73,6 @@ class Hardware:
         instances = np.maximum(instances, 1)
         on_host = self.per_host // -(-instances // self.hosts)
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)
-
-
-def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
-    """Return the hosts of each instance and its first device there, None if they do not fit. The largest come first."""
-    if hardware.hosts == 1:
-        return [(range(1), sum(widths[:place])) for place in range(len(widths))]
-    used, found = [0] * hardware.hosts, list[tuple[range, int]]()
-    for width in widths:
-        span, each = max(1, width // hardware.per_host), min(width, hardware.per_host)
-        starts = range(hardware.hosts - span + 1)
-        at = next((at for at in starts if max(used[at : at + span]) + each <= hardware.per_host), None)
-        if at is None or each * span != width:
-            return None
-        found.append((range(at, at + span), used[at]))
-        used[at : at + span] = [used[at] + each] * span
-    return found
 
 
 def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:

@@ -22,7 +22,7 @@ from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.load.routing import DECODE, PREFILL
-from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count, on_hosts
+from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore.engines.serving.space.weights import min_devices
 from flagcore.errors import SpecError
 
@@ -89,14 +89,12 @@ def parse_roles(value: object, key: str) -> str:
 
 def known_roles(task: Task) -> tuple[str, ...]:
     """Return all values of PREFILL_DECODE for a task in the order of their codes: those of `auto`, then the spec's."""
-    sections = {"auto_tuner.space": task.spec.space, "auto_tuner.baseline": task.spec.baseline or {}}
-    entries = [
-        (values[PREFILL_DECODE], f"{key}.{PREFILL_DECODE}")
-        for key, values in sections.items()
-        if PREFILL_DECODE in values
-    ]
-    texts = [(each, key) for value, key in entries for each in (value if isinstance(value, tuple) else (value,))]
-    listed = [parse_roles(each, key) for each, key in texts if each not in (None, "auto")]
+    listed = list[str]()
+    for section, values in (("space", task.spec.space), ("baseline", task.spec.baseline or {})):
+        value = values.get(PREFILL_DECODE)
+        texts = value if isinstance(value, tuple) else (value,)
+        key = f"auto_tuner.{section}.{PREFILL_DECODE}"
+        listed += [parse_roles(each, key) for each in texts if each not in (None, "auto")]
     return tuple(dict.fromkeys((*_divisions(task), *listed)))
 
 
@@ -144,28 +142,35 @@ def _spread(counts: range) -> list[int]:
 def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules for PREFILL_DECODE: both kinds fit on the devices, and each obeys `layout_rules`."""
     hardware = Hardware.of(task)
-    pairs = [None, *(roles(word) for word in known_roles(task))]
     of_layout = [rule for rule in layout_rules if set(rule.knobs) <= set(SPLITS.values())]
 
     def too_many(pair: Pair) -> bool:
         return sum(each.count * each.devices for each in pair) > hardware.cards
 
     def misplaced(pair: Pair) -> bool:
-        return not too_many(pair) and places(widths(pair, hardware), hardware) is None
+        parts = [each.devices for each in pair for _ in range(each.count)]
+        return sum(parts) <= hardware.cards and _places(parts, hardware) is None
 
     def illegal(pair: Pair) -> bool:
         columns = {knob: np.array([each.layout[knob] for each in pair]) for knob in SPLITS.values()}
         return any(bool(np.any(rule.broken(columns))) for rule in of_layout)
 
-    checks = (
-        ("cards", too_many, f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"),
-        ("hosts", misplaced, f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"),
-        ("layout", illegal, f"each kind of {PREFILL_DECODE} must obey the rules for layouts"),
+    def rule(name: str, check: Check, message: str) -> Rule:
+        table = _broken_by_code(task, check)
+        return Rule(name=name, knobs=(PREFILL_DECODE,), message=message, broken=lambda c: table[c[PREFILL_DECODE]])
+
+    cards = f"both kinds of {PREFILL_DECODE} must not exceed the {hardware.cards} devices"
+    hosts = f"each instance of {PREFILL_DECODE} must fit on a host, or have all devices of several"
+    return (
+        rule("cards_of_kinds", too_many, cards),
+        rule("hosts_of_kinds", misplaced, hosts),
+        rule("layout_of_kinds", illegal, f"each kind of {PREFILL_DECODE} must obey the rules for layouts"),
     )
-    return tuple(
-        Rule(name=f"{name}_of_kinds", knobs=(PREFILL_DECODE,), message=message, broken=_by_code(pairs, check))
-        for name, check, message in checks
-    )
+
+
+def _broken_by_code(task: Task, check: Check) -> BoolArray:
+    """Return the result of a check of pairs by the codes of PREFILL_DECODE; no pair breaks none."""
+    return np.array([False, *(check(roles(word)) for word in known_roles(task))])
 
 
 def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
@@ -173,8 +178,7 @@ def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], mes
 
     `is_broken` has a predicate of a pair by the code of the value.
     """
-    pairs = [None, *(roles(word) for word in known_roles(task))]
-    tables = {code: np.array([pair is not None and check(pair) for pair in pairs]) for code, check in is_broken.items()}
+    tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
 
     def broken(c: Columns) -> BoolArray:
         result = np.zeros(c[PREFILL_DECODE].shape, dtype=np.bool_)
@@ -183,11 +187,6 @@ def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], mes
         return result
 
     return Rule(name="transfer_of_kinds", knobs=(PREFILL_DECODE, transfer), message=message, broken=broken)
-
-
-def _by_code(pairs: Sequence[Pair | None], check: Check) -> Callable[[Columns], BoolArray]:
-    table = np.array([pair is not None and check(pair) for pair in pairs], dtype=np.bool_)
-    return lambda c: table[c[PREFILL_DECODE]]
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:
@@ -208,18 +207,26 @@ def merges(transfer: str) -> tuple[Merge, ...]:
     return (*(merge(knob, 1) for knob in (INSTANCES, *SPLITS.values())), unused)
 
 
-def widths(pair: Pair, hardware: Hardware) -> list[int]:
-    """Return the devices of each instance, those that prefill first. CPU cores are divided evenly."""
-    number = sum(each.count for each in pair)
-    share = int(hardware.share(np.array([number]))[0])
-    return [share if hardware.on_cores else each.devices for each in pair for _ in range(each.count)]
+def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:
+    """Return the hosts of each instance, its first device there, and its devices; None if they do not fit.
 
-
-def places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
-    """Return the hosts and the first device of each instance, None if they do not fit. Large instances choose first."""
+    `parts` are the devices of each; CPU cores are divided evenly. Large instances choose first. An instance is on the
+    first host with room for it, or, if it is larger, on whole hosts.
+    """
+    if hardware.on_cores:
+        parts = [int(hardware.share(np.array([len(parts)]))[0])] * len(parts)
     order = sorted(range(len(parts)), key=lambda index: -parts[index])
-    found = on_hosts([parts[index] for index in order], hardware)
-    return None if found is None else [found[order.index(index)] for index in range(len(parts))]
+    per_host = hardware.per_host if hardware.hosts > 1 else sum(parts)
+    used, found = [0] * hardware.hosts, dict[int, tuple[range, int, int]]()
+    for index in order:
+        span, each = max(1, parts[index] // per_host), min(parts[index], per_host)
+        starts = range(hardware.hosts - span + 1)
+        at = next((at for at in starts if max(used[at : at + span]) + each <= per_host), None)
+        if at is None or each * span != parts[index]:
+            return None
+        found[index] = (range(at, at + span), used[at], parts[index])
+        used[at : at + span] = [used[at] + each] * span
+    return [found[index] for index in range(len(parts))]
 
 
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
@@ -228,17 +235,6 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
     own = {name: value for name, value in values.items() if name not in other_limits}
     return {**own, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in pair), **pair[KINDS.index(kind)].layout}
-
-
-def columns_of_kind(columns: Columns, kind: str, pairs: Sequence[Pair]) -> dict[str, IntArray]:
-    """Return the columns of the instances of a kind; `pairs` has the instances of each row."""
-    place, other_limits = KINDS.index(kind), DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
-    result = {knob: column.copy() for knob, column in columns.items()}
-    result |= {knob: np.zeros_like(columns[knob]) for knob in (PREFILL_DECODE, *other_limits) if knob in columns}
-    sizes = {knob: np.array([pair[place].layout[knob] for pair in pairs], dtype=np.int64) for knob in SPLITS.values()}
-    result |= {knob: column for knob, column in sizes.items() if knob in columns}
-    result[INSTANCES] = np.array([sum(each.count for each in pair) for pair in pairs], dtype=np.int64)
-    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,31 +252,20 @@ class Placement:
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a candidate, each on consecutive devices; cores are split evenly.
-
-    An instance is on the first host with room for it, or, if it is larger, on whole hosts.
-    """
-    hardware, pair = Hardware.of(task), values.get(PREFILL_DECODE)
+    """Return the instances of a legal candidate, each on consecutive devices; those that prefill come first."""
+    pair = values.get(PREFILL_DECODE)
     if isinstance(pair, str):
-        return _placements_of_kinds(roles(pair), values, hardware)
-    number = count(values, INSTANCES)
-    ranks = count(values, TP) * count(values, PP) * count(values, DP)
-    width = int(hardware.share(np.array([number]))[0]) if hardware.on_cores else ranks
-    places = on_hosts([width] * number, hardware)
-    assert places is not None, "the candidate is legal"
-    return tuple(Placement(values, first, width, hosts) for hosts, first in places)
-
-
-def _placements_of_kinds(pair: Pair, values: Mapping[str, KnobValue], hardware: Hardware) -> tuple[Placement, ...]:
-    """Return the instances that prefill, then those that decode."""
-    own = {kind: of_kind(values, kind) for kind in KINDS}
-    kinds = [kind for kind, role in zip(KINDS, pair, strict=True) for _ in range(role.count)]
-    devices = widths(pair, hardware)
-    found = places(devices, hardware)
+        own: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
+        parts = [(each.devices, kind) for kind, each in zip(KINDS, roles(pair), strict=True) for _ in range(each.count)]
+    else:
+        own = {"": values}
+        ranks = count(values, TP) * count(values, PP) * count(values, DP)
+        parts = [(ranks, "")] * count(values, INSTANCES)
+    found = _places([devices for devices, _ in parts], Hardware.of(task))
     assert found is not None, "the candidate is legal"
     return tuple(
         Placement(own[kind], first, width, hosts, kind)
-        for kind, width, (hosts, first) in zip(kinds, devices, found, strict=True)
+        for (_, kind), (hosts, first, width) in zip(parts, found, strict=True)
     )
 
 
@@ -337,19 +322,19 @@ def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
     codes = np.broadcast_to(columns.get(PREFILL_DECODE, np.zeros(1, dtype=np.int64)), size)
     if not codes.any():
         return replace(uniform_kinds(columns.get(INSTANCES, np.ones(size, dtype=np.int64))), columns=columns)
-    pairs = [None, *(roles(word) for word in known_roles(task))]
-    kinds = list[tuple[int, int, int]]()
-    for row, code in enumerate(codes.tolist()):
-        pair = pairs[code]
-        kinds += [(row, each.count, number) for number, each in enumerate(pair, 1)] if pair else [(row, 0, 0)]
-    owner, count, role = np.array(kinds, dtype=np.int64).T
+    owner = np.repeat(np.arange(size), np.where(codes > 0, 2, 1))
+    is_second = np.append(False, owner[1:] == owner[:-1])
+    role = np.where(codes[owner] > 0, 1 + is_second, 0)
+    pairs, pair_of_row = [roles(word) for word in known_roles(task)], codes[owner] - 1
     kind_columns = {knob: column[owner] for knob, column in columns.items()}
-    count = np.where(role > 0, count, np.maximum(kind_columns[INSTANCES], 1))
-    for number, kind in enumerate(KINDS, 1):
-        of_role = np.flatnonzero(role == number)
-        pairs_of_rows = [pairs[code] for code in codes[owner[of_role]].tolist()]
-        own = {knob: column[of_role] for knob, column in kind_columns.items()}
-        for knob, column in columns_of_kind(own, kind, pairs_of_rows).items():
-            kind_columns[knob] = kind_columns[knob].copy()
-            kind_columns[knob][of_role] = column
-    return InstanceKinds(owner, count, kind_columns, role)
+    number = np.maximum(kind_columns[INSTANCES], 1)
+    for place, other_limits in enumerate((DECODE_LIMITS, PREFILL_LIMITS)):
+        values = {knob: [pair[place].layout[knob] for pair in pairs] for knob in SPLITS.values()}
+        values |= {knob: [0] * len(pairs) for knob in (PREFILL_DECODE, *other_limits)}
+        values[INSTANCES] = [sum(each.count for each in pair) for pair in pairs]
+        for knob in values.keys() & kind_columns.keys():
+            of_kind = np.array(values[knob])[pair_of_row]
+            kind_columns[knob] = np.where(role == place + 1, of_kind, kind_columns[knob])
+        counts = np.array([pair[place].count for pair in pairs])
+        number = np.where(role == place + 1, counts[pair_of_row], number)
+    return InstanceKinds(owner, number, kind_columns, role)

@@ -359,20 +359,12 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
     defaults: dict[str, KnobValue] = {knobs.KV: "auto", own.POLICY: "fcfs", knobs.TOWER: "weights"}
     defaults[ASYNC] = "on" if own.is_async(task) else "off"
-    on_cores = Hardware.of(task).on_cores
-    own_block = on_cores and not task.spec.model.multi_latent_attention
+    if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
+        defaults[own.BLOCK] = own.CPU_BLOCK
     return (
-        *placement.merges(knobs.TRANSFER),
+        *placement.merges(TRANSFER),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
-        *rules.same_as_unset(
-            PROGRAM,
-            {
-                knobs.KV: "auto",
-                own.POLICY: "fcfs",
-                ASYNC: "on" if own.is_async(task) else "off",
-                knobs.TOWER: "weights",
-            },
-        ),
+        *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),
         Merge(
@@ -380,7 +372,6 @@ def _merges(task: Task) -> tuple[Merge, ...]:
             knobs=(EAGER, GRAPHS),
             canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
         ),
-        *rules.same_as_unset(PROGRAM, {own.BLOCK: own.CPU_BLOCK} if own_block else {}),
     )
 
 

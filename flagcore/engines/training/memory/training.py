@@ -24,7 +24,7 @@ from flagcore.engines.training.memory.states import (
 )
 from flagcore.engines.training.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore.engines.training.parameters import EXPERT_PARTS, Parts, stage_parameters
-from flagcore.engines.training.stages import Stage, some_of, stage, stages
+from flagcore.engines.training.stages import Stage, stage, stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ class _Estimate:
         activations = stage_activations(self.train, self.layout, stage_, self.kinds)
         total = activations.stored + activations.above
         if self.selective is not None:
-            less = self.selective.activation(some_of(stage_, self.uniform))
+            less = self.selective.activation(stage_[self.uniform])
             total[self.uniform] = np.minimum(total[self.uniform], less)
         return total
 
@@ -243,7 +243,7 @@ class _Estimate:
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
         """Return the peak of a step of some candidates with less recompute: the least of two estimates."""
-        modules, part, peaks = self.train.options.recompute_modules, some_of(stage_, rows), []
+        modules, part, peaks = self.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for fewer in {modules - {"moe"}, modules}:
             other = self._with_selective(fewer, rows)

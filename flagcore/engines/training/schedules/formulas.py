@@ -7,6 +7,8 @@ settings (arXiv 2401.10241) the formulas predict the 48 published steps of 1F1B,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from flagcore.domain.prediction import Passes
@@ -27,12 +29,10 @@ def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual
     if p == 1:
         single_stage: FloatArray = m * times.busy[0]
         return single_stage
-    if schedule == "gpipe":
-        return critical_path.gpipe(times, m)
-    if schedule == "1f1b":
-        return critical_path.one_forward_one_backward(times, m)
     if schedule == "interleaved":
         return critical_path.interleaved(times, m, virtual)
+    if schedule in ("gpipe", "1f1b"):
+        return (critical_path.gpipe if schedule == "gpipe" else critical_path.one_forward_one_backward)(times, m)
     if schedule.startswith("zb-") and schedule != "zb-v":
         return _zero_bubble(schedule, times, m)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
@@ -51,27 +51,27 @@ def in_flight(
     (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). `deferred` returns those held only
     for W.
     """
-    later_stages = pipeline - 1.0 - index
-    ones: FloatArray = np.ones_like(later_stages)
-    count = later_stages + 1.0
-    if schedule == "gpipe":
-        count = microbatches * ones
-    elif schedule == "interleaved":
-        count = np.where(virtual > 1, (2.0 * later_stages + (virtual - 1.0) * pipeline + 1.0) / virtual, count)
-    elif schedule in ("zb-h2", "zb-2p"):
-        count = 2.0 * later_stages + 1.0
-    elif schedule == "zb-v":
-        count = pipeline * ones
-    elif schedule == "v-half":
-        count = (pipeline + 2.0) // 2.0 * ones
-    elif schedule == "v-min":
-        count = (pipeline + 4.0) // 3.0 * ones
-    elif schedule == "dualpipe":
-        count = pipeline + ones
-    elif schedule == "dualpipev":
-        count = pipeline + 0.5 * ones
+    later, count = pipeline - 1.0 - index, microbatches * np.ones_like(pipeline - index)
+    if schedule == "interleaved":
+        chunks = 2.0 * later + (virtual - 1.0) * pipeline + 1.0
+        count = np.where(virtual > 1, chunks / virtual, later + 1.0)
+    elif schedule != "gpipe":
+        count = _HELD[schedule](later, pipeline) if schedule in _HELD else later + 1.0
     result: FloatArray = np.minimum(np.where(pipeline > 1, count, 1.0), microbatches)
     return result
+
+
+_HELD: dict[str, Callable[[FloatArray, FloatArray], FloatArray]] = {
+    "zb-h2": lambda later, pipeline: 2.0 * later + 1.0,
+    "zb-2p": lambda later, pipeline: 2.0 * later + 1.0,
+    "zb-v": lambda later, pipeline: pipeline,
+    "v-half": lambda later, pipeline: (pipeline + 2.0) // 2.0,
+    "v-min": lambda later, pipeline: (pipeline + 4.0) // 3.0,
+    "dualpipe": lambda later, pipeline: pipeline + 1.0,
+    "dualpipev": lambda later, pipeline: pipeline + 0.5,
+}
+"""Micro-batches that a stage holds, by the number of later stages and of all; in other schedules one for each later
+stage, and its own."""
 
 
 def deferred(
@@ -88,13 +88,9 @@ def deferred(
     `weight_share` (`StageTimes.weight_share`) of one. The V family and DualPipe hold 0 at their peak.
     """
     held_count = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
-    waiting: FloatArray = np.zeros_like(held_count)
-    if schedule in ("zb-h1", "zb-1p"):
-        waiting = waiting + index
-    elif schedule == "zb-h2":
-        waiting = waiting + 2.0 * index
-    elif schedule == "zb-2p":
-        waiting = waiting + (2.0 * index + 1.0) / weight_share
+    waiting = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 2.0}.get(schedule, 0.0) * index
+    if schedule == "zb-2p":
+        waiting = (2.0 * index + 1.0) / weight_share
     return np.minimum(np.where(pipeline > 1, waiting, 0.0), microbatches - held_count)
 
 

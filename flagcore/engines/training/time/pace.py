@@ -161,5 +161,5 @@ def _weights(
     zeros = np.zeros_like(layout.data)
     part = Part(*(zeros + each for each in (first, last, last, dense + layers, dense, mtp)))
     parts: dict[str, FloatArray] = {each.name: getattr(part, each.name) for each in fields(part)}
-    stage = Stage(**parts, index=zeros, chunk=zeros, in_flight=zeros, deferred=zeros, copies=1.0)
+    stage = Stage(**parts, index=zeros, chunk=zeros, in_flight=zeros, deferred=zeros, copies=zeros + 1.0)
     return sum(split_parameters(stage_parameters(train, layout, stage)), zeros)

@@ -84,26 +84,13 @@ def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> 
     return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm & ~np.asarray(shapes), 0.0, 1.0)
 
 
-def message_seconds(
-    train: Training, layout: Layout, costs: Costs, placement: Placement, waits: FloatArray
-) -> FloatArray:
-    """Return the seconds of one message between two stages, the mean over a pipeline."""
-    return Messages.from_layout(train, layout, costs, placement).mean(layout, placement) + waits * _refill_seconds(
-        costs
-    )
-
-
 def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the seconds that early multi-token prediction adds to a micro-batch on a stage: its messages, which have
     shapes, do not overlap compute.
     """
-    waits = 1.0 - sender_waits(train, layout)
-    return (
-        2.0
-        * layout.virtual
-        * waits
-        * message_seconds(train, layout, costs, Placement.from_layout(layout, costs), waits)
-    )
+    waits, placement = 1.0 - sender_waits(train, layout), Placement.from_layout(layout, costs)
+    message_s = Messages.from_layout(train, layout, costs, placement).mean(layout, placement)
+    return 2.0 * layout.virtual * waits * (message_s + waits * _refill_seconds(costs))
 
 
 def _refill_seconds(costs: Costs) -> float:

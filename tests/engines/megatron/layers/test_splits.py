@@ -22,7 +22,7 @@ from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts
 from flagcore.engines.megatron.space.options import options
 from flagcore.engines.training.layout import Layout, Splits, Training
 from flagcore.engines.training.memory.training import memory_in_use, stages_in_use
-from flagcore.engines.training.stages import Part, placed, stage, stage_with
+from flagcore.engines.training.stages import placed, stage, stage_of
 from flagcore.engines.training.time.step import Blocks, costs_in_run, step_time
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
@@ -109,7 +109,6 @@ def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> li
 
 CASES: dict[str, list[Model]] = {
     "dense": [dataclasses.replace(DENSE, num_layers=count) for count in range(3, 10)],
-    "wide": [dataclasses.replace(WIDE, num_layers=count, mtp_num_layers=1) for count in (4, 6, 9)],
     "experts": [
         dataclasses.replace(each, num_layers=count, moe_first_dense_layers=leading)
         for each in (EXPERTS, HEAVY)
@@ -117,12 +116,7 @@ CASES: dict[str, list[Model]] = {
         for leading in range(4)
     ],
 }
-RECOMPUTE: dict[str, dict[str, float]] = {
-    "none": {},
-    "full": {"uniform": 1.0},
-    "block": {"block": 1.0},
-    "selective": {"selective": 1.0},
-}
+RECOMPUTE: list[dict[str, float]] = [{}, {"uniform": 1.0}, {"block": 1.0}, {"selective": 1.0}]
 
 
 def cases(kind: str, **counts: float) -> Iterator[tuple[Training, Layout]]:
@@ -130,44 +124,6 @@ def cases(kind: str, **counts: float) -> Iterator[tuple[Training, Layout]]:
         stages = counts["pipeline"] * counts["virtual"]
         if stages - 1 <= model.num_layers <= (9 if stages < 7 else 8):
             yield train(model, transformer_engine=kind != "dense"), layout(**counts)
-
-
-each_pipeline = pytest.mark.parametrize(
-    ("virtual", "pipeline"),
-    [(1, 3), (2, 4), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 2), (1, 4), (2, 2), (2, 3)))],
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@each_pipeline
-@pytest.mark.parametrize("kind", CASES)
-def test_the_split_is_the_best_of_all_splits(kind: str, virtual: int, pipeline: int, recompute: str) -> None:
-    for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
-        best = slowest(*all_splits(work, split), costs()).min()
-        found = slowest(*derived(work, split, costs()), costs())[0]
-        assert found == pytest.approx(best, rel=1e-6), work.model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_split_is_the_best_split_that_fits_into_memory(kind: str) -> None:
-    narrower = 0
-    for work, split in (case for pipeline in (2, 3, 4) for case in cases(kind, pipeline=pipeline, virtual=1)):
-        split = dataclasses.replace(split, microbatches=np.array([16.0]))
-        every = all_splits(work, split)
-        seconds, used = slowest(*every, costs()), memory_in_use(*every, costs()).used
-        fastest = used[np.argmin(seconds)]
-        for share in (0.97, 0.93, 0.9):
-            room = costs(fastest * share)
-            fits = used <= fastest * share
-            if not fits.any():
-                continue
-            chosen = derived(work, split, room)
-            assert memory_in_use(*chosen, room).used[0] <= fastest * share, work.model
-            assert slowest(*chosen, room)[0] == pytest.approx(seconds[fits].min(), rel=1e-6), work.model
-            narrower += 1
-    assert narrower > 3
 
 
 SHAPES = [(2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3)]
@@ -186,12 +142,12 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     options = dataclasses.replace(work.options, early_mtp=early, overlap_p2p_comm=not early)
     work = dataclasses.replace(work, options=options)
     extra = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
-    recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]
+    recompute = RECOMPUTE[draw.integers(len(RECOMPUTE))]
     microbatches = pipeline * draw.choice([1, 2, 4, 8])
     return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **extra, **recompute)
 
 
-@pytest.mark.parametrize("seed", [17, pytest.param(2027, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [17, 2026, pytest.param(2027, marks=pytest.mark.long)])
 def test_splits_of_random_candidates_are_optimal_with_and_without_memory_limits(seed: int) -> None:
     draw, narrower = np.random.default_rng(seed), 0
     for _ in range(40):
@@ -225,12 +181,8 @@ def test_more_layers_on_a_stage_never_need_less_memory(seed: int) -> None:
         leading = min(model.moe_first_dense_layers, int(draw.integers(3)))
         layers = np.arange(max(leading, split.virtual[0]), 30.0)
         many = dataclasses.replace(split[np.zeros(layers.size, dtype=np.int64)], split=np.ones(layers.size))
-        first, last = np.full(layers.size, place == 0.0), np.full(layers.size, place == split.pipeline[0] - 1.0)
-        dense = layers if model.num_moe_experts is None else np.full(layers.size, float(leading))
-        part = Part(first * 1.0, last * 1.0, last * 1.0, layers, dense, last * float(model.mtp_num_layers))
-        (found,) = stages_in_use(
-            work, many, costs(), [stage_with(part, model, many, np.full(layers.size, place), work.options)]
-        )
+        index = np.full(layers.size, place)
+        (found,) = stages_in_use(work, many, costs(), [stage_of(work, many, index, layers, leading)])
         assert (np.diff(found.used) >= 0).all(), (model, split, place, leading)
 
 

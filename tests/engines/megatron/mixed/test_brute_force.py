@@ -26,36 +26,35 @@ from tests import small
 from tests.engines.megatron.layers import test_mixed_split as test_mixed
 from tests.engines.megatron.mixed.test_meshes import EXPERTS, MODEL
 
-DEVICES = 2
 LAYERS_OF_MODEL = 6
 KINDS = {"fast": (1.0, 80e9), "slow": (2.5, 32e9), "small": (1.4, 9e9)}
 """How much slower a chip is, and its memory in bytes."""
 LISTS: dict[str, Any] = {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}
 
 
-def job(count: int, *texts: str, model: Any = EXPERTS, **settings: str) -> tuple[Task, Costs]:
+def job(count: int, *texts: str, devices: int = 2, model: Any = EXPERTS, **settings: str) -> tuple[Task, Costs]:
     """Return a job on `count` kinds of chips with these meshes, and its costs."""
     kinds = list(KINDS.items())[:count]
     groups = tuple(
-        NodeGroup(chip=replace(test_mixed.chip(times), name=name), nodes=1, devices_per_node=DEVICES)
+        NodeGroup(chip=replace(test_mixed.chip(times), name=name), nodes=1, devices_per_node=devices)
         for name, (times, _) in kinds
     )
     first, *others = (test_mixed.costs(times, capacity=capacity) for _, (times, capacity) in kinds)
-    made = replace(test_mixed.mixed(first, others[0]), further={DEVICES * n: c for n, c in enumerate(others, start=1)})
+    made = replace(test_mixed.mixed(first, others[0]), further={devices * n: c for n, c in enumerate(others, start=1)})
     space = {**LISTS, **({MESHES: texts} if texts else {})}
     base = small.task(replace(model, num_layers=LAYERS_OF_MODEL), seq_length=4096, global_batch_size=8, space=space)
     spec = replace(base.spec, work=replace(base.spec.train, settings=settings))
     return replace(base, spec=spec, cluster=Cluster(groups=groups)), made
 
 
-def every(count: int, model: Any) -> list[str]:
+def every(count: int, devices: int, model: Any) -> list[str]:
     """Return all meshes on `count` kinds of chips, or on some of them, in all orders."""
-    sizes = divisors(DEVICES)
+    sizes = divisors(devices)
     own = [
         " ".join(f"{key}{size}" for key, size in zip(SIZES, (tensor, 1, expert, data, stages), strict=True)) + word
         for word in ("", " full")
         for tensor, expert, data, stages in product(sizes, divisors(model.num_moe_experts or 1), sizes, sizes)
-        if tensor * data * stages == DEVICES and (tensor * data) % expert == 0
+        if tensor * data * stages == devices and (tensor * data) % expert == 0
     ]
     orders = [order for size in range(1, count + 1) for order in permutations(list(KINDS)[:count], size)]
     return [
@@ -84,16 +83,17 @@ def layouts(layers: int, stages: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_best_is_that_of_all_meshes_orders_and_splits(count: int, model: Any) -> None:
-    task, made = job(count, model=model)
-    (found, values), *_ = fastest(count, list(planned(task, made)), 1, model=model)
-    best = fastest(count, every(count, model), 2, model=model)
+@pytest.mark.parametrize(("count", "devices"), [(2, 4), (3, 2)])
+def test_the_best_is_that_of_all_meshes_orders_and_splits(count: int, devices: int, model: Any) -> None:
+    given = {"model": model, "devices": devices}
+    task, made = job(count, **given)
+    (found, values), *_ = fastest(count, list(planned(task, made)), 1, **given)
+    best = fastest(count, every(count, devices, model), 2, **given)
     assert found <= 1.01 * best[0][0]
     for text in {values[MESHES], *(values[MESHES] for _, values in best)}:
         stages = sum(int((re.findall(r"pp(\d)", mesh) or "1")[0]) for mesh in text.split("+"))
         for layout in layouts(LAYERS_OF_MODEL, stages):
-            split = fastest(count, [text], 1, model=model, **{LAYOUT: layout})
+            split = fastest(count, [text], 1, **given, **{LAYOUT: layout})
             assert not split or found <= 1.01 * split[0][0]
 
 
@@ -128,7 +128,7 @@ def test_flagscale_accepts_the_best_candidates(count: int) -> None:
     task, made = job(count)
     texts = list(planned(task, made))
     platform = small.platform(with_kinds(job(count, *texts)[0]), costs=made)
-    devices = dict.fromkeys(KINDS, DEVICES)
+    devices = dict.fromkeys(KINDS, 2)
     for _, values in fastest(count, texts, 30):
         words = list(mixed(platform, Candidate.of(values).as_dict()).words)
         assert refused(words, devices, values, LAYERS_OF_MODEL) == [], values

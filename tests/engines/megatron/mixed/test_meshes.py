@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
 from flagcore.engines.megatron.mixed.options import mesh_options
-from flagcore.engines.megatron.mixed.planner import _useful, planned
+from flagcore.engines.megatron.mixed.planner import _useful
 from flagcore.engines.megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
-from flagcore.engines.megatron.space.knobs import divisors
 from flagcore.errors import SpecError
 from flagcore.physics.schedules.replay import simulate, step_seconds
 from flagcore.tuner.stages.build import build
@@ -159,37 +157,6 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
     assert sum(float(each[0]) for name, each in step.items() if name not in ("dp_comm_exposed_s", "optimizer_s")) == (
         pytest.approx(simulated)
     )
-
-
-def every(job: Task, words: tuple[str, ...]) -> list[str]:
-    """Return all meshes of a job, without context parallelism."""
-    names, experts = [group.chip.name for group in job.cluster.groups], job.spec.model.num_moe_experts
-    devices = job.cluster.groups[0].devices
-    own = [
-        " ".join(f"{key}{size}" for key, size in zip(SIZES, sizes, strict=True)) + f" {word}"
-        for word in words
-        for sizes in product(divisors(devices), (1,), divisors(experts or 1), divisors(devices), divisors(devices))
-        if sizes[0] * sizes[3] * sizes[4] == devices
-    ]
-    orders = [order for size in (1, 2) for order in permutations(names, size)]
-    return [
-        " + ".join(f"{n} {o}" for n, o in zip(order, each, strict=True))
-        for order in orders
-        for each in product(own, repeat=len(order))
-    ]
-
-
-@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("capacity", [(80e9, 80e9), (9e9, 6e9)])
-def test_the_planned_meshes_have_the_best_of_all(model: Model, capacity: tuple[float, float]) -> None:
-    made, lists = pair(*capacity, devices=4), {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}
-    chosen = planned(replace_space(task(model=model, devices=4), lists), made)
-    best = [
-        best_of(task(*texts, model=model, devices=4, **lists), made)
-        for texts in (chosen, every(task(model=model, devices=4), ("", "full")))
-    ]
-    assert len(chosen) < 400
-    assert best[0] <= 1.01 * best[1]
 
 
 @pytest.mark.slow

@@ -12,14 +12,18 @@ from flagcore.contracts import Costs
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.launch import Exit, classify
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.launch.server import Instance
 from flagcore.engines.serving.model.predict import predict as predict_engine
-from flagcore.engines.serving.space.placement import InstanceKinds
+from flagcore.engines.serving.space.hardware import Hardware
+from flagcore.engines.serving.space.placement import InstanceKinds, placements
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.plugins import workload
 from flagcore.tuner.stages.build import build, canonical
@@ -28,6 +32,18 @@ from tests.small import CHIP, DENSE, SOURCE
 SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
 CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))
 LOAD = Load(input_len=128, output_len=64, concurrency=16)
+GIB = 2**30
+MLA = replace(
+    DENSE,
+    multi_latent_attention=True,
+    num_query_groups=4,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+)
+RELEASES = {"vllm": "0.32.0", "sglang": "0.5.23"}
+COMMANDS = {"vllm": ("/bin/echo", "serve"), "lmdeploy": ("/bin/echo", "serve", "api_server")}
 
 
 def serving(
@@ -45,6 +61,38 @@ def serving(
     spec = Spec(model=model, cluster=ClusterSpec(), work=work, **outer)
     group = NodeGroup(chip=CORE if on_cores else CHIP, nodes=1, devices_per_node=devices, memory_bytes=memory)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def planned(engine: str, **arguments: Any) -> Task:
+    """A task of a known release with weights, which need not exist; two devices if they are cores."""
+    arguments = {"weights": "hf", "command": COMMANDS.get(engine, ("/bin/echo",)), **arguments}
+    arguments = {"engine_version": RELEASES.get(engine), "devices": 2 if arguments.get("on_cores") else 4, **arguments}
+    return serving(engine, **arguments)
+
+
+def engine_of(name: str) -> Engine:
+    """The engine with a name."""
+    found = workload(name)
+    assert isinstance(found, Engine)
+    return found
+
+
+def server(task: Task, index: int = 0, **values: KnobValue) -> Instance:
+    """How one instance of a candidate is started: the engine's defaults but for `values`."""
+    engine = engine_of(task.spec.serve.engine)
+    place = placements(task, {**engine.defaults(task), **values})[index]
+    return engine.server(task, place.values, Hardware.of(task).cores(place.first, place.width))
+
+
+def settings(task: Task, **values: KnobValue) -> Settings:
+    """The settings of a candidate: the engine's defaults but for `values`."""
+    engine = engine_of(task.spec.serve.engine)
+    return engine.settings(task, row(engine, task, **values))
+
+
+def failure(engine: Engine, log: str) -> tuple[TrialState, str]:
+    """What a failed server's log says."""
+    return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, engine.reports.failures)
 
 
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:

@@ -108,25 +108,11 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
 
 
-def test_only_requested_values_must_be_read_back(tmp_path: Path) -> None:
-    launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
-    assert read_job(tmp_path).instances[0].requested == {"parallel": 4}
-    launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
-    assert read_job(tmp_path).instances[0].requested == {"n_gpu_layers": 0, "enable_prefix_caching": False}
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
 def test_an_invalid_job_is_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "serve.json").write_text(text)
     with pytest.raises(ValueError, match=r"serve\.json is invalid"):
         read_job(tmp_path)
-
-
-def test_an_endless_load_is_refused(tmp_path: Path) -> None:
-    where = on_cards(tmp_path, loads=(Load(num_prompts=None, concurrency=1),))
-    with pytest.raises(SpecError) as refused:
-        LLAMACPP.ready(where.task.spec)
-    assert "num_prompts" in refused.value.key
 
 
 def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is_reported(
@@ -142,19 +128,30 @@ def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is
     assert [load.concurrency for load in read_job(tmp_path).loads] == [64]
 
 
-def test_a_missing_folder_of_the_command_is_reported_before_anything_runs(tmp_path: Path) -> None:
-    spec = on_cards(tmp_path).task.spec
-    spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"loads": (Load(num_prompts=None, concurrency=1),)}, "num_prompts"),
+        ({"directory": "/no/such/folder"}, "serve.directory"),
+        ({}, "auto_tuner.objective"),
+    ],
+)
+def test_what_prevents_a_start_is_reported_before_anything_runs(tmp_path: Path, arguments: Any, key: str) -> None:
+    spec = on_cards(tmp_path, **arguments).task.spec
     with pytest.raises(SpecError) as refused:
-        LLAMACPP.ready(spec)
-    assert "serve.directory" in refused.value.key
+        LLAMACPP.ready(spec if arguments else dataclasses.replace(spec, objective="goodput_requests_per_s"))
+    assert key in refused.value.key
 
 
-def test_goodput_without_limits_is_reported_before_anything_runs(tmp_path: Path) -> None:
-    spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
-    with pytest.raises(SpecError) as refused:
-        LLAMACPP.ready(spec)
-    assert refused.value.key == "auto_tuner.objective"
+@pytest.mark.parametrize(
+    ("values", "requested"),
+    [
+        ({"parallel": 4, "n_gpu_layers": -1, "enable_prefix_caching": True}, {"parallel": 4}),
+        ({"n_gpu_layers": 0, "enable_prefix_caching": False}, {"n_gpu_layers": 0, "enable_prefix_caching": False}),
+    ],
+)
+def test_only_requested_values_must_be_read_back(tmp_path: Path, values: Any, requested: Any) -> None:
+    assert instances(on_cards(tmp_path), tmp_path, **values)[0].requested == requested
 
 
 def test_a_single_winner_is_started_with_the_engines_command(tmp_path: Path) -> None:
@@ -271,10 +268,13 @@ def on_two_kinds(folder: Path) -> Platform:
     return dataclasses.replace(small_platform(task), support=support)
 
 
+def of_pair(where: Platform, pair: str, **values: Any) -> Candidate:
+    return Candidate.of({**VLLM.defaults(where.task), "prefill_decode": pair, **values})
+
+
 def test_each_instance_of_a_trial_of_two_kinds_has_its_devices(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
-    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
-    VLLM.launch(where, candidate, str(tmp_path))
+    VLLM.launch(where, of_pair(where, "2xtp1+1xtp2"), str(tmp_path))
     job = read_job(tmp_path)
     assert [each.kind for each in job.instances] == ["prefill", "prefill", "decode"]
     assert [each.environment[VISIBLE] for each in job.instances] == ["2", "3", "0,1"]
@@ -284,35 +284,32 @@ def test_each_instance_of_a_trial_of_two_kinds_has_its_devices(tmp_path: Path) -
 
 def test_winners_of_two_kinds_are_started_behind_a_router(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
-    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "1xtp1+1xtp1"})
+    candidate = of_pair(where, "1xtp1+1xtp1")
     found = VLLM.launch(where, candidate, str(tmp_path), for_real=True)
     script = (tmp_path / export.START).read_text()
     assert subprocess.run(["sh", "-n", found.argv[1]], check=True).returncode == 0
-    assert "--prefill http://127.0.0.1:8001" in script
-    assert "--decode http://127.0.0.1:8017" in script
+    for words in ("--prefill http://127.0.0.1:8001", "--decode http://127.0.0.1:8017"):
+        assert words in script
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT=18017" in script
     assert "nginx" not in script
     assert not (tmp_path / export.NGINX).exists()
-
-
-def test_compose_starts_two_kinds_behind_a_router(tmp_path: Path) -> None:
-    where = on_two_kinds(tmp_path)
-    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "1xtp1+1xtp1"})
-    files = VLLM.export(
-        ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=2), "compose"
-    )
-    services = yaml.safe_load(files[export.COMPOSE])["services"]
+    job = ExportJob(name="x", comments=(), platform=where, candidate=candidate, launch=NO_LAUNCH, devices=2)
+    services = yaml.safe_load(VLLM.export(job, "compose")[export.COMPOSE])["services"]
     assert list(services) == ["instance-0", "instance-1", "router"]
     words = services["router"]["entrypoint"]
     assert (words[0], words[words.index("--decode") + 1]) == ("vllm-router", "http://127.0.0.1:8017")
     assert "vllm-router" in services["router"]["image"]
 
 
-def test_a_connector_that_no_router_knows_is_refused(tmp_path: Path) -> None:
+def test_pairs_that_a_target_cannot_start_are_refused(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
-    values = {"prefill_decode": "1xtp1+1xtp1", "kv_transfer": "ExampleConnector"}
+    candidate = of_pair(where, "1xtp1+1xtp1", kv_transfer="ExampleConnector")
     with pytest.raises(UsageError, match="vllm-router does not know kv_transfer = ExampleConnector"):
-        VLLM.launch(where, Candidate.of({**VLLM.defaults(where.task), **values}), str(tmp_path), for_real=True)
+        VLLM.launch(where, candidate, str(tmp_path), for_real=True)
+    with pytest.raises(UsageError, match="kv_transfer"):
+        VLLM.groups(where, candidate, "x")
+    with pytest.raises(UsageError, match="prefill_decode"):
+        VLLM.replica(candidate)
 
 
 def test_a_prefix_aware_router_is_in_front_of_several_instances(tmp_path: Path) -> None:
@@ -350,7 +347,7 @@ def manifests(where: Platform, candidate: Candidate, servers: ServerGroups) -> d
 
 def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Path) -> None:
     where = on_two_kinds(tmp_path)
-    candidate = Candidate.of({**VLLM.defaults(where.task), "prefill_decode": "2xtp1+1xtp2"})
+    candidate = of_pair(where, "2xtp1+1xtp2")
     servers = VLLM.groups(where, candidate, "x")
     assert servers is not None
     found = manifests(where, candidate, servers)
@@ -366,18 +363,6 @@ def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Pa
     assert "--prefill http://x-prefill-1.x-prefill:8000 --decode http://x-decode-0.x-decode:8000" in front
     assert "vllm-router --vllm-pd-disaggregation" in front
     assert "--host 0.0.0.0" in front
-
-
-def test_files_are_not_shared_between_pods(tmp_path: Path) -> None:
-    where = on_two_kinds(tmp_path)
-    values = {"prefill_decode": "1xtp1+1xtp1", "kv_transfer": "ExampleConnector"}
-    with pytest.raises(UsageError, match="kv_transfer"):
-        VLLM.groups(where, Candidate.of({**VLLM.defaults(where.task), **values}), "x")
-
-
-def test_equal_servers_only_are_refused_for_two_kinds(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="prefill_decode"):
-        VLLM.replica(Candidate.of({"prefill_decode": "1xtp1+1xtp1"}))
 
 
 def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_path: Path) -> None:

@@ -105,37 +105,36 @@ def test_context_is_set_by_default_only_if_the_memory_is_too_small_for_that_of_t
     assert contexts(1 << 30) == (1024,)
 
 
-def test_release_that_is_not_in_the_table_is_named_in_a_warning() -> None:
-    assert any("9.9" in line for line in ENGINE.spec_warnings(serving("vllm", engine_version="9.9").spec))
-    assert not ENGINE.spec_warnings(serving("vllm", engine_version="0.32.0+cpu").spec)
+def slo(count: int | None = None, **limits: float) -> dict[str, Any]:
+    loads = (replace(LOAD, num_prompts=count),) if count else (LOAD,)
+    return {"loads": loads, "slo": {name.replace("__", "."): limit for name, limit in limits.items()}}
 
 
-def test_too_few_requests_for_a_percentile_of_the_slo_are_named_in_a_warning() -> None:
-    def warned(count: int, **slo: float) -> bool:
-        job = serving("vllm", loads=(replace(LOAD, num_prompts=count),), slo={f"ttft_s.{k}": v for k, v in slo.items()})
-        return bool(ENGINE.spec_warnings(job.spec))
-
-    assert warned(399, p99=1.0)
-    assert not warned(400, p99=1.0)
-    assert not warned(40, p90=1.0, mean=1.0)
-    assert not warned(8, mean=1.0)
+def load(objective: str = "output_tokens_per_s", **fields: Any) -> dict[str, Any]:
+    return {"loads": (Load(num_prompts=8, **fields),), "objective": objective}
 
 
-def test_objective_that_the_load_determines_is_named_in_a_warning() -> None:
-    def warned(objective: str = "output_tokens_per_s", **load: Any) -> bool:
-        job = serving("vllm", loads=(Load(num_prompts=8, **load),))
-        return bool(ENGINE.spec_warnings(replace(job.spec, objective=objective)))
-
-    assert warned(request_rate=2.0)
-    assert not warned("tpot_s.p99", request_rate=2.0)
-    assert not warned(request_rate=float("inf"))
-    assert not warned(concurrency=4)
-
-
-def test_a_limit_that_looks_like_milliseconds_is_named_in_a_warning() -> None:
-    def warned(**slo: float) -> bool:
-        return bool(ENGINE.spec_warnings(serving("vllm", slo={f"{key}.mean": v for key, v in slo.items()}).spec))
-
-    assert warned(ttft_s=200.0)
-    assert warned(tpot_s=50.0)
-    assert not warned(ttft_s=30.0, tpot_s=1.0, e2e_s=600.0)
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        ({"engine_version": "9.9"}, "9.9"),
+        ({"engine_version": "0.32.0+cpu"}, ""),
+        (slo(399, ttft_s__p99=1.0), "too few"),
+        (slo(400, ttft_s__p99=1.0), ""),
+        (slo(40, ttft_s__p90=1.0, ttft_s__mean=1.0), ""),
+        (slo(8, ttft_s__mean=1.0), ""),
+        (load(request_rate=2.0), "the load determines"),
+        (load("tpot_s.p99", request_rate=2.0), ""),
+        (load(request_rate=float("inf")), ""),
+        (load(concurrency=4), ""),
+        (slo(ttft_s__mean=200.0), "limits are in seconds"),
+        (slo(tpot_s__mean=50.0), "limits are in seconds"),
+        (slo(ttft_s__mean=30.0, tpot_s__mean=1.0, e2e_s__mean=600.0), ""),
+    ],
+)
+def test_a_spec_that_may_mislead_has_a_warning(arguments: dict[str, Any], warned: str) -> None:
+    objective = arguments.get("objective", "tpot_s.p99")
+    work = {key: value for key, value in arguments.items() if key != "objective"}
+    lines = ENGINE.spec_warnings(replace(serving("vllm", **work).spec, objective=objective))
+    assert len(lines) == bool(warned)
+    assert all(warned in line for line in lines)

@@ -72,7 +72,7 @@ def test_a_pair_has_one_spelling() -> None:
 def test_kinds_are_opt_in_and_auto_divides_all_cards(engine: Engine) -> None:
     task = cards(engine, space={INSTANCES: "auto", TP: "auto", PREFILL_DECODE: "auto"})
     space = space_of(engine, task)
-    rows = [space.candidate(number).as_dict() for number in range(len(space))]
+    rows = _rows(space)
     words = [each[PREFILL_DECODE] for each in rows if each[PREFILL_DECODE]]
     assert len(words) == len(set(words))
     assert {PAIR, "4xtp1+1xtp4", "1xtp4+2xtp2"} <= set(words)
@@ -156,12 +156,8 @@ def test_old_releases_have_no_second_kind() -> None:
 def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(engine: Engine) -> None:
     codes = merged(engine, cards(engine), **{PREFILL_DECODE: PAIR, INSTANCES: 4, TP: 2, PP: 2})
     assert (codes[INSTANCES], codes[TP], codes[PP]) == (1, 1, 1)
-    assert (
-        merged(
-            engine, cards(engine), **{TRANSFER: next(knob for knob in engine.knobs if knob.name == TRANSFER).words[0]}
-        )[TRANSFER]
-        == 0
-    )
+    word = next(knob for knob in engine.knobs if knob.name == TRANSFER).words[0]
+    assert merged(engine, cards(engine), **{TRANSFER: word})[TRANSFER] == 0
 
 
 def test_kinds_have_their_own_layouts_and_limits() -> None:
