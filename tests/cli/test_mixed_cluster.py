@@ -38,7 +38,7 @@ def spec(project: Project) -> Callable[..., str]:
 
 def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str]) -> None:
     def hardware(second: dict[str, Any]) -> object:
-        problem, _workload = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
+        problem = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
         return fixed_task({}, problem)["hardware"]
 
     assert hardware(LARGE) == hardware(SMALL)  # memory may change

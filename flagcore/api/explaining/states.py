@@ -22,7 +22,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
-from flagcore.report.text import candidate_text, role_text, scaled_text, state_name
+from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.prune import needed_share
@@ -77,7 +77,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     """Return a sentence on the end of a trial: its measurement compared with the best, or the reason of its failure."""
     state, measured, shortened = snapshot.search_state, trial.measurement, trial.shortened
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
-    line = f"{kind} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
+    line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {_seconds(snapshot, measured.step_time_s)}"

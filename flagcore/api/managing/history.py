@@ -12,7 +12,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import as_candidate, broken_rules_of
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem, Workload
+from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
@@ -68,14 +68,14 @@ def import_history(
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
-    problem, workload = build_problem_of_spec(name, None, without, data)
+    problem = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))
         raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
     limit = task.spec.control.max_time_per_task or history.time_limit_s
-    reader = _RowConverter(problem, workload, str(path.resolve()), role, tool.title, limit)
+    reader = _RowConverter(problem, str(path.resolve()), role, tool.title, limit)
     trials = list(reader.trials(history.rows))
     if not trials:
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
@@ -123,10 +123,8 @@ def _save(
 class _RowConverter:
     """Converts rows to trials; problems of a row go to `notes`."""
 
-    def __init__(
-        self, problem: Problem, workload: Workload, source: str, role: Role, title: str, limit_s: float
-    ) -> None:
-        self.problem, self.workload, self.source, self.role = problem, workload, source, role
+    def __init__(self, problem: Problem, source: str, role: Role, title: str, limit_s: float) -> None:
+        self.problem, self.source, self.role = problem, source, role
         self.title, self.limit_s = title, limit_s
         self.notes: list[str] = []
         self._seen: dict[Candidate, int] = {}
