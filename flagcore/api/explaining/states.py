@@ -60,6 +60,24 @@ def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]
     return OPEN, [*probes, *_why_open(subject)], []
 
 
+def account_of(subject: Subject) -> dict[str, Any]:
+    """Return the fields of a candidate that its report and a comparison share."""
+    state, because, rules = state_of(subject)
+    cluster = subject.snapshot.task.cluster
+    return {
+        "name": subject.name,
+        "where": str(subject.snapshot.where),
+        "candidate": subject.candidate.as_dict(),
+        "chip": cluster.chips,
+        "devices": cluster.devices,
+        "state": state,
+        "because": tuple(because),
+        "rules": tuple(rules),
+        "predicted": subject.predicted,
+        "believed": None if state == RAN else subject.believed,
+    }
+
+
 def _broken_rule(rule: Mapping[str, Any]) -> str:
     values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
     return f"{rule['rule']}: {rule['message']}" + (f" ({values})" if values else "")

@@ -166,7 +166,7 @@ def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)
-    answers = {
+    answers: dict[int, Answer] = {
         row.place: {"status": "invalid", "reason": _illegal_reason(rules, row.values, columns, number)}
         for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
         if rules
