@@ -11,7 +11,7 @@ from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.transfer import past_of_problem
-from flagcore.contracts import Platform, Problem, SearchContext, Workload
+from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.prediction import components_of_row
@@ -73,9 +73,9 @@ def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, A
     records = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        no_reason = figures.step_time_s is not None
-        reason_field = {} if no_reason else {"reason": f"no time: {no_time(platform.task, platform.costs)}"}
-        records.append(reason_field | record(platform.task, figures, layers.get(row, ())))
+        known = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
     return records
 
 
@@ -86,21 +86,20 @@ def build_problem_of_spec(
     data: Mapping[str, Any] | None = None,
     *,
     plan: bool = False,
-) -> tuple[Problem, Workload]:
+) -> Problem:
     """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
     parsed_spec = read_spec(spec, chip, without, data)
-    workload = plugins.workload_of(parsed_spec.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, workload, plan=plan)
+        problem = build_problem(parsed_spec, loaded, plugins.workload_of(parsed_spec.work), plan=plan)
     warn_about_problem(problem)
-    return problem, workload
+    return problem
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
-        problem, _workload = build_problem_of_spec(where, chip, without, plan=True)
+        problem = build_problem_of_spec(where, chip, without, plan=True)
         return _snapshot(place, problem, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:

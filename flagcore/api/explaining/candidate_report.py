@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from flagcore.api.explaining.states import OPEN, RAN, state_of
+from flagcore.api.explaining.states import OPEN, RAN, account_of
 from flagcore.api.explaining.subject import Subject
 from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
@@ -28,24 +28,14 @@ def explain_candidate(
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
     subject = Subject.of(snapshot, name)
-    state, because, rules = state_of(subject)
-    nearest, changes = subject.nearest_measured(), subject.changes()
-    if state in (OPEN, RAN):
+    account, nearest, changes = account_of(subject), subject.nearest_measured(), subject.changes()
+    if account["state"] in (OPEN, RAN):
         changes.pop("allowed", None)
     is_equivalent = subject.named & subject.differing(subject.requested).keys()
     return CandidateReport(
-        name=subject.name,
-        where=str(snapshot.where),
-        chip=snapshot.task.cluster.chips,
-        devices=snapshot.task.cluster.devices,
+        **account,
         objective=snapshot.task.spec.objective,
-        candidate=subject.candidate.as_dict(),
         requested=subject.requested.as_dict() if is_equivalent else None,
-        state=state,
-        because=tuple(because),
-        rules=tuple(rules),
-        predicted=subject.predicted,
-        believed=None if state == RAN else subject.believed,
         expected_s=subject.expected_s,
         trials=tuple(trial_record(trial) for trial in subject.trials),
         nearest={**trial_record(nearest), "differs": subject.differing(nearest.candidate)} if nearest else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flagcore.api.explaining.states import RAN, state_of
+from flagcore.api.explaining.states import account_of
 from flagcore.api.explaining.subject import Subject
 from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
@@ -74,7 +74,9 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
     both = [a.predicted, b.predicted] if a.predicted and b.predicted else [{}, {}]
     time = figure_pairs(*(each.get("time", {}) for each in both))
     latencies = [{f"{name}.p50": each[name]["p50"] for name in LATENCIES if name in each} for each in both]
-    data = [_side(side) for side in (a, b)]
+    data = [account_of(side) | {"measured": _measured(side)} for side in (a, b)]
+    for each in data:
+        del each["rules"]
     return Comparison(
         a=data[0],
         b=data[1],
@@ -89,23 +91,6 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         because=tuple(_reasons(a, b, data, time, gap, certainty)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
-
-
-def _side(side: Subject) -> dict[str, Any]:
-    """Return a candidate of a comparison as plain data."""
-    state, because, _rules = state_of(side)
-    return {
-        "name": side.name,
-        "where": str(side.snapshot.where),
-        "candidate": side.candidate.as_dict(),
-        "chip": side.snapshot.task.cluster.chips,
-        "devices": side.snapshot.task.cluster.devices,
-        "state": state,
-        "because": tuple(because),
-        "predicted": side.predicted,
-        "believed": None if state == RAN else side.believed,
-        "measured": _measured(side),
-    }
 
 
 def _measured(side: Subject) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
-from flagcore.report.text import candidate_text, role_text, scaled_text, state_name
+from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.prune import needed_share
@@ -60,6 +60,24 @@ def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]
     return OPEN, [*probes, *_why_open(subject)], []
 
 
+def account_of(subject: Subject) -> dict[str, Any]:
+    """Return the fields of a candidate that its report and a comparison share."""
+    state, because, rules = state_of(subject)
+    cluster = subject.snapshot.task.cluster
+    return {
+        "name": subject.name,
+        "where": str(subject.snapshot.where),
+        "candidate": subject.candidate.as_dict(),
+        "chip": cluster.chips,
+        "devices": cluster.devices,
+        "state": state,
+        "because": tuple(because),
+        "rules": tuple(rules),
+        "predicted": subject.predicted,
+        "believed": None if state == RAN else subject.believed,
+    }
+
+
 def _broken_rule(rule: Mapping[str, Any]) -> str:
     values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
     return f"{rule['rule']}: {rule['message']}" + (f" ({values})" if values else "")
@@ -77,7 +95,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     """Return a sentence on the end of a trial: its measurement compared with the best, or the reason of its failure."""
     state, measured, shortened = snapshot.search_state, trial.measurement, trial.shortened
     kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
-    line = f"{kind} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
+    line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {_seconds(snapshot, measured.step_time_s)}"
