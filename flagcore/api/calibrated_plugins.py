@@ -17,7 +17,7 @@ from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.physics.collectives.costs import Collectives, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Curve, Roofline
@@ -55,14 +55,13 @@ class CalibratedPlugins(LoadedPlugins):
             with suppress(RunError):  # reported when its times are read
                 saved = self._calibrations.all()
             for _file, calibration in reversed(saved):
-                if calibration.facts is not None and normalize_name(calibration.chip) not in catalogue:
+                key, facts = normalize_name(calibration.chip), calibration.facts
+                if facts is not None and key not in catalogue:
                     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
                         chip = chip_of(calibration)
-                        catalogue[normalize_name(calibration.chip)] = (chip, CALIBRATED)
+                        catalogue[key] = (chip, CALIBRATED)
                         self._chips.append(chip)
-                        kind, backend = (
-                            str(calibration.facts.get(key)) for key in ("device_type", "distributed_backend")
-                        )
+                        kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
                         self._support[chip.name] = support_of(kind, backend, chip.name)
         return super()._known_chips()
 
@@ -105,16 +104,11 @@ class CalibratedPlugins(LoadedPlugins):
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
-        name, max_devices = group.chip.name, calibration.devices
-        if max_devices < group.devices_per_node and name not in self._calibrated_on_few:
+        name, count, total = group.chip.name, calibration.devices, group.devices_per_node
+        if count < total and name not in self._calibrated_on_few:
             self._calibrated_on_few.add(name)
-            text = _(
-                "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
-                chip=name,
-                count=max_devices,
-                total=group.devices_per_node,
-            )
-            self._warn(text)
+            text = N_("{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node")
+            self._warn(_(text, chip=name, count=count, total=total))
 
 
 def _curve(costs: KernelCostStack | None) -> Curve:
@@ -184,18 +178,19 @@ def chip_of(calibration: Calibration) -> Chip:
     facts = calibration.facts or {}
     source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
     rates: dict[str, float] = {}
+    bytes_per_second = 0.0
     for row in calibration.rows:
+        per_second = 1e6 / float(row["us"])
         if row.get("kernel") == "gemm":
-            rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
+            rate = 2.0 * per_second * float(row["m"]) * float(row["n"]) * float(row["k"])
             rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
-    bytes_per_second = [
-        1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"
-    ]
+        elif row.get("kernel") == "copy":
+            bytes_per_second = max(bytes_per_second, per_second * float(row["bytes"]))
     return Chip(
         name=calibration.chip,
         vendor=VENDOR,
         memory_bytes=_fact(facts.get("memory_bytes"), source),
-        memory_bandwidth_bytes_per_second=_fact(max(bytes_per_second, default=0.0) / Curve().memory_share, source),
+        memory_bandwidth_bytes_per_second=_fact(bytes_per_second / Curve().memory_share, source),
         dense_flops_per_second={
             name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
         },
@@ -231,13 +226,11 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self._all, self._idle, self._own = _read_times()
+        self._start = _read_times()
 
     def used_by_others(self) -> float:
         """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
-        total, idle, own = (
-            now - then for now, then in zip(_read_times(), (self._all, self._idle, self._own), strict=True)
-        )
+        total, idle, own = (now - then for now, then in zip(_read_times(), self._start, strict=True))
         return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from flagcore.contracts.chip import PruningRule
 from flagcore.contracts.platform import Costs, Platform
 from flagcore.contracts.workload import Workload
@@ -51,6 +53,16 @@ class Problem:
     def costs(self) -> Costs:
         """The cost models of the cluster."""
         return self.platform.costs
+
+    def row_of(self, candidate: Candidate) -> int:
+        """Return the row of a candidate of the space."""
+        row = self.space.find(candidate)
+        assert row is not None, "every candidate that runs is in the space"
+        return row
+
+    def columns_of(self, candidate: Candidate) -> dict[str, IntArray]:
+        """Return the columns of the row of a candidate of the space."""
+        return self.space.columns(np.array([self.row_of(candidate)]))
 
     @property
     def messages(self) -> dict[str, str]:

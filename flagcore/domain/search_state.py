@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -114,6 +114,12 @@ class SearchState:
     def settled(self) -> frozenset[Candidate]:
         """The candidates with a conclusive trial. Others may be tried again."""
         return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.is_conclusive)
+
+
+def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
+    """Return the seconds that trials with steps took outside of these, mostly for their start."""
+    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
+    return [seconds for seconds in found if seconds is not None]
 
 
 def speed(trial: Trial) -> float:
@@ -337,7 +343,7 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 def full_duration_s(control: Control, trial: Trial) -> float:
     """Return the seconds that a measured trial takes with whole steps."""
     measured = trial.measurement
-    if measured is None or measured.scaled_from is None or (trial.shortened and trial.shortened.nodes):
+    if measured is None or measured.scaled_from is None or trial.fewer_nodes:
         return trial.duration_s
     return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
 

@@ -209,10 +209,18 @@ class Trial:
     def search_fields(self) -> dict[str, object]:
         """The values of SEARCH_FIELDS that are not None, as plain data."""
         values = {name: value for name in SEARCH_FIELDS if (value := getattr(self, name)) is not None}
-        return {
-            name: asdict(value) if isinstance(value, (TimeLimit, Shortened)) else value
-            for name, value in values.items()
-        }
+        records = (TimeLimit, Shortened)
+        return {name: asdict(value) if isinstance(value, records) else value for name, value in values.items()}
+
+    @property
+    def scale(self) -> float:
+        """The predicted time of a whole step relative to a step of the trial."""
+        return self.shortened.scale if self.shortened else 1.0
+
+    @property
+    def fewer_nodes(self) -> int:
+        """The number of nodes of a trial that did not run on all nodes; 0 for others."""
+        return self.shortened.nodes if self.shortened else 0
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -234,7 +242,7 @@ class Trial:
         """Whether the trial was measured alone, with whole steps or on fewer nodes."""
         if self.measurement is None or self.group is not None:
             return False
-        return self.measurement.scaled_from is None or bool(self.shortened and self.shortened.nodes)
+        return self.measurement.scaled_from is None or bool(self.fewer_nodes)
 
     @property
     def interval(self) -> float:
@@ -262,7 +270,7 @@ class Trial:
         """
         measured = self.measurement
         if self.has_only_finished_steps:
-            return self.duration_s - math.fsum(self.finished_steps_s) / (self.shortened.scale if self.shortened else 1)
+            return self.duration_s - math.fsum(self.finished_steps_s) / self.scale
         if self.state is not TrialState.MEASURED or measured is None:
             return None
         if measured.warmup_steps is not None:

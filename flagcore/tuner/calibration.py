@@ -267,7 +267,7 @@ class Experience:
             for trial in trials
             if trial.state is TrialState.MEASURED
             and trial.fidelity == RUN
-            and not (trial.shortened and trial.shortened.nodes)  # its candidate ran with fewer replicas
+            and not trial.fewer_nodes  # its candidate ran with fewer replicas
         ]
         if not records:
             return None

@@ -161,14 +161,14 @@ class _Search:
             return stopped
         baseline = self.problem.baseline
         while self.consecutive_busy < MAX_CONSECUTIVE_BUSY and not self._is_baseline_done(baseline):
-            self._run(baseline, Role.BASELINE)
+            self._run(self._plan(baseline, Role.BASELINE))
         while True:
             self._decide_parallelism()
             reason = self._start_trials()
             if not self.pool.trials:
                 self.pool.limit = 1
                 return reason
-            self._finish_next()
+            self._finish(self.pool.next_finished())
 
     def _start_trials(self) -> str:
         """Start trials while groups are free. Return why no further trial may start, empty if no group is free."""
@@ -180,7 +180,7 @@ class _Search:
                 nodes = self._nodes_left
                 text = N_("no other candidate can run on the {nodes} nodes that are left")
                 return Message(text, nodes=nodes) if nodes else choice.because
-            self._start(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
+            self._start(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice))
         return ""
 
     def _decide_parallelism(self) -> None:
@@ -199,7 +199,7 @@ class _Search:
             self.pool.limit = 1
         elif self._stop_reason() is None and self._context().open_rows.size > 1:
             self.pool.limit = len(self.groups)
-            self._start(trial_alone.candidate, Role.INTERFERENCE)
+            self._start(self._plan(trial_alone.candidate, Role.INTERFERENCE))
 
     def _is_baseline_done(self, baseline: Candidate) -> bool:
         """Return whether the baseline has a trial of this run, or cannot be probed."""
@@ -230,7 +230,7 @@ class _Search:
             choice = rank(strategy, self._context_for_probes(probed))
             if choice.row is None:
                 return
-            self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
+            self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))
 
     def repeat(self, search_ended: str) -> None:
         """Run the baseline, the best and its rivals again in rotation, to reduce the effect of noise."""
@@ -238,7 +238,7 @@ class _Search:
             is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
             if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
-            self._run(trial.candidate, Role.REPEAT, search_ended=search_ended)
+            self._run(self._plan(trial.candidate, Role.REPEAT, search_ended=search_ended))
 
     @property
     def _nodes_left(self) -> int | None:
@@ -246,8 +246,8 @@ class _Search:
 
     def _has_nodes(self, candidate: Candidate) -> bool:
         """Return whether a candidate can run on the hosts that are left."""
-        nodes, row = self._nodes_left, self.problem.space.find(candidate)
-        return nodes is None or bool(self.can_run_on(nodes)[row])
+        nodes = self._nodes_left
+        return nodes is None or bool(self.can_run_on(nodes)[self.problem.row_of(candidate)])
 
     def _probed(self) -> frozenset[Candidate]:
         return frozenset(each.candidate for each in self.state.probes if each.is_conclusive)
@@ -273,49 +273,38 @@ class _Search:
         return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
 
     def _has_predicted_time(self, candidate: Candidate) -> bool:
-        return bool(np.isfinite(self.problem.predictions.step_time_s[self.problem.space.find(candidate)]))
+        return bool(np.isfinite(self.problem.predictions.step_time_s[self.problem.row_of(candidate)]))
 
-    def _run(
-        self,
-        candidate: Candidate,
-        role: Role,
-        choice: Choice | None = None,
-        fidelity: str | None = None,
-        search_ended: str | None = None,
-    ) -> None:
+    def _run(self, planned: Trial) -> None:
         """Run a trial and wait for its end."""
-        self._start(candidate, role, choice, fidelity, search_ended)
-        self._finish_next()
+        self._start(planned)
+        self._finish(self.pool.next_finished())
 
-    def _start(
-        self,
-        candidate: Candidate,
-        role: Role,
-        choice: Choice | None = None,
-        fidelity: str | None = None,
-        search_ended: str | None = None,
-    ) -> None:
-        planned = self._plan_trial(candidate, role, choice, fidelity or self.fidelity, search_ended)
+    def _start(self, planned: Trial) -> None:
         trial = self.store.begin(planned)
         self._emit("trial_started", trial)
-        best = self.state.best if role is Role.SEARCH else None
+        best = self.state.best if trial.role is Role.SEARCH else None
         # Parallel trials start as new processes: a template process is forked for one trial at a time.
-        cold = trial.group is not None or (role is Role.REPEAT and candidate == cold_repeat(self.state))
+        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == cold_repeat(self.state))
         run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
         self.pool.start(trial, run)
-
-    def _finish_next(self) -> None:
-        self._finish(self.pool.next_finished())
 
     def interrupt(self, reason: str) -> None:
         """End all trials that run, and store them."""
         for trial in self.pool.stop(reason):
             self._finish(trial)
 
-    def _plan_trial(
-        self, candidate: Candidate, role: Role, choice: Choice | None, fidelity: str, search_ended: str | None
+    def _plan(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        *,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
     ) -> Trial:
         """Return a trial of a candidate with its prediction, its time limit and its shortened steps."""
+        fidelity = fidelity or self.fidelity
         trial = replace(
             predicted_trial(self.problem, candidate, role, fidelity),
             began_s=self.elapsed,

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Launcher, Platform, Problem, RunningLaunch, TrialStore
+from flagcore.contracts import Launcher, Platform, Problem, TrialStore
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.launch import Exit
 from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import BoolArray
 from flagcore.domain.spec import Task, TrainSpec
@@ -33,14 +33,13 @@ from flagcore.tuner.stages.shorten import SmallerTask, shorten
 
 def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
     """Return a trial of a candidate with its prediction."""
-    row = _row(problem, candidate)
-    layers = predict_stage_layers(problem.platform, problem.space.columns(np.array([row])))
+    layers = predict_stage_layers(problem.platform, problem.columns_of(candidate))
     return Trial(
         number=0,
         candidate=candidate,
         role=role,
         state=TrialState.RUNNING,
-        predicted=record(problem.task, problem.predictions.row(row), layers.get(0, ())),
+        predicted=record(problem.task, problem.predictions.row(problem.row_of(candidate)), layers.get(0, ())),
         fidelity=fidelity,
     )
 
@@ -63,11 +62,11 @@ def plan_shortened_steps(
 
     Its candidate already has `runs` runs. The trial uses at most `most_nodes` nodes if others were lost.
     """
-    row, task = _row(problem, trial.candidate), problem.task
-    columns, sizes = problem.space.columns(np.array([row])), task.spec.trial_nodes
-    nodes = min(sizes[min(runs, len(sizes) - 1)], most_nodes or task.spec.cluster.nodes)
-    if task.spec.control.trial_nodes or nodes < task.spec.cluster.nodes:
-        return SmallerTask(problem.platform, nodes).shortened(columns, problem.predictions.row(row))
+    spec, columns = problem.task.spec, problem.columns_of(trial.candidate)
+    nodes = min(spec.trial_nodes[min(runs, len(spec.trial_nodes) - 1)], most_nodes or spec.cluster.nodes)
+    if spec.control.trial_nodes or nodes < spec.cluster.nodes:
+        whole = problem.predictions.row(problem.row_of(trial.candidate))
+        return SmallerTask(problem.platform, nodes).shortened(columns, whole)
     if trial.role is Role.REPEAT:
         return None
     return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
@@ -80,10 +79,10 @@ def can_run_on(problem: Problem, nodes: int) -> BoolArray:
 
 def candidate_to_run(problem: Problem, trial: Trial) -> Candidate:
     """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
-    if not (trial.shortened and trial.shortened.nodes):
+    if not trial.fewer_nodes:
         return trial.candidate
-    columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
-    return SmallerTask(problem.platform, trial.shortened.nodes).candidate(columns, problem.legality.axes)
+    smaller = SmallerTask(problem.platform, trial.fewer_nodes)
+    return smaller.candidate(problem.columns_of(trial.candidate), problem.legality.axes)
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
@@ -105,12 +104,6 @@ def estimate_search_time(problem: Problem) -> SearchTime:
         step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
         rows = rows[np.argpartition(step, max_trials)[:max_trials]]
     return search_time(problem.platform, problem.predictions, rows)
-
-
-def _row(problem: Problem, candidate: Candidate) -> int:
-    row = problem.space.find(candidate)
-    assert row is not None, "every candidate that runs is in the space"
-    return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +143,9 @@ class TrialRunner:
         """
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
-            platform = with_hosts(_on_nodes(platform, trial), self.launcher)
+            if trial.fewer_nodes:
+                platform = replace(platform, task=platform.task.on_nodes(trial.fewer_nodes))
+            platform = with_hosts(platform, self.launcher)
         need_bytes, max_wait = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
         outcome = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
@@ -178,7 +173,7 @@ class TrialRunner:
         def started(*, cold: bool) -> Trial:
             with _pinned_to(platform.cores):
                 running = launch(platform, self.launcher, ran.candidate, folder, limit, cold=cold)
-                return measure(self.pool.interruptible(running), platform, ran, folder, best)
+                return measure(running, platform, ran, folder, best, on_poll=partial(self.pool.pause, 0.0))
 
         outcome = started(cold=cold)
         if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
@@ -192,8 +187,7 @@ class TrialRunner:
     def _probe(self, trial: Trial) -> Trial:
         """Probe the ranks of a candidate. Results of an earlier, interrupted probe of the candidate are reused."""
         assert trial.time_limit is not None
-        platform, row = with_hosts(self.problem.platform, self.launcher), self.problem.space.find(trial.candidate)
-        assert row is not None, "every candidate that is probed is in the space"
+        platform = with_hosts(self.problem.platform, self.launcher)
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
         result = probe(
             platform,
@@ -205,14 +199,9 @@ class TrialRunner:
             finish=False,
             devices=self.probe_devices,
         )
-        combined = combine(self.problem.predictions.row(row), result, platform)
+        predicted = self.problem.predictions.row(self.problem.row_of(trial.candidate))
+        combined = combine(predicted, result, platform)
         return trial_of_probe(platform.task, trial, result, combined)
-
-
-def _on_nodes(platform: Platform, trial: Trial) -> Platform:
-    """Return the platform of the nodes that a trial uses."""
-    nodes = trial.shortened.nodes if trial.shortened else 0
-    return replace(platform, task=platform.task.on_nodes(nodes)) if nodes else platform
 
 
 @contextmanager
@@ -247,7 +236,7 @@ class TrialPool:
     """Starts trials and returns their outcomes.
 
     Up to `limit` trials run in parallel. With a limit of 1, `start` runs the trial in the calling thread. The search
-    calls all methods from one thread, except `pause` and `interruptible`, which the threads of trials call.
+    calls all methods from one thread, except `pause`, which the threads of trials call.
     """
 
     def __init__(self) -> None:
@@ -314,24 +303,3 @@ class TrialPool:
         """Sleep in the thread of a trial. Raises KeyboardInterrupt if `stop` was called."""
         if self._stopping.wait(seconds):
             raise KeyboardInterrupt
-
-    def interruptible(self, running: RunningLaunch) -> RunningLaunch:
-        """Return `running` with a `wait` that raises KeyboardInterrupt if `stop` was called."""
-        return _Interruptible(running, self._stopping)
-
-
-class _Interruptible:
-    def __init__(self, running: RunningLaunch, stopping: threading.Event) -> None:
-        self._running, self._stopping = running, stopping
-
-    def poll(self) -> Exit | None:
-        return self.wait(0)
-
-    def wait(self, seconds: float) -> Exit | None:
-        ended = self._running.wait(seconds)
-        if ended is None and self._stopping.is_set():
-            raise KeyboardInterrupt
-        return ended
-
-    def stop(self) -> Exit:
-        return self._running.stop()

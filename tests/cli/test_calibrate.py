@@ -97,13 +97,9 @@ def test_an_unreadable_calibration_is_reported_when_it_is_used(flag: Flag, home:
     assert "cpu.json is not a calibration" in completed.err
 
 
-def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> None:
-    assert flag("calibrate", "--list", "--forget", "cpu").code == 2
-
-
-@pytest.mark.parametrize("seconds", ["nan", "inf", "1"])
-def test_an_invalid_duration_is_refused(flag: Flag, home: Path, seconds: str) -> None:
-    assert flag("calibrate", "--seconds", seconds).code == 2
+@pytest.mark.parametrize("arguments", ["--list --forget cpu", "--seconds nan", "--seconds inf", "--seconds 1"])
+def test_wrong_options_are_refused(flag: Flag, home: Path, arguments: str) -> None:
+    assert flag("calibrate", *arguments.split()).code == 2
     assert not home.exists()
 
 
@@ -125,30 +121,24 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
 def test_forgetting_an_unknown_calibration_is_wrong_usage(flag: Flag, home: Path) -> None:
     completed = flag("calibrate", "--forget", "foo")
     assert completed.code == 2
-    assert completed.code == 2
     assert "'foo'" in completed.err
     Calibrations(home).save(saved_calibration("H200"))
     assert "'H200'?" in flag("calibrate", "--forget", "h20").err
     assert ": H200" in flag("calibrate", "--forget", "foo").err
 
 
-def test_a_calibration_of_fewer_devices_than_a_node_is_reported(
-    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [(0.0, "H200 was calibrated on 2 of the 8 devices of a node"), (0.6, "60% of the processors")],
+)
+def test_what_is_wrong_with_a_calibration_is_reported_when_it_is_used(
+    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture, others: float, text: str
 ) -> None:
-    Calibrations(home).save(saved_calibration("H200"))
+    Calibrations(home).save(replace(saved_calibration("H200"), others=others))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
-    assert caplog.text.count("H200 was calibrated on 2 of the 8 devices of a node") == 1
-    assert "processors busy" not in caplog.text
-
-
-def test_a_calibration_on_a_busy_machine_is_reported_when_it_is_used(
-    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
-) -> None:
-    Calibrations(home).save(replace(saved_calibration("H200"), others=0.6))
-    spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
-    assert flag("estimate", spec, "--chip", "H200").code == 0
-    assert caplog.text.count("60% of the processors") == 1
+    assert caplog.text.count(text) == 1
+    assert ("of the processors" in caplog.text) == bool(others)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -158,19 +158,14 @@ def test_nothing_is_left_when_flagcore_is_killed(tmp_path: Path, mark: str, numb
         tuner.send_signal(number)
 
 
-def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark: str) -> None:
-    trial = launcher().start(launch("sleep 60", tmp_path / "trial"))
-    channel = trial.connections[1].process
-    assert channel.stdin
-    channel.stdin.close()
-    exit_record = ended(trial)
-    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
+def detached(host: str) -> list[str]:
+    """Return a channel to an agent that is in a session of its own, as on another host."""
+    return ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
 
 
 def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 6.0)
-    relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
-    trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    trial = launcher(c=detached).start(launch("sleep 60", tmp_path / "trial"))
     agent = agent_below(trial.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
     exit_record = ended(trial)
@@ -185,8 +180,7 @@ def agent_below(parent: int, mark: str) -> int:
 
 
 def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str) -> None:
-    relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
-    trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    trial = launcher(c=detached).start(launch("sleep 60", tmp_path / "trial"))
     agent = agent_below(trial.connections[2].process.pid, mark)
     parents = {pid: (guard.read_ids(pid) or (0,))[0] for pid in processes(mark)}
     host_launcher = {agent}
@@ -411,37 +405,31 @@ if __name__ == "__main__":
 """
 
 
-def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) -> None:
+def warmed(tmp_path: Path, program: str, codes: Iterable[int]) -> Iterator[tuple[int, bool, set[str]]]:
+    """Run trials of a program one after the other, and yield the code, whether it was forked, and what was printed."""
     (tmp_path / "warmed").mkdir()
-    (tmp_path / "warmed" / "__main__.py").write_text(WARMED)
-    host_launcher, templates = launcher(), list[set[str]]()
+    (tmp_path / "warmed" / "__main__.py").write_text(program)
+    host_launcher = launcher()
     with host_launcher.keep_agents():
-        for number, (code, warm) in enumerate([(0, True), (0, True), (3, True), (0, True), (0, False)]):
+        for number, code in enumerate(codes):
             argv, environment = (sys.executable, "-m", "warmed", str(code)), {"PYTHONPATH": str(tmp_path)}
-            how = Launch(
-                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=warm
-            )
-            exit_record = ended(host_launcher.start(how))
-            assert (exit_record.code, exit_record.warm) == (code, warm)
-            templates.append(set((tmp_path / str(number) / "stdout.log").read_text().splitlines()))
+            how = {"argv": argv, "hosts": ("a", "b"), "environment": environment, "warm": True}
+            found = run("", tmp_path / str(number), host_launcher, **how)
+            yield found.code, found.warm, set((tmp_path / str(number) / "stdout.log").read_text().splitlines())
+
+
+def test_a_kept_agent_forks_trials_until_one_fails(tmp_path: Path, mark: str) -> None:
+    trials = list(warmed(tmp_path, WARMED, (0, 0, 3, 0)))
+    assert [(code, warm) for code, warm, _ in trials] == [(0, True), (0, True), (3, True), (0, True)]
+    templates = [printed for _, _, printed in trials]
     assert len(templates[0]) == 2
-    assert templates[0] == templates[1] == templates[2]
-    assert not templates[2] & templates[3]
-    assert templates[4] == {"0 0", "0 1"}
+    assert templates[0] == templates[1] >= templates[2]  # the other host may be ended before it prints
+    assert not templates[0] & templates[3]
 
 
 def test_a_program_that_must_not_be_forked_starts_cold(tmp_path: Path, mark: str) -> None:
-    (tmp_path / "warmed").mkdir()
-    (tmp_path / "warmed" / "__main__.py").write_text(WARMED.replace("global template", "raise ValueError"))
-    host_launcher = launcher()
-    with host_launcher.keep_agents():
-        for number in range(2):
-            argv, environment = (sys.executable, "-m", "warmed", "0"), {"PYTHONPATH": str(tmp_path)}
-            how = Launch(
-                argv=argv, folder=str(tmp_path / str(number)), hosts=("a", "b"), environment=environment, warm=True
-            )
-            exit_record = ended(host_launcher.start(how))
-            assert (exit_record.code, exit_record.warm) == (0, False)
+    trials = warmed(tmp_path, WARMED.replace("global template", "raise ValueError"), (0, 0))
+    assert list(trials) == [(0, False, {"0 0", "0 1"})] * 2
 
 
 def test_a_host_that_never_ends_its_trial_costs_only_its_trial(

@@ -7,30 +7,26 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flagcore.contracts import Costs, Launcher, Strategy, Workload
-from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.contracts import Costs, Launcher
 from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
-from flagcore.domain.spec import ClusterSpec, Control, Task
+from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
+from flagcore.engines.megatron.adapter import Megatron
 from flagcore.errors import Interrupted, NoDevice
-from flagcore.hooks import hookimpl
-from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.tuner.loop import Dependencies, TuneResult, tune
-from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies import learned, predicted, random_search
+from flagcore.tuner.loop import TuneResult
+from flagcore.tuner.strategies import learned
+from flagcore.tuner.strategies.simple import RANDOM
 from tests import small
-from tests.tuner.test_loop import SPACE, Ended
+from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
 
 pytestmark = pytest.mark.slow
 
@@ -78,12 +74,10 @@ class Ranks(Launcher):
         return Ended(ended)
 
     def _run(self, launch: Launch) -> Ended:
-        names = ("TENSOR_MODEL_PARALLEL_SIZE", "PIPELINE_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE")
-        tensor, pipeline, micro = (int(launch.environment[f"FLAGCORE_{name}"]) for name in names)
+        tensor, micro = sizes_of(launch)
+        pipeline = size_of(launch, "pipeline_model_parallel_size")
         self.ran.append((tensor, pipeline, micro))
-        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
-        ms = 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1)
-        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, ms) for step in (1, 2, 3)))
+        write_steps(launch, 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1))
         return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
 
 
@@ -103,31 +97,7 @@ def metrics(rank: int, seconds: float) -> dict[str, Any]:
     }
 
 
-@hookimpl
-def flagcore_chips() -> list[Any]:
-    return [small.CHIP]
-
-
-@hookimpl
-def flagcore_devices() -> list[Device]:
-    return [Device(index=0, chip="test-chip", memory_bytes=64 << 30)]
-
-
-@hookimpl
-def flagcore_engine_support() -> EngineSupport:
-    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
-
-
-HERE = {"flagcore_chips": flagcore_chips, "flagcore_engine_support": flagcore_engine_support}
-ONE_DEVICE = SimpleNamespace(**HERE, flagcore_devices=flagcore_devices)
-
-
-@hookimpl(specname="flagcore_devices")
-def four_devices() -> list[Device]:
-    return [Device(index=index, chip="test-chip", memory_bytes=64 << 30) for index in range(4)]
-
-
-FOUR_DEVICES = SimpleNamespace(**HERE, flagcore_devices=four_devices)
+ONE_DEVICE, FOUR_DEVICES = (plugin(small.CHIP, count) for count in (1, 4))
 
 
 class OnlyPipelines(Megatron):
@@ -140,34 +110,24 @@ class OnlyPipelines(Megatron):
         )
 
 
-class Bench:
-    """A task of four devices, a folder and a launcher; `tune` runs the loop, again on what is there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.launcher = folder, Ranks()
-        self.strategy: Strategy = predicted.STRATEGY
-        self.prober: Strategy | None = None
-        self.workload: Workload = WORKLOAD
-
-    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> TuneResult:
-        limits = Control(train_iters=3, fidelity=fidelity, **control)
-        task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
-        cluster = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
-        parts = Dependencies(
-            plugins=LoadedPlugins.of({"here": plugin}),
-            workload=self.workload,
-            launcher=self.launcher,
-            strategy=self.strategy,
-            probe_strategy=self.prober,
-            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
-            on_event=lambda event: None,
-        )
-        return tune(replace(task.spec, cluster=cluster), parts)
-
-
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+    return new_bench(tmp_path)
+
+
+def new_bench(folder: Path) -> Bench:
+    folder.mkdir(exist_ok=True)
+    created = Bench(folder, Ranks())
+    created.plugin, created.cluster = ONE_DEVICE, ClusterSpec(chip="test-chip", nodes=1, devices_per_node=4)
+    return created
+
+
+def probe(bench: Bench, most: int, **changes: Any) -> Plan:
+    return bench.tune(16, fidelity="probe", max_trials=most, **changes).plan
+
+
+def run(bench: Bench, **control: Any) -> TuneResult:
+    return bench.tune(16, plugin=FOUR_DEVICES, fidelity="run", **control)
 
 
 def layout(trial: Trial | None) -> tuple[Any, ...]:
@@ -176,9 +136,8 @@ def layout(trial: Trial | None) -> tuple[Any, ...]:
 
 
 def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
-    plugin = SimpleNamespace(**HERE)
-    ending = bench.tune("estimate", plugin, max_trials=5)
-    plan = ending.plan
+    bench.plugin = plugin(small.CHIP, 0)
+    plan = bench.tune(16, fidelity="estimate", max_trials=5).plan
     assert bench.launcher.probed == bench.launcher.ran == []
     assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
     assert plan.counts.balanced
@@ -189,25 +148,21 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     data = result(plan, "run")
     assert data["fidelity"] == "estimate"
     assert data["best"]["measured"] is None
-    assert bench.tune("estimate", plugin, max_trials=5).plan == plan
+    assert bench.tune(16, fidelity="estimate", max_trials=5).plan == plan
 
 
 def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
-    @hookimpl
-    def flagcore_chips() -> list[Any]:
-        return [replace(small.CHIP, dense_flops_per_second={})]
-
-    untimed = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_chips": flagcore_chips})
+    bench.plugin = plugin(replace(small.CHIP, dense_flops_per_second={}), 1)
     for fidelity in ("estimate", "probe"):
         with pytest.raises(NoDevice, match="peak rate of test-chip"):
-            bench.tune(fidelity, untimed)
+            bench.tune(16, fidelity=fidelity)
     assert bench.launcher.probed == []
 
 
 def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench: Bench) -> None:
     with pytest.raises(NoDevice):
-        bench.tune("run")
-    plan = bench.tune("probe", max_trials=100).plan
+        bench.tune(16, fidelity="run")
+    plan = probe(bench, 100)
     assert layout(plan.best) == (4, 4)
     assert bench.launcher.ran == []
     assert plan.repeats == ()
@@ -221,10 +176,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
         knobs = {"pipeline_model_parallel_size": stages, "micro_batch_size": micro}
         probed = max(compute(knobs, rank) for rank in ranks) + 0.001
         assert measured.step_time_s == pytest.approx(probed + measured.modelled_s)
-        assert measured.low_s is not None
-        assert measured.high_s is not None
         assert measured.low_s < measured.step_time_s < measured.high_s
-        assert measured.device_used_bytes is not None
         assert measured.device_used_bytes > 3 * GIB
         assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
@@ -233,9 +185,9 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
 
 def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
     with pytest.raises(NoDevice):
-        bench.tune("probe", nodes=2)
+        probe(bench, 1, cluster=ClusterSpec(chip="test-chip", nodes=2, devices_per_node=2))
     bench.workload = OnlyPipelines()
-    plan = bench.tune("probe", max_trials=100).plan
+    plan = probe(bench, 100)
     assert plan.trials
     assert all("step_time_s" in trial.predicted for trial in plan.trials)
     assert plan.baseline is None
@@ -244,16 +196,16 @@ def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> Non
 
 
 def test_resuming_a_finished_run_of_probes_starts_nothing(bench: Bench) -> None:
-    first = bench.tune("probe", max_trials=6).plan
+    first = probe(bench, 6)
     bench.launcher = Ranks(lambda knobs, rank: AssertionError("no probe should start"))
-    assert bench.tune("probe", max_trials=6).plan == first
+    assert probe(bench, 6) == first
 
 
 def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_need_as_much(bench: Bench) -> None:
     bench.launcher = Ranks(
         lambda knobs, rank: None if knobs["pipeline_model_parallel_size"] == 1 else compute(knobs, 0)
     )
-    plan = bench.tune("probe", max_trials=100).plan
+    plan = probe(bench, 100)
     assert plan.best is not None
     assert layout(plan.best)[0] > 1
     failed = [trial for trial in plan.trials if layout(trial)[0] == 1]
@@ -270,12 +222,8 @@ def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_ne
 
 
 def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench: Bench) -> None:
-    @hookimpl
-    def flagcore_devices() -> list[Device]:
-        return [Device(index=0, chip="test-chip", memory_bytes=GIB + GIB // 2)]
-
-    little = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_devices": flagcore_devices})
-    plan = bench.tune("probe", little, max_trials=1).plan
+    bench.plugin = plugin(small.CHIP, 1, gib=1.5)
+    plan = probe(bench, 1)
     (trial,) = plan.trials
     assert trial.state is TrialState.OUT_OF_MEMORY
     assert "1.50 GiB" in (trial.reason or "")
@@ -284,16 +232,14 @@ def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench:
 
 @pytest.mark.parametrize("stop_at", [0, 4, 8])
 def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
-    uninterrupted = Bench(bench.folder / "whole")
-    uninterrupted.folder.mkdir()
-    expected = uninterrupted.tune("probe", max_trials=8).plan
-    starts = iter(range(100))
-    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
-    first = bench.tune("probe", max_trials=8)
+    uninterrupted = new_bench(bench.folder / "whole")
+    expected = probe(uninterrupted, 8)
+    bench.launcher = Ranks(at(stop_at, compute, KeyboardInterrupt()))
+    first = bench.tune(16, fidelity="probe", max_trials=8)
     assert isinstance(first.error, Interrupted)
     done = bench.launcher.probed[:stop_at]
     bench.launcher = Ranks()
-    second = bench.tune("probe", max_trials=8)
+    second = bench.tune(16, fidelity="probe", max_trials=8)
     assert second.error is None
     assert set(done).isdisjoint(bench.launcher.probed), "a finished probe was repeated"
     assert len(done) + len(bench.launcher.probed) == len(uninterrupted.launcher.probed)
@@ -304,7 +250,7 @@ def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench,
 
 
 def test_a_search_by_probes_starts_without_extra_probes(bench: Bench) -> None:
-    plan = bench.tune("probe", FOUR_DEVICES, probes=1, max_trials=2).plan
+    plan = probe(bench, 2, plugin=FOUR_DEVICES, probes=1)
     assert len(plan.trials) == 2
     assert plan.trials[0].role is Role.BASELINE
     assert not plan.probes
@@ -312,7 +258,7 @@ def test_a_search_by_probes_starts_without_extra_probes(bench: Bench) -> None:
 
 @pytest.mark.timeout(60)  # a loop that probes the same candidate again never ends
 def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
-    plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
+    plan = run(bench, probes=3, repeats=0, max_trials=100).plan
     assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3
     assert {trial.fidelity for trial in plan.probes} == {"probe"}
     assert [trial.number for trial in plan.probes] == [0, 1, 2]
@@ -326,18 +272,17 @@ def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
 
 
 def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_the_strategy(bench: Bench) -> None:
-    bench.strategy, bench.prober = random_search.STRATEGY, learned.STRATEGY
-    plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
-    fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
+    bench.strategy, bench.prober = RANDOM, learned.STRATEGY
+    plan = run(bench, probes=1, repeats=0, max_trials=3).plan
+    fastest = bench.tune(16, fidelity="estimate", max_trials=1).plan.best
     assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
     assert "random" in (plan.trials[1].chosen_because or "")
 
 
 def test_ranks_of_a_candidate_are_probed_on_all_available_devices(bench: Bench) -> None:
-    one = bench.tune("probe", max_trials=3).plan
-    side = Bench(bench.folder / "side")
-    side.folder.mkdir()
-    four = side.tune("probe", FOUR_DEVICES, max_trials=3).plan
+    one = probe(bench, 3)
+    side = new_bench(bench.folder / "side")
+    four = probe(side, 3, plugin=FOUR_DEVICES)
     assert set(bench.launcher.devices) == {0}
     assert set(side.launcher.devices) == {0, 1}
     assert [trial.measurement for trial in four.trials] == [trial.measurement for trial in one.trials]
@@ -346,7 +291,7 @@ def test_ranks_of_a_candidate_are_probed_on_all_available_devices(bench: Bench) 
 
 def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench: Bench) -> None:
     bench.launcher = Ranks(lambda knobs, rank: None)
-    plan = bench.tune("run", FOUR_DEVICES, probes=2, repeats=0, max_trials=100).plan
+    plan = run(bench, probes=2, repeats=0, max_trials=100).plan
     assert {trial.state for trial in plan.probes} == {TrialState.OUT_OF_MEMORY}
     assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] >= 2
     searched = {trial.candidate for trial in plan.trials if trial.role is Role.SEARCH}
@@ -356,14 +301,13 @@ def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench:
 
 @pytest.mark.parametrize("stop_at", range(5))
 def test_probes_before_runs_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
-    starts = iter(range(100))
-    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
-    first = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4)
+    bench.launcher = Ranks(at(stop_at, compute, KeyboardInterrupt()))
+    first = run(bench, probes=4, repeats=0, max_trials=4)
     assert isinstance(first.error, Interrupted)
     done = bench.launcher.probed[:stop_at]
     assert bench.launcher.ran == []
     bench.launcher = Ranks()
-    plan = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4).plan
+    plan = run(bench, probes=4, repeats=0, max_trials=4).plan
     ended = [trial for trial in plan.probes if trial.state is TrialState.MEASURED]
     assert len({trial.candidate for trial in ended}) == len(ended) == 4
     assert set(done).isdisjoint(bench.launcher.probed)
@@ -371,26 +315,24 @@ def test_probes_before_runs_resume_where_they_were_interrupted(bench: Bench, sto
 
 
 def test_runs_learn_from_earlier_probes(bench: Bench) -> None:
-    probed = bench.tune("probe", max_trials=6).plan
+    probed = probe(bench, 6)
     assert layout(probed.best) == (4, 4)
     bench.strategy = learned.STRATEGY
-    plan = bench.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    plan = run(bench, max_trials=2, repeats=0).plan
     assert plan.probes == probed.trials
-    other = Bench(bench.folder / "other")
-    other.folder.mkdir()
+    other = new_bench(bench.folder / "other")
     other.strategy = learned.STRATEGY
-    without = other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    without = run(other, max_trials=2, repeats=0).plan
     assert plan.trials[1].believed != without.trials[1].believed
 
 
 def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:
-    starts = iter(range(100))
-    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == 5 else compute(*of))
+    bench.launcher = Ranks(at(5, compute, KeyboardInterrupt()))
     limits = {"probes": 100, "repeats": 0, "max_trials": 2}
-    first = bench.tune("run", FOUR_DEVICES, **limits)
+    first = run(bench, **limits)
     spent = sum(trial.duration_s for trial in first.plan.probes)
     assert spent > 1.0
     bench.launcher = Ranks()
-    plan = bench.tune("run", FOUR_DEVICES, max_time=2 * spent, **limits).plan
+    plan = run(bench, max_time=2 * spent, **limits).plan
     assert bench.launcher.probed == []
     assert len(plan.trials) == 2

@@ -3,144 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from flagcore.contracts import Event, Launcher
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport
-from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.plan import Plan
-from flagcore.domain.spec import ClusterSpec, Control, Spec
+from flagcore.domain.launch import Exit
+from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
-from flagcore.hooks import hookimpl
-from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.stages.limit import seconds_used
-from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies.predicted import STRATEGY
-from tests import small
+from tests.tuner.benches import Bench, Instant, at, knobs, plain, sound
 
-SPACE: dict[str, Any] = {
-    "micro_batch_size": (1, 2, 4),
-    "context_parallel_size": (1,),
-    "expert_model_parallel_size": (1,),
-    "sequence_parallel": (False,),
-    "use_distributed_optimizer": (False,),
-    "num_layers_per_virtual_pipeline_stage": (None,),
-    "use_recompute": (False,),
-}
-
-
-class Ended:
-    """A run that has ended."""
-
-    def __init__(self, ended: Exit) -> None:
-        self.ended = ended
-
-    def poll(self) -> Exit:
-        return self.ended
-
-    def wait(self, seconds: float) -> Exit:
-        return self.ended
-
-    def stop(self) -> Exit:
-        return self.ended
-
-
-class Instant(Launcher):
-    """Plays each launch: `ms` gives a step's milliseconds for (tensor, micro batch), an exit code, or an exception."""
-
-    name = "instant"
-
-    def __init__(self, ms: Callable[[int, int], float | Exit | BaseException]) -> None:
-        self.ms, self.limits = ms, list[float]()
-
-    def start(self, launch: Launch) -> Ended:
-        self.limits.append(launch.timeout_seconds)
-        knobs = launch.environment
-        answer = self.ms(int(knobs["FLAGCORE_TENSOR_MODEL_PARALLEL_SIZE"]), int(knobs["FLAGCORE_MICRO_BATCH_SIZE"]))
-        if isinstance(answer, BaseException):
-            raise answer
-        if isinstance(answer, Exit):
-            return Ended(answer)
-        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
-        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, answer) for step in (1, 2, 3)))
-        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
-
-
-def plain(tensor: int, micro: int) -> float:
-    """Tensor parallelism of 2 with a micro batch of 2 is the best."""
-    return 100.0 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {1: 1.3, 2: 1.0}[tensor]
-
-
-@hookimpl
-def flagcore_chips() -> list[Any]:
-    """A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
-    return [replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)]
-
-
-@hookimpl
-def flagcore_devices() -> list[Device]:
-    return [Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(2)]
-
-
-@hookimpl
-def flagcore_engine_support() -> EngineSupport:
-    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
-
-
-PLUGIN = SimpleNamespace(
-    flagcore_chips=flagcore_chips,
-    flagcore_devices=flagcore_devices,
-    flagcore_engine_support=flagcore_engine_support,
-)
-
-
-class Bench:
-    """A spec, a folder and a launcher; `tune` runs the loop, again on what is there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.events: list[Event] = []
-        self.launcher = Instant(plain)
-
-    def tune(self, *, cluster: ClusterSpec | None = None, baseline: Any = None, **control: Any) -> TuneResult:
-        task = small.task(space=SPACE, control=Control(train_iters=3, **control), command=("train",))
-        spec: Spec = replace(task.spec, cluster=cluster or ClusterSpec(), baseline=baseline)
-        parts = Dependencies(
-            plugins=LoadedPlugins.of({"here": PLUGIN}),
-            workload=WORKLOAD,
-            launcher=self.launcher,
-            strategy=STRATEGY,
-            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
-            on_event=self.events.append,
-        )
-        return tune(spec, parts)
+CRASH = Exit(code=1, ended_by=None, duration_s=1.0)
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
-
-
-def knobs(candidate: Candidate) -> tuple[Any, Any]:
-    values = candidate.as_dict()
-    return values["tensor_model_parallel_size"], values["micro_batch_size"]
-
-
-def sound(plan: Plan) -> bool:
-    completed = plan.counts.measured + plan.counts.stopped + plan.counts.failed
-    return plan.counts.balanced and completed == len(plan.trials)
 
 
 def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(bench: Bench) -> None:
@@ -198,8 +79,7 @@ def test_time_between_trials_counts_after_a_restart(bench: Bench) -> None:
 
 @pytest.mark.parametrize("stop_at", range(8))
 def test_a_run_interrupted_at_any_trial_resumes_to_the_same_result(bench: Bench, stop_at: int) -> None:
-    starts = iter(range(100))
-    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else plain(*of))
+    bench.launcher = Instant(at(stop_at, plain, KeyboardInterrupt()))
     first = bench.tune()
     assert isinstance(first.error, Interrupted)
     assert len(first.plan.trials) + len(first.plan.repeats) == stop_at + 1
@@ -232,8 +112,7 @@ def test_candidates_within_the_noise_of_the_best_are_repeated(bench: Bench) -> N
 
 @pytest.mark.parametrize("stop_at", range(6, 15))
 def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
-    starts = iter(range(100))
-    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else close(*of))
+    bench.launcher = Instant(at(stop_at, close, KeyboardInterrupt()))
     assert isinstance(bench.tune(repeats=1).error, Interrupted)
     bench.launcher = Instant(close)
     plan = bench.tune(repeats=1).plan
@@ -266,7 +145,7 @@ def test_machine_drift_is_reported(bench: Bench) -> None:
 
 
 def test_a_forked_trial_that_fails_starts_again_as_a_new_process(bench: Bench) -> None:
-    answers = [Exit(code=1, ended_by=None, duration_s=1.0, warm=True)]
+    answers = [replace(CRASH, warm=True)]
     bench.launcher = Instant(lambda tensor, micro: answers.pop() if answers and micro == 2 else plain(tensor, micro))
     trials = bench.tune().plan.trials
     again = [trial for trial in trials if trial.duration_s == 2.0]
@@ -276,8 +155,7 @@ def test_a_forked_trial_that_fails_starts_again_as_a_new_process(bench: Bench) -
 
 
 def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
-    starts = iter(range(100))
-    bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
+    bench.launcher = Instant(at(2, plain, LaunchError("no free TCP port")))
     ending = bench.tune()
     assert isinstance(ending.error, LaunchError)
     assert ending.plan.best is not None
@@ -289,7 +167,7 @@ def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -
 
 
 def test_the_search_stops_after_five_failed_trials(bench: Bench) -> None:
-    bench.launcher = Instant(lambda *_: Exit(code=1, ended_by=None, duration_s=1.0))
+    bench.launcher = Instant(lambda *_: CRASH)
     plan = bench.tune().plan
     assert len(plan.trials) == 5
     assert plan.best is None
@@ -307,9 +185,7 @@ def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
 
 
 def test_with_a_failed_baseline_there_is_a_best_but_no_gain(bench: Bench) -> None:
-    starts = iter(range(100))
-    crash = Exit(code=1, ended_by=None, duration_s=1.0)
-    bench.launcher = Instant(lambda *of: crash if next(starts) == 0 else plain(*of))
+    bench.launcher = Instant(at(0, plain, CRASH))
     plan = bench.tune().plan
     assert plan.best is not None
     assert (plan.gain, plan.repeats) == (None, ())
@@ -327,8 +203,7 @@ def test_the_time_limit_of_a_trial_is_at_most_the_remaining_time_of_the_run(benc
     bench.tune(max_time_per_task=50.0, max_trials=2)
     assert set(bench.launcher.limits) == {50.0}
     bench.launcher = Instant(plain)
-    bench.folder = bench.folder / "other"
-    bench.folder.mkdir()
+    bench.beside("other")
     bench.tune(max_time_per_task=50.0, max_time=20.0, max_trials=2)
     assert 0 < max(bench.launcher.limits) <= 20.0
 

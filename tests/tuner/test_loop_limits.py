@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,22 +10,18 @@ from typing import Any
 
 import pytest
 
-from flagcore.contracts import Event, Launcher
-from flagcore.domain.chip import Device, Fact, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.contracts import Launcher
+from flagcore.domain.chip import Device, Fact
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.spec import ClusterSpec, Control, Spec
+from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.plugins import LoadedPlugins
+from flagcore.hooks import hookimpl
 from flagcore.report.result import result
-from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY, Dependencies, tune
+from flagcore.tuner.loop import MAX_CONSECUTIVE_BUSY
 from flagcore.tuner.stages import devices
-from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies.predicted import STRATEGY
 from tests import small
-from tests.tuner.test_loop import SPACE, Ended
+from tests.tuner.benches import Bench, Ended, plugin, sizes_of, write_steps
 
 GIB = 2**30
 SLOW = Fact(value=2e10, source=small.SOURCE)
@@ -54,12 +50,8 @@ class Player(Launcher):
         self.launches.append(launch)
         if ended := self.ends(len(self.launches)):
             return Ended(ended)
-        knobs, batch = launch.environment, batch_of(launch)
-        sizes = (int(knobs[f"FLAGCORE_{name}"]) for name in ("TENSOR_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE"))
-        step = self.step_s(seconds(*sizes, batch))
-        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
-        text = "".join(line.format(number, 1000 * step) for number in range(1, self.steps + 1))
-        Path(launch.folder, "stdout.log").write_text(text)
+        step = self.step_s(seconds(*sizes_of(launch), batch_of(launch)))
+        write_steps(launch, 1000 * step, self.steps)
         code, by = (0, None) if self.steps == 3 else (-15, "timeout")
         return Ended(Exit(code=code, ended_by=by, duration_s=10.0 + self.steps * step))
 
@@ -84,69 +76,39 @@ def batch_of(launch: Launch) -> int:
     return int(launch.argv[launch.argv.index("--global-batch-size") + 1])
 
 
-class Bench:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.player, self.events = folder, Player(), list[Event]()
-        self.cluster, self.on_cores = ClusterSpec(), False
-        self.used_gib: Callable[[], float] = lambda: 0.0
+class BusyBench(Bench):
+    """A bench whose devices have memory in use."""
 
-    def plugin(self) -> SimpleNamespace:
-        from flagcore.hooks import hookimpl
+    used_gib: Callable[[], float] = staticmethod(lambda: 0.0)
+    on_cores = False
 
-        def sample() -> Mapping[str, float]:
-            return {"memory_used_bytes": self.used_gib() * GIB}
+    @property
+    def player(self) -> Any:
+        return self.launcher
 
-        @hookimpl
-        def flagcore_chips() -> list[Any]:
-            return [CHIP]
-
-        @hookimpl
-        def flagcore_devices() -> list[Device]:
-            return [Device(index=n, chip="test-chip", memory_bytes=64 * GIB) for n in range(2)]
-
-        @hookimpl
-        def flagcore_engine_support() -> EngineSupport:
-            return EngineSupport(
-                support=Support.YES, device_type="xpu", distributed_backend="gloo", shared_devices=self.on_cores
-            )
-
+    def plan(self, batch: int = 512, **control: Any) -> Plan:
         @hookimpl
         def flagcore_telemetry(device: Device) -> Any:
-            return SimpleNamespace(sample=sample)
+            return SimpleNamespace(sample=lambda: {"memory_used_bytes": self.used_gib() * GIB})
 
-        hooks = (flagcore_chips, flagcore_devices, flagcore_engine_support, flagcore_telemetry)
-        return SimpleNamespace(**{hook.__name__: hook for hook in hooks})
-
-    def tune(self, batch: int = 512, **control: Any) -> Plan:
-        limits = Control(train_iters=3, **control)
-        task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch)
-        spec: Spec = replace(task.spec, cluster=self.cluster, launcher=self.player.name)
-        return tune(
-            spec,
-            Dependencies(
-                plugins=LoadedPlugins.of({"here": self.plugin()}),
-                workload=WORKLOAD,
-                launcher=self.player,
-                strategy=STRATEGY,
-                open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
-                on_event=self.events.append,
-            ),
-        ).plan
+        self.plugin = plugin(CHIP, shared_devices=self.on_cores)
+        self.plugin.flagcore_telemetry = flagcore_telemetry
+        return self.tune(batch, **control).plan
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BusyBench:
     monkeypatch.setattr(devices, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("flagcore.tuner.trial_runner.SETTLE_SECONDS", 0.02)
-    return Bench(tmp_path)
+    return BusyBench(tmp_path, Player())
 
 
 def shortened_trials(plan: Plan) -> list[Trial]:
     return [trial for trial in plan.trials if trial.shortened]
 
 
-def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
-    plan = bench.tune(repeats=1, max_trials=4)
+def test_long_steps_run_shortened_and_the_finalists_whole(bench: BusyBench) -> None:
+    plan = bench.plan(repeats=1, max_trials=4)
     assert len(shortened_trials(plan)) == 4
     for trial in shortened_trials(plan):
         assert trial.measurement.scaled_from is not None
@@ -160,14 +122,12 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
     assert len(plan.gains) == 1
 
 
-def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
-    plan = bench.tune(repeats=0, max_trials=3)
+def test_the_scaled_step_is_near_the_whole_one(bench: BusyBench) -> None:
+    plan = bench.plan(repeats=0, max_trials=3)
     whole_runs = {trial.candidate: trial for trial in plan.repeats}
     for trial in shortened_trials(plan):
         if trial.candidate in whole_runs:
             measured, truth = trial.measurement, whole_runs[trial.candidate].measurement
-            assert measured.low_s is not None
-            assert measured.high_s is not None
             assert measured.low_s * 0.99 <= truth.step_time_s <= measured.high_s * 1.01
     assert plan.best.is_final
     assert [trial.candidate for trial in plan.repeats].count(plan.best.candidate) == 1
@@ -175,26 +135,26 @@ def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("batch", "control"), [(512, {"max_step_time": None}), (4, {})], ids=["off", "too small"])
 def test_steps_run_whole_on_request_or_if_they_cannot_be_shorter(
-    bench: Bench, batch: int, control: dict[str, Any]
+    bench: BusyBench, batch: int, control: dict[str, Any]
 ) -> None:
-    plan = bench.tune(batch, repeats=0, max_trials=2, **control)
+    plan = bench.plan(batch, repeats=0, max_trials=2, **control)
     assert shortened_trials(plan) == []
     assert {batch_of(launch) for launch in bench.player.launches} == {batch}
 
 
-def test_without_whole_runs_there_is_no_gain(bench: Bench) -> None:
+def test_without_whole_runs_there_is_no_gain(bench: BusyBench) -> None:
     def ends(number: int) -> None:
         if number > 3:
             raise KeyboardInterrupt
 
     bench.player.ends = ends
-    plan = bench.tune(repeats=1, max_trials=3)
+    plan = bench.plan(repeats=1, max_trials=3)
     assert plan.best.shortened
     assert plan.gains == ()
 
 
-def test_the_limit_follows_the_prediction_and_is_recorded(bench: Bench) -> None:
-    plan = bench.tune(repeats=0, max_trials=1)
+def test_the_limit_follows_the_prediction_and_is_recorded(bench: BusyBench) -> None:
+    plan = bench.plan(repeats=0, max_trials=1)
     trial, launch = plan.trials[0], bench.player.launches[0]
     assert launch.timeout_seconds == trial.time_limit.seconds > 300.0
     assert launch.timeout_because == trial.time_limit.because
@@ -204,24 +164,24 @@ def test_the_limit_follows_the_prediction_and_is_recorded(bench: Bench) -> None:
     assert record["measured"]["step_time_s"]["scaled_from"] == trial.measurement.scaled_from
 
 
-def test_a_stored_run_is_read_back_as_it_was(bench: Bench) -> None:
-    first = bench.tune(repeats=1, max_trials=3)
+def test_a_stored_run_is_read_back_as_it_was(bench: BusyBench) -> None:
+    first = bench.plan(repeats=1, max_trials=3)
     started = len(bench.player.launches)
-    assert bench.tune(repeats=1, max_trials=3) == first
+    assert bench.plan(repeats=1, max_trials=3) == first
     assert len(bench.player.launches) == started
 
 
-def test_the_first_event_reports_how_long_all_trials_may_take(bench: Bench) -> None:
-    bench.tune(repeats=0, max_trials=2)
+def test_the_first_event_reports_how_long_all_trials_may_take(bench: BusyBench) -> None:
+    bench.plan(repeats=0, max_trials=2)
     plans = [event.search_time for event in bench.events]
     assert plans[1:] == [None] * (len(plans) - 1)
     assert plans[0].trials == 2
     assert plans[0].at_most_s > (plans[0].steps_s or 0.0) > 0.0
 
 
-def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench: Bench) -> None:
+def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench: BusyBench) -> None:
     bench.used_gib = lambda: 20.0
-    plan = bench.tune(device_wait=0.05)
+    plan = bench.plan(device_wait=0.05)
     assert bench.player.launches == []
     assert [event.kind for event in bench.events] == [
         "trial_started",
@@ -238,20 +198,20 @@ def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench
     assert plan.counts.balanced
     assert plan.counts.pruned == {}
     bench.used_gib = lambda: 0.0
-    again = bench.tune(repeats=0, max_trials=2)
+    again = bench.plan(repeats=0, max_trials=2)
     assert again.trials[0].role is Role.BASELINE
     assert [trial.state for trial in again.trials] == [TrialState.MEASURED] * 2
 
 
-def test_a_trial_waits_for_its_devices(bench: Bench) -> None:
+def test_a_trial_waits_for_its_devices(bench: BusyBench) -> None:
     answers = iter([20.0] * 2)
     bench.used_gib = lambda: next(answers, 0.0)
-    plan = bench.tune(repeats=0, max_trials=1, max_step_time=None)
+    plan = bench.plan(repeats=0, max_trials=1, max_step_time=None)
     assert [event.kind for event in bench.events] == ["trial_started", "trial_waits", "trial_finished"]
     assert plan.trials[0].state is TrialState.MEASURED
 
 
-def test_out_of_memory_next_to_other_processes_is_tried_again(bench: Bench) -> None:
+def test_out_of_memory_next_to_other_processes_is_tried_again(bench: BusyBench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
 
     def ends(number: int) -> Exit | None:
@@ -259,7 +219,7 @@ def test_out_of_memory_next_to_other_processes_is_tried_again(bench: Bench) -> N
         return out if number == 2 else None
 
     bench.player.ends = ends
-    plan = bench.tune(repeats=0, max_trials=4)
+    plan = bench.plan(repeats=0, max_trials=4)
     failed = [event.trial for event in bench.events if event.kind == "trial_finished" and event.trial.inconclusive]
     assert [trial.state for trial in failed] == [TrialState.FAILED]
     assert failed[0].reason is not None
@@ -269,16 +229,16 @@ def test_out_of_memory_next_to_other_processes_is_tried_again(bench: Bench) -> N
     assert again[failed[0].candidate].state is TrialState.MEASURED
 
 
-def test_out_of_memory_without_other_processes_removes_candidates(bench: Bench) -> None:
+def test_out_of_memory_without_other_processes_removes_candidates(bench: BusyBench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
     bench.player.ends = lambda number: out if number == 2 else None
-    plan = bench.tune(repeats=0, max_trials=4)
+    plan = bench.plan(repeats=0, max_trials=4)
     assert TrialState.OUT_OF_MEMORY in {trial.state for trial in plan.trials}
     assert not any(trial.inconclusive for trial in plan.trials)
 
 
-def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> None:
-    bench.player = player = OnTwoHosts()
+def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: BusyBench) -> None:
+    bench.launcher = player = OnTwoHosts()
     bench.cluster = ClusterSpec(hosts=("a", "b"), spares=1)
 
     def ends(number: int) -> Exit | None:
@@ -288,28 +248,28 @@ def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> 
         return Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone")
 
     player.ends = ends
-    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    plan = bench.plan(repeats=0, max_trials=3, max_step_time=None)
     assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
     assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
     assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: Bench, spares: int) -> None:
-    bench.player = player = OnTwoHosts()
+def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: BusyBench, spares: int) -> None:
+    bench.launcher = player = OnTwoHosts()
     bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
     lost_host = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
     player.ends = lambda number: lost_host if number <= MAX_CONSECUTIVE_BUSY + 1 else None
-    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    plan = bench.plan(repeats=0, max_trials=3, max_step_time=None)
     assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
     assert plan.counts.balanced
-    bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    bench.plan(repeats=0, max_trials=3, max_step_time=None)
     assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + bool(spares))
 
 
-def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: Bench) -> None:
+def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: BusyBench) -> None:
     bench.player.steps, bench.on_cores = 2, True
-    plan = bench.tune(4, repeats=1, max_trials=3)
+    plan = bench.plan(4, repeats=1, max_trials=3)
     assert plan.best.measurement.few_steps
     assert plan.best.interval == pytest.approx(0.15)
     assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
@@ -321,10 +281,10 @@ def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: Bench) ->
     assert any("no time for all their steps" in note for note in record["notes"])
 
 
-def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: Bench) -> None:
+def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: BusyBench) -> None:
     bench.player.steps, bench.on_cores = 1, True
     bench.player.step_s = lambda step: 100.0 * step
-    plan = bench.tune(4, repeats=1, max_trials=9, max_time_per_task=60.0)
+    plan = bench.plan(4, repeats=1, max_trials=9, max_time_per_task=60.0)
     assert plan.best is None
     assert len(bench.player.launches) <= 2
     assert "auto_tuner.control.max_time_per_task: " in plan.stopped_because

@@ -17,7 +17,7 @@ from flagcore.contracts import description_of, device_use
 from flagcore.domain.chip import TRAINED, Chip, Device, Fact, Support, slowness, usual_precision
 from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import FlagError, NoDevice
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.vendorkit.machine import import_problem
 
 IMPORT_SECONDS = 60.0
@@ -41,21 +41,19 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     loaded_plugins = plugins.load_plugins(without)
     undetected_vendors = loaded_plugins.detection_failures()
     chips = loaded_plugins.chips()
-    records: list[dict[str, Any]] = []
-    for plugin in loaded_plugins.plugins:
-        maturity = loaded_plugins.maturity(plugin)
-        records.append(
-            {
-                "name": plugin.name,
-                "distribution": plugin.distribution,
-                "version": plugin.version,
-                "status": "loaded",
-                "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
-                "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
-                "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
-                "undetected": undetected_vendors.get(plugin.name),
-            }
-        )
+    records: list[dict[str, Any]] = [
+        {
+            "name": plugin.name,
+            "distribution": plugin.distribution,
+            "version": plugin.version,
+            "status": "loaded",
+            "maturity": {"word": known.word, **asdict(known)} if (known := loaded_plugins.maturity(plugin)) else None,
+            "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
+            "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+            "undetected": undetected_vendors.get(plugin.name),
+        }
+        for plugin in loaded_plugins.plugins
+    ]
     names = {record["name"] for record in records}
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": []}
     for failure in loaded_plugins.failures:
@@ -87,13 +85,12 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
         for name in plugins.names(plugins.WORKLOADS):
             records += _engine(name, loaded, tuple(chips_by_name.values()))
         records += _support(loaded, tuple(chips_by_name.values()))
-    for record in plugin_table():
-        name, found = record["distribution"] or record["name"], record["version"]
-        records.append(_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
-        if record["undetected"]:
-            records.append(
-                _record(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"])
-            )
+    for plugin in plugin_table():
+        name, problem = plugin["distribution"] or plugin["name"], plugin["problem"] or ""
+        records.append(_record(name, _("plugin {name}", name=plugin["name"]), plugin["version"], problem))
+        if plugin["undetected"]:
+            purpose = _("devices of plugin {name}", name=plugin["name"])
+            records.append(_record(name, purpose, None, plugin["undetected"]))
     return records
 
 
@@ -123,10 +120,9 @@ def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[d
                 reason = plugins.workload(engine).untested
             if answer.support is Support.UNKNOWN:
                 reason = answer.reason
-            fix = f"{answer.support.value}: {answer.reason}"
+            purpose, fix = _("engine {name} on this chip", name=engine), f"{answer.support.value}: {answer.reason}"
             runs = answer.support in (Support.YES, Support.UNKNOWN)
-            part = _record(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
-            yield _untested(part, reason)
+            yield _untested(_record(chip.name, purpose, answer.device_type, fix, runs), reason)
             if answer.preload:
                 preload.setdefault(answer.preload, engine)
         for modules, engine in preload.items():
@@ -178,16 +174,10 @@ def _rates(chip: Chip) -> list[dict[str, Any]]:
 
 def _slow_text(chip: Chip) -> str:
     """Return the rates of the precisions without a fast kernel; empty if all are fast."""
-    return "; ".join(
-        _(
-            "{precision}: {rate}, {ratio} times slower than fp32",
-            precision=each["precision"],
-            rate=_rate_text(each["tflops"]),
-            ratio=f"{each['times_slower_than_fp32']:.2g}",
-        )
-        for each in _rates(chip)
-        if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0
-    )
+    text = N_("{precision}: {rate}, {ratio} times slower than fp32")
+    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0]
+    ratios = [(each["precision"], _rate_text(each["tflops"]), each["times_slower_than_fp32"]) for each in slow]
+    return "; ".join(_(text, precision=name, rate=rate, ratio=f"{ratio:.2g}") for name, rate, ratio in ratios)
 
 
 def _rates_text(chip: Chip) -> str:

@@ -13,7 +13,7 @@ import scipy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Features, Observations
-from flagcore.domain.search_state import FAILED_STATES
+from flagcore.domain.search_state import FAILED_STATES, overheads
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
@@ -54,28 +54,21 @@ def observed_times(context: SearchContext) -> Observations:
     such steps, the time limit gives a lower bound; the ratio is the bound, or the expected ratio if that is larger. If
     the bound is much larger, the trial is assumed to have hung, and ignored. So are other failed trials.
     """
-    found = [(trial, row) for trial, row in trial_rows(context) if _has_time(trial)]
-    rows = np.array([row for _, row in found], dtype=np.int64)
-    predicted = predicted_times(context)[rows]
-    measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
     probes = {probe.number for probe in context.probes}
-    spreads = [_spread(trial.measurement) for trial, _ in found if trial.state is TrialState.MEASURED]
-    median_spread = median(spreads or [0.0])
-    noise = np.array(
-        [max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, median_spread)) for trial, _ in found]
-    )
-    known = _observations(context, rows, np.log(measured) - np.log(predicted), noise)
-    known = Observations.join((known, _unfinished_times(context)))
+    found = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
+    spreads = [_spread(measured) for trial, _, measured in found if trial.state is TrialState.MEASURED]
+    least = median(spreads or [0.0])
+    values = []
+    for trial, row, measured in found:
+        noise = max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, measured, least))
+        values.append((row, measured.step_time_s, noise))
+    for trial, row in trial_rows(context):
+        if trial.has_only_finished_steps:
+            steps = trial.finished_steps_s
+            noise = UNFINISHED_NOISE if len(steps) > 1 else FIRST_STEP_NOISE
+            values.append((row, median(steps[1:] or steps), noise))
+    known = _observed(context, values, predicted_times(context))
     return Observations.join((known, _time_bounds(context, known)))
-
-
-def _unfinished_times(context: SearchContext) -> Observations:
-    """Return the ratios of trials that ended after some steps, before they were measured."""
-    found = [(trial.finished_steps_s, row) for trial, row in trial_rows(context) if trial.has_only_finished_steps]
-    rows = np.array([row for _, row in found], dtype=np.int64)
-    steps = np.array([median(each[1:] or each) for each, _ in found])
-    noise = np.array([UNFINISHED_NOISE if len(each) > 1 else FIRST_STEP_NOISE for each, _ in found])
-    return _observations(context, rows, np.log(steps) - np.log(predicted_times(context)[rows]), noise)
 
 
 def _time_bounds(context: SearchContext, known: Observations) -> Observations:
@@ -86,13 +79,12 @@ def _time_bounds(context: SearchContext, known: Observations) -> Observations:
     for trial, row in trial_rows(context):
         timed_out = trial.state is TrialState.TIMED_OUT and not trial.has_only_finished_steps
         if timed_out and trial.fidelity == RUN and trial.duration_s > overhead:
-            scale = trial.shortened.scale if trial.shortened else 1.0
-            found.append(((trial.duration_s - overhead) * scale / control.train_iters, row))
+            found.append(((trial.duration_s - overhead) * trial.scale / control.train_iters, row))
     if not found:
         return Observations.empty()
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(predicted_times(context)[rows])
-    expected = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
+    expected = _expected_times(context, known, rows)
     is_plausible = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[is_plausible]
     return _observations(context, rows[is_plausible], ratio, np.full(ratio.size, PARTIAL_NOISE))
@@ -109,8 +101,7 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
     """Return the expected seconds of a step of `rows`, corrected by all trials so far."""
-    known, scales = observed_times(context), time_scales(context.predictions)
-    ratio = _expected_ratios(context, context.past.time, known, rows, scales)
+    ratio = _expected_times(context, observed_times(context), rows)
     seconds: FloatArray = predicted_times(context)[rows] * np.exp(ratio)
     return seconds
 
@@ -123,16 +114,12 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
     rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
     if not rows.size:
         return Observations.empty()
-    ratio = _expected_ratios(context, context.past.time, known, rows, time_scales(context.predictions))
-    return _observations(context, rows, ratio, np.full(rows.size, MIN_NOISE))
+    return _observations(context, rows, _expected_times(context, known, rows), np.full(rows.size, MIN_NOISE))
 
 
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of measured trials without their steps; 0 before the first trial."""
-    control = context.task.spec.control
-    found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in context.trials)
-    overheads = [seconds for seconds in found if seconds is not None]
-    return max(median(overheads), 0.0) if overheads else 0.0
+    return max(median(overheads(context.task.spec.control, context.trials) or [0.0]), 0.0)
 
 
 def observed_memory(context: SearchContext) -> Observations:
@@ -142,14 +129,18 @@ def observed_memory(context: SearchContext) -> Observations:
     expected ratio if that is larger.
     """
     predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
-    measured = [(trial, row) for trial, row in trial_rows(context) if trial.state is TrialState.MEASURED]
-    found = [(row, used) for trial, row in measured if (used := _used_bytes(trial.measurement))]
-    known = _observations_of(context, found, predicted, MEMORY_NOISE)
+    found = [
+        (row, float(measured.device_used_bytes), MEMORY_NOISE)
+        for trial, row in trial_rows(context)
+        if trial.state is TrialState.MEASURED and (measured := trial.measurement)
+        if measured.device_used_bytes and not measured.partial
+    ]
+    known = _observed(context, found, predicted)
     failed = [row for trial, row in trial_rows(context) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
         return known
     rows = np.array(failed, dtype=np.int64)
-    expected = _expected_ratios(context, context.past.memory, known, rows, MEMORY)
+    expected = _expected_ratios(context, (context.past.memory, known), rows, MEMORY)
     bound = np.minimum(MIN_EXCESS - np.log(share[rows]), MAX_EXCESS)
     noise = np.full(len(rows), 2 * MIN_EXCESS)
     return Observations.join((known, _observations(context, rows, np.maximum(expected, bound), noise)))
@@ -159,20 +150,19 @@ def observed_figure(context: SearchContext, name: str) -> Observations:
     """Return the ratios of measured to predicted values of a server's figure in the search's trials."""
     predicted = context.predictions.figures[name]
     found = [
-        (row, figure)
+        (row, figure, FIGURE_NOISE)
         for trial, row in trial_rows(context)
         if trial.state is TrialState.MEASURED and trial.measurement
         if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
     ]
-    return _observations_of(context, found, predicted, FIGURE_NOISE)
+    return _observed(context, found, predicted)
 
 
-def _observations_of(
-    context: SearchContext, found: Sequence[tuple[int, float]], predicted: FloatArray, noise: float
-) -> Observations:
-    rows = np.array([row for row, _ in found], dtype=np.int64)
-    ratio = np.log(np.array([value for _, value in found], dtype=np.float64)) - np.log(predicted[rows])
-    return _observations(context, rows, ratio, np.full(len(rows), noise))
+def _observed(context: SearchContext, found: Sequence[tuple[int, float, float]], predicted: FloatArray) -> Observations:
+    """Return the ratios to `predicted` of measured values, given as row, value and noise."""
+    rows = np.array([row for row, _, _ in found], dtype=np.int64)
+    ratio = np.log(np.array([value for _, value, _ in found], dtype=np.float64)) - np.log(predicted[rows])
+    return _observations(context, rows, ratio, np.array([noise for _, _, noise in found]))
 
 
 def predicted_times(context: SearchContext) -> FloatArray:
@@ -182,12 +172,16 @@ def predicted_times(context: SearchContext) -> FloatArray:
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
+def _expected_times(context: SearchContext, known: Observations, rows: IntArray) -> FloatArray:
+    """Return the expected log-ratios of the step times of `rows`, given `known` observations."""
+    return _expected_ratios(context, (context.past.time, known), rows, time_scales(context.predictions))
+
+
 def _expected_ratios(
-    context: SearchContext, past: Observations, known: Observations, rows: IntArray, scales: Scales
+    context: SearchContext, known: Sequence[Observations], rows: IntArray, scales: Scales
 ) -> FloatArray:
-    """Return the posterior means of the log-ratios of `rows`, given `past` and `known` observations."""
     features = context.features(rows)
-    return Ratios(Observations.join((past, known)), features, scales).posterior(features).mean
+    return Ratios(Observations.join(known), features, scales).posterior(features).mean
 
 
 def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
@@ -197,9 +191,10 @@ def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
     return [(trial, row) for trial in trials if (row := context.space.find(trial.candidate)) is not None]
 
 
-def _has_time(trial: Trial) -> bool:
-    is_timed = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
-    return is_timed and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
+def _timed(trial: Trial) -> Measurement | None:
+    """Return the measurement of a trial with a known step time, else None."""
+    measured = trial.measurement if trial.state in (TrialState.MEASURED, TrialState.STOPPED) else None
+    return measured if measured and 0 < measured.step_time_s < math.inf else None
 
 
 def _observations(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observations:
@@ -208,26 +203,18 @@ def _observations(context: SearchContext, rows: IntArray, ratio: FloatArray, noi
     return Observations(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 
-def _spread(measured: Measurement | None) -> float:
+def _spread(measured: Measurement) -> float:
     """Return the spread of a trial's step times relative to their median."""
-    return measured.spread_s / measured.step_time_s if measured else 0.0
+    return measured.spread_s / measured.step_time_s
 
 
-def _noise(trial: Trial, median_spread: float) -> float:
+def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     """Return the relative noise of a trial's step time.
 
-    The spread is at least `median_spread`, that of the run's trials, because few steps give a poor estimate.
+    The spread is at least `least`, the median of the run's trials, because few steps give a poor estimate.
     """
-    measured = trial.measurement
-    if measured is None:
-        return MIN_NOISE
-    spread = max(_spread(measured), median_spread) / math.sqrt(max(len(measured.step_times_s), 1))
+    spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
     return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
-
-
-def _used_bytes(measured: Measurement | None) -> float:
-    """Return the memory in use of a complete trial, else 0."""
-    return float(measured.device_used_bytes or 0) if measured and not measured.partial else 0.0
 
 
 def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:

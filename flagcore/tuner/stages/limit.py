@@ -17,7 +17,7 @@ from flagcore.domain.devices import disturbances
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats
+from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats, overheads
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
@@ -48,9 +48,8 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
     task, control = platform.task, platform.task.spec.control
     if (given := control.max_time_per_task) is not None:
         return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
-    overheads = (each.overhead_s(control.train_iters, control.warmup_iters) for each in earlier)
-    starts = [seconds for seconds in overheads if seconds is not None]
-    start, longest = platform.workload.start_seconds, START_SLACK * max(starts, default=0.0)
+    start = platform.workload.start_seconds
+    longest = START_SLACK * max(overheads(control, earlier), default=0.0)
     because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
     steps = 0.0
     if isinstance(task.spec.work, TrainSpec):
@@ -72,8 +71,7 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
     if not isinstance(task.spec.work, TrainSpec):
         return limit
     control, step = task.spec.control, _slowest_step(trial, ())
-    overheads = (each.overhead_s(control.train_iters, control.warmup_iters) for each in earlier)
-    start = median([seconds for seconds in overheads if seconds is not None] or [0.0])
+    start = median(overheads(control, earlier) or [0.0])
     expected = start + control.train_iters * step if step else limit.seconds
     return replace(limit, target_s=min(max(share_s, expected), (1.0 - RESERVE) * limit.seconds))
 
@@ -100,7 +98,7 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
         if each.has_only_finished_steps
     ]
     high: float = max([step["high"], *(ratio * step["value"] for ratio in ratios)])
-    return high / trial.shortened.scale if trial.shortened else high
+    return high / trial.scale
 
 
 def search_time(platform: Platform, predictions: Predictions, rows: IntArray) -> SearchTime:

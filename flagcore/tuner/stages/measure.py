@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, RunningLaunch
@@ -35,11 +35,18 @@ ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
 
 
-def measure(running: RunningLaunch, platform: Platform, trial: Trial, folder: str, best: Trial | None) -> Trial:
+def measure(
+    running: RunningLaunch,
+    platform: Platform,
+    trial: Trial,
+    folder: str,
+    best: Trial | None,
+    on_poll: Callable[[], object] = lambda: None,
+) -> Trial:
     """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
-    `best` is the best trial so far; None: the trial is not stopped early. On an exception such as KeyboardInterrupt,
-    the processes of the trial are ended.
+    `best` is the best trial so far; None: the trial is not stopped early. `on_poll` is called while the trial runs. On
+    an exception such as KeyboardInterrupt, the processes of the trial are ended.
     """
     readings, workload = Readings(platform), platform.workload
     progress = workload.progress(platform.task, folder)
@@ -50,6 +57,7 @@ def measure(running: RunningLaunch, platform: Platform, trial: Trial, folder: st
     stopped = too_long = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
+            on_poll()
             steps, elapsed = progress(), time.monotonic() - start
             if limit is not None:
                 warmup = warmup_steps(steps, control.warmup_iters)
@@ -108,7 +116,7 @@ def _comparable(steps: Sequence[float], platform: Platform) -> tuple[float, ...]
 
 def _with_fewer_steps(trial: Trial, steps: Sequence[float], count: int, control: Control) -> Trial:
     """Return a trial that ended after `count` steps with its interval, or with the times of its `steps`."""
-    measured, planned, scale = trial.measurement, control.train_iters, trial.shortened.scale if trial.shortened else 1.0
+    measured, planned, scale = trial.measurement, control.train_iters, trial.scale
     if measured is None:
         return replace(trial, finished_steps_s=tuple(scale * each for each in steps))
     timed = len(measured.step_times_s)
@@ -186,8 +194,7 @@ def _few_steps(count: int, step_s: float, trial: Trial, control: Control) -> str
 
 def _predicted_step(trial: Trial) -> float | None:
     """Return the predicted seconds of a step of a trial, which may be shortened; None if unknown."""
-    whole = trial.predicted_step_s
-    return whole / (trial.shortened.scale if trial.shortened else 1.0) if whole else None
+    return trial.predicted_step_s / trial.scale if trial.predicted_step_s else None
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:

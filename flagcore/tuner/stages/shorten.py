@@ -11,7 +11,7 @@ regression). If the pairs scatter by more than their noise, a larger noise is us
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
+from flagcore.domain.trial import Shortened, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
@@ -77,54 +77,40 @@ def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     return tuple(trials) if growth is None else tuple(_scaled(trial, growth) for trial in trials)
 
 
-class _Run(NamedTuple):
-    """A run on some nodes: its measured step time, and the predicted factor to a step on all nodes."""
-
-    nodes: int
-    step_s: float
-    scale: float
-    noise: float
-
-
 def _learned(trials: Sequence[Trial]) -> Growth | None:
-    """Return the growth learned from all pairs of runs; None without a pair."""
-    by_candidate: dict[Candidate, list[_Run]] = {}
+    """Return the growth learned from all pairs of runs; None without a pair.
+
+    A pair is the run of a candidate on the fewest nodes, and one on more nodes.
+    """
     of_nodes = next((trial.shortened.of_nodes for trial in trials if trial.shortened), 0)
+    by_candidate: dict[Candidate, list[tuple[int, float, float, float]]] = {}
+    """The runs of each candidate: nodes, measured step, predicted factor to a step on all nodes, and noise."""
     for trial in trials:
-        if of_nodes and trial.state is TrialState.MEASURED and trial.measurement and not trial.inconclusive:
-            by_candidate.setdefault(trial.candidate, []).append(_run(trial, trial.measurement, of_nodes))
-    pairs = [pair for runs in by_candidate.values() for pair in _pairs(sorted(runs))]
+        measured = trial.measurement
+        if of_nodes and trial.state is TrialState.MEASURED and measured and not trial.inconclusive:
+            deviation = measured.spread_s / measured.step_time_s / 1.35  # the quartiles of a normal distribution
+            nodes = trial.shortened.nodes if trial.shortened else of_nodes
+            run = (nodes, measured.scaled_from or measured.step_time_s, trial.scale, max(MIN_RUN_NOISE, deviation))
+            by_candidate.setdefault(trial.candidate, []).append(run)
+    pairs = []
+    for runs in by_candidate.values():
+        (first_nodes, first_s, first_scale, first_noise), *others = sorted(runs)
+        for nodes, step_s, scale, noise in others:
+            if nodes > first_nodes:
+                predicted = [first_scale / scale - 1.0, math.log2(nodes / first_nodes)]
+                pairs.append((predicted, step_s / first_s - 1.0, math.hypot(first_noise, noise)))
     if not pairs:
         return None
-    x, y, noise = (np.array(each) for each in zip(*pairs, strict=True))
-    found = _posterior(x, y, noise)
-    scatter = float(np.sqrt(np.mean(((y - x @ found.mean) / noise) ** 2)))
-    return _posterior(x, y, noise * max(1.0, scatter))
+    x, y, noises = (np.array(each) for each in zip(*pairs, strict=True))
+    found = _posterior(x, y, noises)
+    scatter = float(np.sqrt(np.mean(((y - x @ found.mean) / noises) ** 2)))
+    return _posterior(x, y, noises * max(1.0, scatter))
 
 
 def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
     precision, weighted = np.linalg.inv(PRIOR.covariance), x.T / noise**2
     covariance = np.linalg.inv(precision + weighted @ x)
     return Growth(covariance @ (precision @ PRIOR.mean + weighted @ y), covariance)
-
-
-def _run(trial: Trial, measured: Measurement, of_nodes: int) -> _Run:
-    deviation = measured.spread_s / measured.step_time_s / 1.35  # the quartiles of a normal distribution
-    noise = max(MIN_RUN_NOISE, deviation)
-    short = trial.shortened
-    nodes, scale = (short.nodes, short.scale) if short else (of_nodes, 1.0)
-    return _Run(nodes, measured.scaled_from or measured.step_time_s, scale, noise)
-
-
-def _pairs(runs: Sequence[_Run]) -> Iterator[tuple[list[float], float, float]]:
-    """Yield the predicted growth, the measured growth and its noise, from the run on the fewest nodes to each other
-    run.
-    """
-    first, *others = runs
-    for run in others:
-        if run.nodes > first.nodes:
-            predicted = [first.scale / run.scale - 1.0, math.log2(run.nodes / first.nodes)]
-            yield predicted, run.step_s / first.step_s - 1.0, math.hypot(first.noise, run.noise)
 
 
 def _scaled(trial: Trial, growth: Growth) -> Trial:

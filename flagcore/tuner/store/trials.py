@@ -26,14 +26,14 @@ from flagcore.i18n import _
 from flagcore.tuner.store.directory import writable
 
 JOURNAL = "journal.log"
-LISTS = ("step_times_s", "losses", "points", "broken", "notes", "devices", "slow", "windows")
-MAPPINGS = ("effective", "versions", "telemetry", "figures")
-OPTIONAL_FIGURES = (
-    *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
-    *("modelled_s", "low_s", "high_s", "scaled_from", "warmup_steps"),
-)
-FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
-"""The fields of a measurement with a single figure."""
+FIGURES = {
+    each.name: "None" in str(each.type)
+    for each in dataclasses.fields(Measurement)
+    if str(each.type).split(" | ")[0] in ("int", "float")
+}
+"""The fields of a measurement with a single figure, and whether it may be unknown."""
+ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
+"""The fields of a trial that its end may set, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
@@ -199,19 +199,13 @@ def open_journal(file: Path) -> JournalStorage:
 
 
 def _result(trial: Trial) -> dict[str, Any]:
-    measured = dataclasses.asdict(trial.measurement) if trial.measurement else None
     data = {
         "state": trial.state.value,
         "reason": trial.reason,
         "duration_s": trial.duration_s,
         "log": trial.log,
-        "measurement": measured,
-        **({"source": trial.source} if trial.source else {}),
-        **({"inconclusive": True} if trial.inconclusive else {}),
-        **({"lost_host": trial.lost_host} if trial.lost_host else {}),
-        **({"warm": True} if trial.warm else {}),
-        **({"finished_steps_s": trial.finished_steps_s} if trial.finished_steps_s else {}),
-        **({"telemetry": dict(trial.telemetry)} if trial.telemetry else {}),
+        "measurement": dataclasses.asdict(trial.measurement) if trial.measurement else None,
+        **{name: value for name in ENDED if (value := getattr(trial, name))},
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
 
@@ -225,36 +219,38 @@ def from_frozen(frozen: FrozenTrial) -> Trial:
     measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
-    if measured:
-        lists = {name: tuple(measured.get(name, ())) for name in LISTS}
-        measured = Measurement(**measured | lists | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
-        for name in FIGURES:
-            figure = getattr(measured, name)
-            if figure is None and name in OPTIONAL_FIGURES:
-                continue
-            if not isinstance(figure, (int, float)) or not math.isfinite(figure):
-                raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
     predicted = dict(attributes["predicted"])
-    search_fields = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
+    saved = {name: predicted.pop(name) for name in SEARCH_FIELDS if name in predicted} | attributes  # older journals
+    fields = {name: read(saved[name]) for name, read in SEARCH_FIELDS.items() if saved.get(name) is not None}
+    fields |= {name: result[name] for name in ENDED if name in result}
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
         role=Role(attributes["role"]),
         state=state,
         predicted=predicted,
-        measurement=measured,
+        measurement=_measurement(measured, frozen.number) if measured else None,
         reason=result.get("reason"),
         duration_s=float(result.get("duration_s", 0.0)),
         log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
         fidelity=str(attributes.get("fidelity", RUN)),
-        source=result.get("source"),
-        inconclusive=bool(result.get("inconclusive")),
-        lost_host=result.get("lost_host"),
-        warm=bool(result.get("warm")),
-        finished_steps_s=tuple(result.get("finished_steps_s", ())),
-        telemetry=dict(result.get("telemetry", {})),
-        **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in search_fields.items()},
+        **_with_tuples(fields),
     )
+
+
+def _measurement(data: Mapping[str, Any], number: int) -> Measurement:
+    measured = Measurement(**_with_tuples(data))
+    for name, is_optional in FIGURES.items():
+        figure = getattr(measured, name)
+        if figure is None and is_optional:
+            continue
+        if not isinstance(figure, (int, float)) or not math.isfinite(figure):
+            raise ValueError(f"trial {number} has {name} = {figure}, which is not a finite number")
+    return measured
+
+
+def _with_tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def _line(error: Exception) -> str:

@@ -15,33 +15,33 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.optim.optimizer as optimizers
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flagcore.domain.model import Model
 from flagcore.engines.megatron.trial import layers
+from flagcore.engines.megatron.trial import model as trial_model
+from flagcore.engines.megatron.trial.config import transformer_config
+from flagcore.engines.megatron.trial.job import Candidate, Device, Job, Train
 
 META = torch.device("meta")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Allocator(TorchDispatchMode):
@@ -236,7 +236,7 @@ def stand_in() -> None:
     MoEAllGatherTokenDispatcher.dispatch_postprocess = _even_gathered(MoEAllGatherTokenDispatcher.dispatch_postprocess)
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda dispatcher, point, tokens=None: tokens
     layers.Norm, layers.CoreAttention = Norm, CoreAttention
-    layers.patch_without_transformer_engine()
+    trial_model.set_initial_weights = lambda *_: None
 
 
 def _answering(method: Callable[..., Any], answer: Any) -> Callable[..., Any]:
@@ -276,73 +276,27 @@ def _even_gathered(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     return evenly
 
 
-def configuration(job: dict[str, Any]) -> Any:
+def job_of(job: dict[str, Any]) -> Job:
+    """Return a job as the trial program reads it."""
+    shape = dict(job["model"])
+    shape.setdefault("num_query_groups", shape["num_attention_heads"])
+    shape.setdefault("kv_channels", shape["hidden_size"] // shape["num_attention_heads"])
+    candidate = {**job["candidate"], **job.get("config", {})}
+    candidate["moe_token_dispatcher_type"] = job.get("dispatcher", "alltoall")
+    work = Train(job["seq_length"], job["global_batch_size"], job["precision"], train_iters=2, seed=1)
+    return Job(Model(name="x", **shape), work, Candidate(**candidate), Device(type="cuda"), Path())
+
+
+def configuration(job: Job, *, plain_activation: bool = False) -> Any:
     """Return Megatron's configuration of a job."""
-    model, candidate, dtype = job["model"], job["candidate"], DTYPES[job["precision"]]
-    tensor, virtual = (
-        candidate.get("tensor_model_parallel_size", 1),
-        candidate.get("virtual_pipeline_model_parallel_size"),
-    )
-    gated = model.get("gated_linear_unit", True)
-    values: dict[str, Any] = {
-        **{name: model[name] for name in model if name in MODEL_FIELDS},
-        **{name: candidate[name] for name in candidate if name in LAYOUT_FIELDS},
-        **job.get("config", {}),
-        "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
-        "gated_linear_unit": gated,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_activation_fusion": gated and not job.get("plain_activation", False),
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "perform_initialization": False,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        "expert_tensor_parallel_size": candidate.get("expert_tensor_parallel_size") or tensor,
-        "overlap_p2p_comm": virtual is not None,
-        "batch_p2p_comm": virtual is None,
-        "batch_p2p_sync": False,
-        "deallocate_pipeline_outputs": True,
-    }
-    kind = TransformerConfig
-    if model.get("num_moe_experts"):
-        dense = model.get("moe_first_dense_layers", 0)
-        values |= {
-            "moe_layer_freq": [0] * dense + [1] * (model["num_layers"] - dense),
-            "moe_router_pre_softmax": model["moe_router_topk"] == 1,
-            "moe_token_dispatcher_type": job.get("dispatcher", "alltoall"),
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        }
-        experts, choices = model["num_moe_experts"], model["moe_router_topk"]
+    config = transformer_config(job)
+    config.bias_activation_fusion = config.gated_linear_unit and not plain_activation
+    config.batch_p2p_sync = config.perform_initialization = False
+    if experts := config.num_moe_experts:
         torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(
-            tensor, mask, mask.numel() // experts * choices
+            tensor, mask, mask.numel() // experts * config.moe_router_topk
         )
-    if model.get("multi_latent_attention"):
-        kind = MLATransformerConfig
-        values |= {"rope_type": "rope", "q_lora_rank": model.get("q_lora_rank")}
-    return kind(**values)
-
-
-MODEL_FIELDS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("qk_layernorm", "add_qkv_bias", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
-    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-)
-LAYOUT_FIELDS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "recompute_granularity"),
-    *("recompute_method", "recompute_num_layers", "recompute_modules", "num_layers_in_first_pipeline_stage"),
-    *("num_layers_in_last_pipeline_stage",),
-)
+    return config
 
 
 def tell_shapes(job: dict[str, Any], config: Any) -> None:
@@ -384,34 +338,16 @@ def join(job: dict[str, Any]) -> None:
     MTPLossLoggingHelper.tracker = {}
 
 
-def build(job: dict[str, Any], config: Any) -> list[Any]:
-    """Build the model chunks of the rank."""
-    model, tensor = job["model"], config.tensor_model_parallel_size
-    multiple = 128 * tensor
-    chunks = []
-    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        number = stage if config.virtual_pipeline_model_parallel_size else None
-        chunk = GPTModel(
-            config,
-            layers.block_spec(config, number),
-            vocab_size=-(-model["vocab_size"] // multiple) * multiple,
-            max_sequence_length=job["seq_length"],
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
-            share_embeddings_and_output_weights=not model.get("untie_embeddings_and_output_weights", True),
-            position_embedding_type="rope",
-            mtp_block_spec=layers.mtp_spec(config, number),
-            vp_stage=number,
-        ).to(META)
-        chunks.append(Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk)
-    return chunks
+def build(job: dict[str, Any]) -> trial_model.BuiltModel:
+    """Build the rank's part of the model with the trial program."""
+    trial_model.transformer_config = partial(configuration, plain_activation=job.get("plain_activation", False))
+    return trial_model.build(job_of(job), META)
 
 
 def parameters(job: dict[str, Any]) -> int:
     """Return how many parameters a rank holds."""
     join(job)
-    chunks = build(job, configuration(job))
-    return sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
+    return sum(weight.numel() for chunk in build(job).chunks for weight in chunk.parameters())
 
 
 def train(job: dict[str, Any]) -> dict[str, int]:
@@ -423,30 +359,9 @@ def train(job: dict[str, Any]) -> dict[str, int]:
 
 def _train(job: dict[str, Any]) -> dict[str, int]:
     ALLOCATOR.forget()
-    config, candidate = configuration(job), job["candidate"]
+    built, candidate = build(job), job["candidate"]
+    config, wrapped, optimizer = built.config, built.chunks, built.optimizer
     tell_shapes(job, config)
-    chunks = build(job, config)
-    sharded = bool(candidate.get("use_distributed_optimizer"))
-    wrapped = [
-        DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=config.bf16),
-            chunk,
-            disable_bucketing=place > 0,
-        )
-        for place, chunk in enumerate(chunks)
-    ]
-    settings = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-3,
-        clip_grad=1.0,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=sharded,
-    )
-    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     copies = parallel_state.get_data_parallel_world_size()
     count = job["global_batch_size"] // (candidate["micro_batch_size"] * copies)
     figures = {"parameters": sum(weight.numel() for chunk in wrapped for weight in chunk.parameters())}

@@ -14,6 +14,7 @@ import numpy as np
 from flagcore.domain.model import Model
 from flagcore.engines.training.layout import Layout, Options, StageLayers, Training
 from flagcore.engines.training.stages import placed
+from tests.engines.training.candidates import layout as one_of
 
 DP, TP, PP, VP = (
     "data_parallel_size",
@@ -80,31 +81,19 @@ def of_physics(
 
 def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
     """Return knobs as one row of columns."""
-
-    def one(name: str, default: float = 1.0) -> np.ndarray:
-        return np.array([float(knobs.get(name) or default)])
-
-    full = knobs.get("recompute_granularity") == "full"
-    number = float(knobs.get("recompute_num_layers") or 0) * full
-    block = knobs.get("recompute_method") == "block"
-    return Layout(
-        data=one(DP),
-        tensor=one(TP),
-        pipeline=one(PP),
-        virtual=one(VP),
-        context=one("context_parallel_size"),
-        expert=one(EP),
-        expert_tensor=one(ETP, knobs.get(TP, 1)),
-        micro_batch=one(MICRO),
-        microbatches=np.array([float(steps)]),
-        sharded_optimizer=one(SHARDED, 0),
-        sequence_parallel=one(SP, 0),
-        selective=np.array([float(knobs.get("recompute_granularity") == "selective")]),
-        uniform=np.array([number * (not block)]),
-        block=np.array([number * block]),
-        first_layers=one(FIRST, 0),
-        last_layers=one(LAST, 0),
-        split=np.zeros(1),
+    fields = {"data": DP, "tensor": TP, "pipeline": PP, "virtual": VP, "context": "context_parallel_size", "expert": EP}
+    fields |= {"micro_batch": MICRO, "sharded_optimizer": SHARDED, "sequence_parallel": SP}
+    fields |= {"first_layers": FIRST, "last_layers": LAST}
+    values: dict[str, Any] = {field: knobs[name] for field, name in fields.items() if knobs.get(name)}
+    is_full, is_block = knobs.get("recompute_granularity") == "full", knobs.get("recompute_method") == "block"
+    number = (knobs.get("recompute_num_layers") or 0) * is_full
+    return one_of(
+        **values,
+        expert_tensor=knobs.get(ETP) or knobs.get(TP, 1),
+        microbatches=steps,
+        selective=knobs.get("recompute_granularity") == "selective",
+        uniform=number * (not is_block),
+        block=number * is_block,
     )
 
 

@@ -44,9 +44,7 @@ LATENT = {
     "qk_layernorm": True,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama 2 7B": {**SMALL},
     "Llama 3 8B": {**SMALL, "num_query_groups": 4},
-    "Llama 3.2 1B": {**SMALL, "num_query_groups": 4, "untie_embeddings_and_output_weights": False},
     "Qwen2.5 7B": {**SMALL, "num_query_groups": 4, "add_qkv_bias": True},
     "Qwen3 4B": {
         **SMALL,
@@ -56,16 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": False,
     },
     "GPT-3": {**SMALL, "gated_linear_unit": False, "untie_embeddings_and_output_weights": False},
-    "Mixtral 8x7B": {**SMALL, **ROUTED, "num_query_groups": 4},
     "Qwen3 30B A3B": {**SMALL, **ROUTED, "num_query_groups": 4, "kv_channels": 16, "qk_layernorm": True},
     "Qwen1.5 MoE": {**SMALL, **ROUTED, "moe_shared_expert_intermediate_size": 96, "add_qkv_bias": True},
-    "DeepSeek-V2-Lite": {
-        **SMALL,
-        **ROUTED,
-        **LATENT,
-        "moe_shared_expert_intermediate_size": 96,
-        "moe_first_dense_layers": 1,
-    },
     "DeepSeek-V3": {
         **SMALL,
         **ROUTED,

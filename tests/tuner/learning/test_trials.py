@@ -54,16 +54,13 @@ def test_steps_that_a_short_warm_up_saved_are_not_part_of_the_start() -> None:
     assert overhead_seconds(search_context(KNOWN, [early])) == pytest.approx(20.0)
 
 
-def test_a_time_out_is_a_bound_of_the_step() -> None:
-    assert reported(timed_out(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
-
-
-def test_an_expected_timeout_teaches_nothing() -> None:
-    assert reported(timed_out(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
-
-
-def test_a_hung_trial_does_not_bound_the_time() -> None:
-    assert reported(timed_out(7, 20.0, 20.0)) == []
+@pytest.mark.parametrize(
+    ("times", "known"),
+    [(1.4, [pytest.approx(np.log(1.4))]), (0.5, [pytest.approx(0.0, abs=0.05)]), (20.0, [])],
+    ids=["a bound", "expected", "hung"],
+)
+def test_a_time_out_is_a_bound_of_the_step_unless_the_trial_hung(times: float, known: list[object]) -> None:
+    assert reported(timed_out(7, times, 20.0)) == known
 
 
 def test_a_timed_out_probe_does_not_bound_the_step() -> None:
@@ -99,22 +96,22 @@ def lost(row: int, state: TrialState, seconds: float) -> Trial:
     return replace(trial_of(row, None, row), state=state, duration_s=seconds)
 
 
-def test_a_trial_that_succeeds_costs_its_steps_and_its_start() -> None:
-    assert cost(1.0, 1.0) == pytest.approx(WHOLE)
+OUT = [lost(row, TrialState.OUT_OF_MEMORY, seconds) for row, seconds in ((1, 300.0), (2, 500.0), (3, 400.0))]
 
 
-def test_the_first_out_of_memory_is_assumed_to_cost_the_start_and_a_step() -> None:
-    assert cost(0.0, 1.0) == pytest.approx(20.0 + STEP)
-
-
-def test_running_out_of_memory_costs_as_much_time_as_before() -> None:
-    out = [lost(row, TrialState.OUT_OF_MEMORY, seconds) for row, seconds in ((1, 300.0), (2, 500.0), (3, 400.0))]
-    assert cost(0.25, 1.0, *out) == pytest.approx(0.25 * WHOLE + 0.75 * 400.0)
-
-
-def test_a_failure_costs_as_much_time_as_earlier_failures() -> None:
-    broken = lost(1, TrialState.TIMED_OUT, 1800.0)
-    assert cost(1.0, 0.5, broken) == pytest.approx(0.5 * WHOLE + 0.5 * 1800.0)
+@pytest.mark.parametrize(
+    ("fits", "ends", "trials", "expected"),
+    [
+        (1.0, 1.0, [], WHOLE),
+        (0.0, 1.0, [], 20.0 + STEP),  # the first out of memory: the start and a step
+        (0.25, 1.0, OUT, 0.25 * WHOLE + 0.75 * 400.0),
+        (1.0, 0.5, [lost(1, TrialState.TIMED_OUT, 1800.0)], 0.5 * WHOLE + 0.5 * 1800.0),
+    ],
+)
+def test_a_trial_costs_as_much_time_as_earlier_ones_with_the_same_end(
+    fits: float, ends: float, trials: list[Trial], expected: float
+) -> None:
+    assert cost(fits, ends, *trials) == pytest.approx(expected)
 
 
 ROWS = np.arange(len(SPACE))
@@ -165,10 +162,6 @@ def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> 
     assert np.median(chances(*ended, out_of_memory(int(rows[0]), 10))[rows]) > 0.5
 
 
-def test_a_prediction_is_used_until_something_was_measured() -> None:
-    assert min_memory_share([]) == 1.0
-
-
 def test_trials_that_need_less_than_predicted_readmit_candidates() -> None:
     few, many = (min_memory_share([math.log(0.7)] * count) for count in (1, 8))
     assert 0.6 < many < few * 1.05
@@ -176,7 +169,8 @@ def test_trials_that_need_less_than_predicted_readmit_candidates() -> None:
 
 
 def test_more_trials_reduce_the_uncertainty() -> None:
-    assert min_memory_share([0.0]) < min_memory_share([0.0] * 4) < min_memory_share([0.0] * 64) < 1.0
+    assert min_memory_share([0.0]) < min_memory_share([0.0] * 4) < min_memory_share([0.0] * 64) < min_memory_share([])
+    assert min_memory_share([]) == 1.0
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.3])

@@ -203,17 +203,27 @@ def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
         rejection_rules(WORKLOAD.axes(small.task()), [refused])
 
 
-def test_a_plugin_may_refuse_a_value_unknown_to_the_engine_release() -> None:
-    refused = RefusedValues(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
+@pytest.mark.parametrize(
+    ("refused", "values", "broken"),
+    [
+        (  # a value that this release of the engine does not have
+            RefusedValues(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?"),
+            ("block", "uniform"),
+            [True, False],
+        ),
+        (
+            RefusedValues(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow"),
+            (1, 4, 8),
+            [False, False, True],
+        ),
+    ],
+)
+def test_a_plugin_may_refuse_some_values(refused: RefusedValues, values: tuple[Any, ...], broken: list[bool]) -> None:
     axes = WORKLOAD.axes(small.task())
     (rule,) = rejection_rules(axes, [refused])
-    axis = next(axis for axis in axes if axis.knob == "recompute_method")
-    assert rule.broken(
-        {"recompute_method": np.array([axis.encode(word) for word in ("block", "uniform")])}
-    ).tolist() == [
-        True,
-        False,
-    ]
+    axis = next(axis for axis in axes if axis.knob == refused.knob)
+    assert rule.broken({refused.knob: np.array([axis.encode(value) for value in values])}).tolist() == broken
+    assert ("more than 4" in rule.message) == (refused.above == 4)
 
 
 def test_check_reports_the_broken_rules_of_one_candidate() -> None:
@@ -291,13 +301,6 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
     assert (len(space) == 0) == took
     assert space.illegal == ({"no_fp8": space.combinations} if took else {})
     assert "it has no units" in rule.message
-
-
-def test_a_plugin_may_refuse_all_above_a_number() -> None:
-    refused = RefusedValues(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
-    (rule,) = rejection_rules(WORKLOAD.axes(small.task()), [refused])
-    assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
-    assert "more than 4" in rule.message
 
 
 def test_a_forced_setting_refuses_another_user_value() -> None:

@@ -16,7 +16,7 @@ from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
 from flagcore.tuner.stages.launch import launch, planned_launch
 from tests import small
-from tests.tuner.test_loop import SPACE
+from tests.tuner.benches import SPACE
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh"])

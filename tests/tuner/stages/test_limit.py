@@ -36,15 +36,9 @@ START = 300.0
 
 
 def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
-    step = {"value": value, "low": value / 2, "high": high}
-    return Trial(
-        number=9,
-        candidate=small.candidate(),
-        role=Role.SEARCH,
-        state=TrialState.RUNNING,
-        predicted={"step_time_s": step},
-        **extra,
-    )
+    predicted = {"step_time_s": {"value": value, "low": value / 2, "high": high}}
+    trial = Trial(number=9, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
+    return replace(trial, predicted=predicted, **extra)
 
 
 def measured_trial(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
@@ -62,18 +56,22 @@ def seconds(trial: Trial, *earlier: Trial, task: Task = TASK, launches: int = 1)
     return time_limit(small.platform(task), trial, earlier, launches).seconds
 
 
-def test_without_a_setting_it_is_the_start_and_the_steps_with_slack() -> None:
-    limit = time_limit(small.platform(TASK), planned(), ())
-    assert limit.seconds == START + SLACK * 5 * 12.0
-    assert "300 s to start" in limit.because
-    assert "5 steps" in limit.because
-
-
-def test_a_setting_counts_alone() -> None:
-    task = small.task(control=Control(max_time_per_task=70.0))
-    limit = time_limit(small.platform(task), planned(value=1e3, high=1e4), ())
-    assert limit.seconds == 70.0
-    assert "max_time_per_task" in limit.because
+@pytest.mark.parametrize(
+    ("control", "step", "seconds", "words"),
+    [
+        ({}, {"value": 10.0, "high": 12.0}, START + SLACK * 5 * 12.0, ["300 s to start", "5 steps"]),
+        ({"max_time_per_task": 70.0}, {"value": 1e3, "high": 1e4}, 70.0, ["max_time_per_task"]),
+        ({}, None, UNKNOWN_SECONDS, ["predicted"]),
+    ],
+)
+def test_a_limit_is_the_setting_or_the_start_and_the_steps_and_names_its_origin(
+    control: dict[str, float], step: dict[str, float] | None, seconds: float, words: list[str]
+) -> None:
+    task = small.task(control=Control(train_iters=5, **control))
+    trial = planned(**step) if step else replace(planned(), predicted={})
+    limit = time_limit(small.platform(task), trial, ())
+    assert limit.seconds == seconds
+    assert all(each in limit.because for each in words)
 
 
 def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer() -> None:
@@ -86,12 +84,6 @@ def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
     short = Shortened(global_batch_size=2, whole=8, scale=4.0, low=3.5, high=4.1)
     assert seconds(planned(shortened=short)) == START + SLACK * 5 * 3.0
     assert seconds(planned(), measured_trial(10.0, 412.5, scaled_from=2.5)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
-
-
-def test_without_a_prediction_it_is_a_constant_that_is_named() -> None:
-    limit = time_limit(small.platform(TASK), replace(planned(), predicted={}), ())
-    assert limit.seconds == UNKNOWN_SECONDS
-    assert "predicted" in limit.because
 
 
 def test_ranks_of_a_probe_add_up() -> None:
@@ -198,7 +190,6 @@ def test_the_advice_is_computed() -> None:
 def test_a_much_faster_precision_ends_a_search_without_time_for_its_steps() -> None:
     rates = {"bf16": 1e9, "fp32": 48e9}
     reason = why_no_trial(after(cut_short(0, 20.0), rates=rates))
-    assert reason is not None
     assert "train.precision: fp32 (48 times" in reason
     assert why_no_trial(after(trial_of(0, 1.0, 0), rates=rates)) is None
     assert why_no_trial(after(cut_short(0, 20.0), rates={"bf16": 9e9, "fp32": 1e9})) is None
@@ -218,6 +209,4 @@ def test_the_remaining_time_is_shared_by_trials_and_repeats() -> None:
 def test_two_trials_without_a_step_end_a_search() -> None:
     hung = [cut_short(row, 1.0, duration_s=100 * FASTEST, finished_steps_s=()) for row in (0, 1)]
     assert why_no_trial(after(hung[0])) is None
-    reason = why_no_trial(after(*hung))
-    assert reason is not None
-    assert "auto_tuner.control.max_time_per_task: " in reason
+    assert "auto_tuner.control.max_time_per_task: " in why_no_trial(after(*hung))

@@ -53,13 +53,16 @@ class Ran:
 
 
 class Engine(Megatron):
-    """The engine's adapter, as far as measuring asks it."""
+    """The engine's adapter, as far as measuring asks it: a trial has the next of `steps` at each poll."""
 
-    def __init__(self, steps: Sequence[float] = (), result: Measurement | str = MEASURED) -> None:
-        self.steps, self.result = steps, result
+    def __init__(self, *steps: Sequence[float], result: Measurement | str = MEASURED, limit: int | None = None) -> None:
+        self.steps, self.result, self.limit = list(steps) or [()], result, limit
 
     def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
-        return lambda: self.steps
+        return lambda: self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def step_limit(self, task: Task) -> int | None:
+        return self.limit
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         if isinstance(self.result, str):
@@ -106,12 +109,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
     "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
     "by a signal": (ended(-11), "", TrialState.FAILED, "signal 11"),
     "by the kernel": (ended(-9), "", TrialState.OUT_OF_MEMORY, "SIGKILL"),
-    "by its time": (
-        ended(-15, "timeout"),
-        "step 3",
-        TrialState.TIMED_OUT,
-        "still running after 12 s",
-    ),
+    "by its time": (ended(-15, "timeout"), "step 3", TrialState.TIMED_OUT, "still running after 12 s"),
     "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
     "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
     "by its folder": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "disk_limit"),
@@ -129,6 +127,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
         TrialState.OUT_OF_MEMORY,
         "tried to allocate",
     ),
+    "killed guard": (ended(-9, "guard"), "", TrialState.FAILED, "guard"),
     "refused by Megatron": (ended(1), "AssertionError: layers % pp", TrialState.INVALID, "layers % pp"),
     "the trial program's word": (ended(1), "invalid configuration: heads", TrialState.INVALID, "heads"),
     "memory behind an assertion": (
@@ -158,10 +157,11 @@ def test_an_unsuccessful_trial_has_its_state_and_reason(name: str, tmp_path: Pat
     assert done.duration_s == 12.0
 
 
-def test_binary_logs_give_a_short_printable_reason(tmp_path: Path) -> None:
-    (tmp_path / "stdout.log").write_bytes(bytes(range(256)) * 4000)
+@pytest.mark.parametrize("log", [bytes(range(256)) * 4000, b"ValueError: " + b"x" * 100_000], ids=["binary", "long"])
+def test_unusual_logs_give_a_short_printable_reason(log: bytes, tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_bytes(log)
     done = measured(Ran(ended(1)), tmp_path)
-    assert done.state is TrialState.FAILED
+    assert done.state.failed
     assert (done.reason or "").isprintable()
     assert len(done.reason or "") < 400
 
@@ -172,12 +172,6 @@ def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkey
     reason = measured(Ran(ended(1)), tmp_path).reason or ""
     assert "plain-words-7" not in reason
     assert REDACTED in reason
-
-
-def test_a_reason_of_a_long_line_is_short() -> None:
-    state, reason = classify(ended(1), "ValueError: " + "x" * 100_000, WORKLOAD.failure_patterns())
-    assert state is TrialState.INVALID
-    assert len(reason) < 400
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
@@ -215,7 +209,7 @@ def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, sta
 def test_trial_slower_than_the_best_is_stopped_and_keeps_its_steps(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
     steps = (EARLY_STOP_RATIO + 0.1, EARLY_STOP_RATIO + 0.2)
-    slow = Engine(steps=(9.0, *steps), result=replace(MEASURED, step_times_s=steps, step_time_s=1.35))
+    slow = Engine((9.0, *steps), result=replace(MEASURED, step_times_s=steps, step_time_s=1.35))
     done = measured(run, tmp_path, slow, best=BEST)
     assert run.stopped
     assert done.state is TrialState.STOPPED
@@ -337,12 +331,6 @@ def test_unreported_memory_of_a_trial_comes_from_the_fullest_device(
     assert reported.measurement.device_used_bytes == 5
 
 
-def test_a_killed_guard_is_not_out_of_memory() -> None:
-    state, reason = classify(ended(-9, "guard"), "", ())
-    assert state is TrialState.FAILED
-    assert "guard" in reason
-
-
 def devices(*numbers: int) -> tuple[Device, ...]:
     return tuple(Device(index=number, chip="test-chip") for number in numbers)
 
@@ -351,10 +339,7 @@ class Reads:
     """Telemetry of one device that always says the same."""
 
     def __init__(self, **figures: float) -> None:
-        self.figures = figures
-
-    def sample(self) -> Mapping[str, float]:
-        return self.figures
+        self.sample = lambda: figures
 
 
 def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
@@ -371,11 +356,12 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
 
 
 def test_telemetry_comes_from_the_devices_of_the_trial(tmp_path: Path) -> None:
-    readers = tuple(Reads(power_watts=watts) for watts in (100, 200, 300, 400))
+    readers = tuple(Reads(power_watts=watts, power_limit_watts=500) for watts in (100, 200, 300, 400))
     task = small.task(devices=2)
     platform = small.platform(task, **small.read(devices(3, 2, 1, 0), readers[::-1]))
-    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
-    assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [(0, 400), (1, 300)]
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform).measurement
+    assert [(each["device"], each["power_watts"]) for each in done.devices] == [(0, 400), (1, 300)]
+    assert done.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}  # a limit has no peak
 
 
 def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_path: Path) -> None:
@@ -395,53 +381,27 @@ def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_pa
     assert line.startswith("device 1 of c runs at 0.5x")
 
 
-def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
-    platform = small.platform(TASK, **small.read(devices(0), (Reads(power_limit_watts=400, power_watts=300),)))
-    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
-    assert done.measurement.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}
+@pytest.mark.parametrize(("steps", "stopped", "reason"), [(4, True, None), (3, False, "it ended after 3 of 4 steps")])
+def test_trial_is_stopped_and_measured_once_its_steps_are_done(
+    steps: int, stopped: bool, reason: str | None, tmp_path: Path
+) -> None:
+    run = Ran(ended(), polls=3)
+    done = measured(run, tmp_path, Engine([1.0] * steps, limit=4))
+    assert (done.state, done.reason, run.stopped) == (TrialState.MEASURED, reason, stopped)
 
 
-class EndsAfterSteps(Engine):
-    """An engine whose trials count after four steps."""
-
-    def step_limit(self, task: Task) -> int:
-        return 4
-
-
-def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -> None:
-    run = Ran(ended(), polls=100)
-    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 4))
-    assert run.stopped
-    assert (done.state, done.reason) == (TrialState.MEASURED, None)
-
-
-def test_a_long_warm_up_ends_once_steps_are_steady(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steady", "stopped"), [(7, True), (6, False)])
+def test_a_long_warm_up_ends_once_steps_are_steady(steady: int, stopped: bool, tmp_path: Path) -> None:
     platform = small.platform(small.task(control=Control(train_iters=14, warmup_iters=10)))
-
-    class Warm(Engine):
-        def step_limit(self, task: Task) -> int:
-            return task.spec.control.train_iters
-
-    run = Ran(ended(), polls=100)
-    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 7), platform)
-    assert run.stopped
     run = Ran(ended(), polls=3)
-    measured(run, tmp_path, Warm(steps=[9.0] + [1.0] * 6), platform)
-    assert not run.stopped
-
-
-def test_a_trial_runs_until_it_has_all_its_steps(tmp_path: Path) -> None:
-    run = Ran(ended(), polls=3)
-    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))
-    assert not run.stopped
-    assert done.state is TrialState.MEASURED
-    assert done.reason == "it ended after 3 of 4 steps"
+    measured(run, tmp_path, Engine([9.0] + [1.0] * steady, limit=14), platform)
+    assert run.stopped is stopped
 
 
 @pytest.mark.parametrize("end", [ended(1), ended(-11), ended(-9, "disk"), ended(-15, "timeout")])
 def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exit, tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("OSError: [Errno 28] No space left on device\n")
-    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=[1.0] * 4))
+    done = measured(Ran(end), tmp_path, Engine([1.0] * 4, limit=4))
     assert done.state is TrialState.MEASURED
     assert done.reason is not None
     assert "failed after all its steps" in done.reason
@@ -450,7 +410,7 @@ def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exi
 @pytest.mark.parametrize("end", [ended(1), ended(-9, "memory"), ended(-15, "request")])
 def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_path: Path) -> None:
     steps = [1.0] * (3 if end.ended_by is None else 4)
-    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=steps))
+    done = measured(Ran(end), tmp_path, Engine(steps, limit=4))
     assert done.state.failed
     assert done.measurement is None
 
@@ -472,7 +432,7 @@ def test_a_shortened_trial_is_measured_as_whole_steps_if_it_ran_the_smaller_batc
 def test_shortened_steps_are_compared_with_the_best_as_whole_ones(
     step: float, state: TrialState, tmp_path: Path
 ) -> None:
-    engine = Engine(steps=(9.0, step, step))  # x 3.2 is more, or less, than 1.2 times the best
+    engine = Engine((9.0, step, step))  # x 3.2 is more, or less, than 1.2 times the best
     done = measured(Ran(ended(), polls=3), tmp_path, engine, best=BEST, trial=SHORT)
     assert done.state is state
 
@@ -509,19 +469,16 @@ def test_devices_of_different_chips_are_not_compared(tmp_path: Path) -> None:
     assert line.startswith("device 2 of c runs at 0.4x")
 
 
+STEPPING = ((), (9.0,), (9.0, 1.0), (9.0, 1.0, 1.0), (9.0, 1.0, 1.0, 1.0))
+
+
 def test_power_in_measured_steps_is_told_apart_from_that_of_the_start(tmp_path: Path, slow_clock: None) -> None:
     reader = Reader(*({"power_watts": watts} for watts in (100.0, 100.0, 500.0, 600.0, 550.0)))
     platform = small.platform(TASK, **small.read(devices(0), (reader,)))
 
-    class Starting(Engine):
-        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
-            done = iter([(), (9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
-            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
-
-    done = measured(Ran(ended(), polls=4), tmp_path, Starting(), platform=platform).measurement
-    telemetry = done.telemetry
-    assert telemetry["step_power_watts"] == 550.0
-    assert telemetry["power_watts"] < 550.0
+    done = measured(Ran(ended(), polls=4), tmp_path, Engine(*STEPPING), platform=platform).measurement
+    assert done.telemetry["step_power_watts"] == 550.0
+    assert done.telemetry["power_watts"] < 550.0
 
 
 @pytest.mark.parametrize(("read", "watts"), [((0, 1, 2), 250.0), ((0, 1), None), ((2,), None)])
@@ -535,12 +492,7 @@ def test_the_power_of_a_mixed_job_is_that_of_all_its_groups(
     readers = [Reads(power_watts=each) for each in (100.0, 300.0, 300.0)]
     platform = small.platform(task, **small.read(found, [readers[number] for number in read]))
 
-    class Stepping(Engine):
-        def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
-            done = iter([(9.0,), (9.0, 1.0), (9.0, 1.0, 1.0)])
-            return lambda: next(done, (9.0, 1.0, 1.0, 1.0))
-
-    done = measured(Ran(ended(), polls=4), tmp_path, Stepping(), platform=platform).measurement
+    done = measured(Ran(ended(), polls=4), tmp_path, Engine(*STEPPING[1:]), platform=platform).measurement
     assert done.telemetry.get("step_power_watts") == watts
 
 
@@ -553,22 +505,13 @@ ON_CPU = small.platform(TASK, support=EngineSupport(support=Support.YES, shared_
 
 
 class Steps(Engine):
-    """An engine whose trial has finished some steps at each poll, and that reads them as a measurement."""
-
-    def __init__(self, *steps: float, limit: int | None = None) -> None:
-        super().__init__()
-        self.times, self.limit, self.partial = steps, limit, False
-
-    def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
-        return lambda: self.times
-
-    def step_limit(self, task: Task) -> int | None:
-        return self.limit
+    """An engine that reads the finished steps of its trial as a measurement."""
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        self.partial = partial
-        timed = self.times[1:]
-        return replace(MEASURED, step_times_s=timed, step_time_s=timed[0], losses=(), warmup_steps=1)
+        timed = tuple(self.steps[0][1:])
+        return replace(
+            MEASURED, step_times_s=timed, step_time_s=timed[0], losses=(), warmup_steps=1, notes=("partial",) * partial
+        )
 
 
 def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
@@ -578,7 +521,7 @@ def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platfo
 
 def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=9, seconds=58.0)
-    done = ran(Steps(58.0), run, monkeypatch)
+    done = ran(Steps((58.0,)), run, monkeypatch)
     assert (done.state, done.measurement, done.finished_steps_s) == (TrialState.TIMED_OUT, None, (58.0,))
     assert run.stopped
     assert run.polls == 8
@@ -587,14 +530,14 @@ def test_a_trial_without_time_for_a_second_step_ends_after_the_first(monkeypatch
 
 def test_on_an_accelerator_a_long_first_step_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(-15, "timeout"), polls=2, seconds=40.0)
-    done = ran(Steps(90.0), run, monkeypatch, small.platform(TASK))
+    done = ran(Steps((90.0,)), run, monkeypatch, small.platform(TASK))
     assert not run.stopped
     assert (done.state, done.finished_steps_s) == (TrialState.TIMED_OUT, ())
 
 
 def test_a_command_ends_after_the_steps_that_fit_in_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=9, seconds=55.0)
-    done = ran(Steps(10.0, 12.0, limit=5), run, monkeypatch)
+    done = ran(Steps((10.0, 12.0), limit=5), run, monkeypatch)
     assert (done.state, run.stopped, run.polls) == (TrialState.MEASURED, True, 8)
     measured = done.measurement
     assert measured.few_steps
@@ -603,15 +546,13 @@ def test_a_command_ends_after_the_steps_that_fit_in_its_target(monkeypatch: pyte
 
 
 def test_steps_before_the_time_limit_are_a_measurement_with_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Steps(10.0, 20.0, 30.0)
-    done = ran(engine, Ran(ended(-15, "timeout"), polls=1), monkeypatch)
-    assert (done.state, engine.partial) == (TrialState.MEASURED, True)
+    done = ran(Steps((10.0, 20.0, 30.0)), Ran(ended(-15, "timeout"), polls=1), monkeypatch)
+    assert (done.state, done.measurement.notes) == (TrialState.MEASURED, ("partial",))
     assert done.measurement.partial
     assert done.interval == pytest.approx((30.0 - 10.0) / 20.0 / 2.0)
 
 
 def test_steps_of_a_failed_trial_are_stored_with_its_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    readers = (Reader({"cores": 2.0}),)
-    platform = replace(ON_CPU, **small.read(devices(0), readers))
-    done = ran(Steps(1.0, 2.0), Ran(ended(3), polls=1), monkeypatch, platform)
+    platform = replace(ON_CPU, **small.read(devices(0), [Reads(cores=2.0)]))
+    done = ran(Steps((1.0, 2.0)), Ran(ended(3), polls=1), monkeypatch, platform)
     assert (done.state, done.finished_steps_s, done.telemetry["cores"]) == (TrialState.FAILED, (1.0, 2.0), 2.0)

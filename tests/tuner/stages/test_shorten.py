@@ -31,8 +31,8 @@ from flagcore.tuner.stages.shorten import (
     shorten,
 )
 from tests import small
-from tests.tuner.test_loop import Ended
-from tests.tuner.test_loop_limits import Bench, OnTwoHosts, Player, batch_of, seconds
+from tests.tuner.benches import Ended, sizes_of, write_steps
+from tests.tuner.test_loop_limits import BusyBench, OnTwoHosts, Player, batch_of, seconds
 
 LONG = small.task(global_batch_size=512, control=Control(max_step_time=60.0))
 
@@ -123,8 +123,6 @@ def test_a_measurement_of_shortened_steps_is_scaled_to_whole_steps() -> None:
     assert (full.step_time_s, full.spread_s) == pytest.approx((3.0 * scale, scale))
     assert full.tokens_per_second_per_device == pytest.approx(100.0 * 8.0 / scale)
     assert (full.scaled_from, full.device_used_bytes) == (3.0, 7)
-    assert full.low_s is not None
-    assert full.high_s is not None
     assert full.modelled_s is not None
     assert full.low_s < full.step_time_s < full.high_s
     assert full.modelled_s == pytest.approx(3.0 * scale - 3.0)
@@ -139,18 +137,16 @@ class Nodes(Player):
 
     def start(self, launch: Launch) -> Ended:
         self.launches.append(launch)
-        nodes, knobs = batch_of(launch) * NODES // BATCH, launch.environment
-        sizes = (int(knobs[f"FLAGCORE_{name}"]) for name in ("TENSOR_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE"))
-        step = seconds(*sizes, BATCH) * (1.0 + 0.025 * math.log2(nodes))
-        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
-        Path(launch.folder, "stdout.log").write_text("".join(line.format(n, 1000 * step) for n in (1, 2, 3)))
+        nodes = batch_of(launch) * NODES // BATCH
+        step = seconds(*sizes_of(launch), BATCH) * (1.0 + 0.025 * math.log2(nodes))
+        write_steps(launch, 1000 * step)
         return Ended(Exit(code=0, ended_by=None, duration_s=10.0 + 3 * step))
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    created = Bench(tmp_path)
-    created.player, created.cluster = Nodes(), CLUSTER
+def bench(tmp_path: Path) -> BusyBench:
+    created = BusyBench(tmp_path, Nodes())
+    created.cluster = CLUSTER
     return created
 
 
@@ -163,8 +159,8 @@ def best_of(plan: Plan) -> Trial:
     return plan.best
 
 
-def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_each(bench: Bench) -> None:
-    plan = bench.tune(BATCH, trial_nodes=(1,), repeats=1, max_trials=4)
+def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_each(bench: BusyBench) -> None:
+    plan = bench.plan(BATCH, trial_nodes=(1,), repeats=1, max_trials=4)
     assert {batch_of(launch) for launch in bench.player.launches} == {BATCH // NODES}
     assert {nodes_of(trial) for trial in (*plan.trials, *plan.repeats)} == {1}
     for trial, launch in zip(plan.trials, bench.player.launches, strict=False):
@@ -173,40 +169,34 @@ def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_eac
     best = best_of(plan)
     assert best.is_final
     assert best.measurement.scaled_from is not None
-    assert best.measurement.low_s is not None
-    assert best.measurement.high_s is not None
     assert best.measurement.low_s < best.measurement.step_time_s < best.measurement.high_s
     record = result(plan, "run")["best"]
     assert record["shortened"]["nodes"] == 1
     assert record["measured"]["step_time_s"]["scaled_from"] == best.measurement.scaled_from
 
 
-def test_a_candidate_that_cannot_run_on_fewer_nodes_is_illegal(bench: Bench) -> None:
-    plan = bench.tune(BATCH, trial_nodes=(1,), max_trials=20)
+def test_a_candidate_that_cannot_run_on_fewer_nodes_is_illegal(bench: BusyBench) -> None:
+    plan = bench.plan(BATCH, trial_nodes=(1,), max_trials=20)
     assert plan.counts.illegal["trial_nodes"] > 0
     assert all(int(trial.candidate.as_dict()["data_parallel_size"]) % NODES == 0 for trial in plan.trials)  # type: ignore[call-overload]
 
 
-def test_repeats_run_on_growing_numbers_of_nodes_and_calibrate_the_scaling(bench: Bench) -> None:
-    first = best_of(bench.tune(BATCH, trial_nodes=(1,), max_trials=4))
-    bench.folder = bench.folder / "grown"
-    bench.folder.mkdir()
-    plan = bench.tune(BATCH, trial_nodes=(1, 2), repeats=1, max_trials=4)
+def test_repeats_run_on_growing_numbers_of_nodes_and_calibrate_the_scaling(bench: BusyBench) -> None:
+    first = best_of(bench.plan(BATCH, trial_nodes=(1,), max_trials=4))
+    bench.beside("grown")
+    plan = bench.plan(BATCH, trial_nodes=(1, 2), repeats=1, max_trials=4)
     assert {nodes_of(trial) for trial in plan.trials} == {1}
     assert {nodes_of(trial) for trial in plan.repeats} == {2}
     grown = best_of(plan)
     assert nodes_of(grown) == 2
     assert grown.candidate == first.candidate
-    assert first.measurement.scaled_from is not None
-    assert grown.measurement.low_s is not None
-    assert grown.measurement.high_s is not None
     truth = first.measurement.scaled_from * (1.0 + 0.025 * math.log2(NODES))
     assert abs(grown.measurement.step_time_s - truth) < abs(first.measurement.step_time_s - truth)
     assert grown.measurement.low_s < truth < grown.measurement.high_s
 
 
-def test_the_last_runs_may_have_all_nodes(bench: Bench) -> None:
-    plan = bench.tune(BATCH, trial_nodes=(2, NODES), repeats=1, max_trials=4)
+def test_the_last_runs_may_have_all_nodes(bench: BusyBench) -> None:
+    plan = bench.plan(BATCH, trial_nodes=(2, NODES), repeats=1, max_trials=4)
     best = best_of(plan)
     assert nodes_of(best) == NODES
     assert best.measurement.scaled_from is None
@@ -233,11 +223,11 @@ class Hosts(Nodes, OnTwoHosts):
 
 
 @pytest.mark.parametrize(("gone", "nodes"), [("d", 3), ("", NODES)])
-def test_without_spares_trials_continue_on_the_hosts_that_are_left(bench: Bench, gone: str, nodes: int) -> None:
-    bench.player = player = Hosts()
+def test_without_spares_trials_continue_on_the_hosts_that_are_left(bench: BusyBench, gone: str, nodes: int) -> None:
+    bench.launcher = player = Hosts()
     player.gone = gone
     bench.cluster = replace(CLUSTER, hosts=("a", "b", "c", "d"), min_nodes=2)
-    plan = bench.tune(BATCH, repeats=1, max_trials=3, max_step_time=None)
+    plan = bench.plan(BATCH, repeats=1, max_trials=3, max_step_time=None)
     ran = [launch for launch in player.launches if gone not in launch.hosts or not gone]
     assert {(len(launch.hosts), batch_of(launch)) for launch in ran} == {(nodes, BATCH * nodes // NODES)}
     assert {(trial.state, nodes_of(trial)) for trial in plan.trials} == {(TrialState.MEASURED, nodes)}

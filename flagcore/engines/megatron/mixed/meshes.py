@@ -136,6 +136,12 @@ class Meshes:
         return np.where(own > 0, own, columns[MBS][:, None])
 
 
+def recompute_codes(word: str) -> tuple[int, ...]:
+    """Return the codes of the recompute knobs for the word of a mesh; empty for another word."""
+    block = _BLOCK.fullmatch(word)
+    return (1, 2, 2, int(block[1])) if block else RECOMPUTE_CODES.get(word, ())
+
+
 def mesh_text(name: str, sizes: Mapping[str, int], recompute: str = "", replicas: str = "") -> str:
     """Return the text of one mesh; `sizes` has the keys of `SIZES`, `replicas` the micro-batches of its replicas."""
     shown = (f"{key}{sizes[key]}" for key in SIZES if sizes[key] > 1)
@@ -177,10 +183,8 @@ def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, i
         size = _SIZE.fullmatch(word)
         if size and (size[1] in SIZES or REPLICAS in text):
             values[SIZES.get(size[1]) or _OF_REPLICAS[size[1]]] = int(size[2])
-        elif word in RECOMPUTE_CODES:
-            values |= zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[word], strict=True)
-        elif block := _BLOCK.fullmatch(word):
-            values |= zip(RECOMPUTE_KNOBS, (1, 2, 2, int(block[1])), strict=True)
+        elif codes := recompute_codes(word):
+            values |= zip(RECOMPUTE_KNOBS, codes, strict=True)
         else:
             wrong.append(word)
     if wrong:

@@ -12,7 +12,16 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.layers.split import Split
-from flagcore.engines.megatron.mixed.meshes import MBS, RECOMPUTE_CODES, RECOMPUTE_KNOBS, SIZES, SP, SPLIT, mesh_text
+from flagcore.engines.megatron.mixed.meshes import (
+    MBS,
+    RECOMPUTE_CODES,
+    RECOMPUTE_KNOBS,
+    SIZES,
+    SP,
+    SPLIT,
+    mesh_text,
+    recompute_codes,
+)
 from flagcore.engines.megatron.mixed.rules import OF_BATCH, WHOLE_CLUSTER
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.engines.megatron.space import rules as legality
@@ -91,13 +100,8 @@ def recompute_words(task: Task) -> list[str]:
     words = [*RECOMPUTE_CODES, *(f"block{2**power}" for power in range(6) if 2**power < task.spec.model.num_layers)]
     if task.spec.train.attention == "flash":
         words.remove("selective")
-    pairs = {word: zip(RECOMPUTE_KNOBS, _codes(word), strict=True) for word in words}
+    pairs = {word: zip(RECOMPUTE_KNOBS, recompute_codes(word), strict=True) for word in words}
     return [word for word in words if all(_has(task, *pair) for pair in pairs[word])]
-
-
-def _codes(word: str) -> tuple[int, ...]:
-    """Return the codes of the recompute knobs."""
-    return RECOMPUTE_CODES[word] if word in RECOMPUTE_CODES else (1, 2, 2, int(word.removeprefix("block")))
 
 
 def _has(task: Task, knob: str, code: int) -> bool:
@@ -117,9 +121,8 @@ def _largest(task: Task, switch: str) -> int:
 def _step_seconds(train: Training, layout: Layout, costs: Costs, stage: Stage, seconds: FloatArray) -> FloatArray:
     """Return the seconds of a stage for gradients and optimizer; a third of its passes is forward."""
     params = split_parameters(stage_parameters(train, layout, stage))
-    time = StageTime(
-        Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0), np.zeros_like(seconds)
-    )
+    forward, backward = Seconds.from_compute(seconds / 3.0), Seconds.from_compute(seconds * 2.0 / 3.0)
+    time = StageTime(forward, backward, np.zeros_like(seconds))
     gradients = gradient_time(train, layout, costs.collectives, params, time)
     return gradients + optimizer_time(train, layout, costs, stage, params)
 
@@ -194,7 +197,7 @@ def mesh_columns(task: Task, group: int, *, has_share: bool = False) -> dict[str
     columns |= zip(suggested, table.T, strict=True)
     size = columns[TP] * columns[CP] * columns[PP]
     columns[DP] = np.maximum(nodes.devices // size, 1)
-    codes = np.array([_codes(word) for word in words], dtype=np.int64)
+    codes = np.array([recompute_codes(word) for word in words], dtype=np.int64)
     columns |= zip(RECOMPUTE_KNOBS, codes[columns["word"]].T, strict=True)
     columns[SP] = (columns[TP] > 1) * _largest(task, SP)
     columns[DIST_OPT], columns[SPLIT] = np.full_like(size, _largest(task, DIST_OPT)), np.ones_like(size)

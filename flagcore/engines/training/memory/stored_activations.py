@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,114 +19,116 @@ PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_a
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The modules of the layers of each kind (without experts, with experts), of the embedding, and of the head."""
-
-    sizes: Sizes
-    layers: tuple[list[Module], ...]
-    entry: Module
-    head: list[Module]
-
-    @classmethod
-    def from_layout(cls, train: Training, layout: Layout) -> Rows:
-        """Return the modules of each candidate without selective recompute and offload."""
-        sizes = Sizes.from_layout(train, layout)
-        heads = attention(train, layout, sizes)
-        layers = [[*heads, *ffn(train, layout, sizes)]]
-        if train.model.num_moe_experts is not None:
-            layers.append([*heads, *mixture(train, layout, sizes)])
-        return cls(sizes, tuple(layers), embedding(train, layout, sizes), head(train, layout, sizes))
-
-
-@dataclass(frozen=True, slots=True)
 class Kinds:
-    """The parts of the stages of each candidate. `recomputed` is 1 where selective recompute applies to a
-    module. `deferred` are the bytes that a layer stores of a micro-batch until its weight gradients are computed.
+    """The parts of the stages of each candidate: the modules of the layers of each kind (without experts, with
+    experts), of the embedding and of the head, and what layers and head store with recompute and offload.
+
+    `recomputed` is 1 where selective recompute applies to a module.
     """
 
-    rows: Rows
+    train: Training
+    layout: Layout
+    sizes: Sizes
+    rows: tuple[list[Module], ...]
+    entry: Module
+    head_row: list[Module]
     recomputed: Mapping[str, FloatArray]
+    offloaded: Collection[str]
     dense: Layer
     moe: Layer
     head: Layer
-    deferred: FloatArray
-    offloaded: Collection[str] = field(default_factory=frozenset)
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.rows.sizes
 
     @classmethod
-    def from_layout(cls, train: Training, layout: Layout, rows: Rows | None = None) -> Kinds:
-        """Return the parts; without experts, both kinds of layers are the same. `rows` are the modules, if already
-        known.
-        """
-        rows, on = rows or Rows.from_layout(train, layout), bool(layout.selective.any())
-        recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
-        offloaded = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
-        named = 1.0 if not train.options.offload_stages else 0.0
-        layers = _layers(train, rows, recomputed, offloaded if named else (), named)
-        products = [value for module in rows.layers[-1] for name, value in module.tensors.items() if name in PRODUCTS]
-        return cls(
-            rows=rows,
-            recomputed=recomputed,
-            dense=layers[0],
-            moe=layers[-1],
-            head=Layer.from_modules(rows.head),
-            deferred=2.0 * sum(products, np.zeros(())),
-            offloaded=offloaded,
-        )
+    def from_layout(cls, train: Training, layout: Layout) -> Kinds:
+        """Return the parts; without experts, both kinds of layers are the same."""
+        sizes, options = Sizes.from_layout(train, layout), train.options
+        heads, recomputed = attention(train, layout, sizes), {}
+        rows = [[*heads, *ffn(train, layout, sizes)]]
+        if train.model.num_moe_experts is not None:
+            rows.append([*heads, *mixture(train, layout, sizes)])
+        if layout.selective.any():
+            recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
+        offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
+        layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
+        head_row = head(train, layout, sizes)
+        last, ends = Layer.from_modules(head_row), (embedding(train, layout, sizes), head_row)
+        return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
 
-    def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the layers of a stage, without and with experts. If no stages are named, all stages offload."""
-        if not self.offloaded or not train.options.offload_stages:
-            return self.dense, self.moe
-        on_host = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
-        found = _layers(train, self.rows, self.recomputed, self.offloaded, on_host)
+    def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
+        """Return the layers without and with experts if they send `offloaded` to the host."""
+        found = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
         return found[0], found[-1]
 
-    def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
+    def on(self, stage: Stage) -> tuple[Layer, Layer]:
+        """Return the layers of a stage, without and with experts. If no stages are named, all stages offload."""
+        stages = self.train.options.offload_stages
+        if not self.offloaded or not stages:
+            return self.dense, self.moe
+        return self.stored_layers(self.offloaded, np.isin(stage.index, stages).astype(np.float64))
+
+    def ends(self, stage: Stage) -> Layer:
         """Return the modules after the layers of the last stage, and of the stage with multi-token prediction, which
         offloads nothing.
         """
-        depth = train.model.mtp_num_layers
+        train, depth = self.train, self.train.model.mtp_num_layers
         if not depth:
             return self.head
-        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.offloaded else self.moe
+        last = self.stored_layers()[1] if self.offloaded else self.moe
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.offloaded)
-        above = last.above(depth + layers, _crossed(train, layout, stage))
-        modules = depths(train, layout, self.sizes, last.stored, above, layers)
-        if not np.any((stage.mtp > 0) != (stage.last > 0)):
-            return Layer.from_modules([*modules, *self.rows.head])
-        is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.rows.head))]
-        return Layer.from_modules(
-            [each.only(here) for each, here in zip([*modules, *self.rows.head], is_here, strict=True)]
-        )
+        above = last.above(depth + layers, self.crossed(stage))
+        row = [*depths(train, self.layout, self.sizes, last.stored, above, layers), *self.head_row]
+        if np.any((stage.mtp > 0) != (stage.last > 0)):
+            is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.head_row))]
+            row = [each.only(here) for each, here in zip(row, is_here, strict=True)]
+        return Layer.from_modules(row)
+
+    def in_flight(self, stage: Stage) -> FloatArray:
+        """Return the micro-batches in flight if the virtual stages of a device have equal numbers of layers."""
+        return in_flight(self.layout, stage.index, self.train.options)
+
+    def early_in_flight(self, stage: Stage) -> FloatArray:
+        """Return the micro-batches in flight on the last virtual stage of a device with early multi-token
+        prediction.
+        """
+        chunks = self.in_flight(stage) * self.layout.virtual
+        held = np.maximum(chunks - (self.layout.virtual - 1.0) * self.layout.pipeline, 1.0)
+        return np.where(_early(stage), held, 0.0)
+
+    def crossed(self, stage: Stage) -> BoolArray:
+        """Return whether a forward pass overlaps a backward pass."""
+        return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
+
+    def waiting(self, stage: Stage) -> FloatArray:
+        """Return the bytes that are stored only for weight gradients; ZB-2p limits memory to 2p micro-batches."""
+        count = stage.deferred
+        if self.train.options.schedule == "zb-2p":
+            count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
+        products = [value for module in self.rows[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+        return count * stage.layers * (2.0 * sum(products, np.zeros(())))
 
 
 def _layers(
     train: Training,
-    rows: Rows,
+    sizes: Sizes,
+    rows: Sequence[list[Module]],
     recomputed: Mapping[str, FloatArray],
     offloaded: Collection[str],
-    on_host: FloatArray | float,
+    on_host: FloatArray | float = 1.0,
 ) -> list[Layer]:
-    tensors = recomputed_tensors(train, rows.sizes, recomputed)
-    found = []
-    for row in rows.layers:
+    tensors, found = recomputed_tensors(train, sizes, recomputed), []
+    for row in rows:
         split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
         front = split if train.options.overlap_expert_comm else 0
-        found.append(Layer.from_modules(saving(row, tensors, offloaded, on_host), front))
+        found.append(Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front))
     return found
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes that a stage offloads to the host for each micro-batch, and later fetches."""
     kinds = Kinds.from_layout(train, layout)
-    dense, moe = kinds.on(train, stage)
-    stored_layers = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
-    return stage.dense * (stored_layers[0].stored - dense.stored) + stage.moe * (stored_layers[-1].stored - moe.stored)
+    (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers()
+    return stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class StageActivations:
     above: FloatArray
 
 
-def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
+def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     """Return the activations of a stage. Full recompute stores the input of each recomputed layer or chunk of layers
     and, while one chunk is recomputed, all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with
     all layers, block recompute with the first layers of each virtual stage.
@@ -153,10 +155,11 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are counted as on
     equal virtual stages. More layers on a stage never need less memory.
     """
-    whole = in_flight(layout, stage.index, train.options) / stage.in_flight
+    train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
+    whole = kinds.in_flight(stage) / stage.in_flight
     if train.model.num_moe_experts is not None:
         stage = replace(stage, dense=np.minimum(stage.dense * whole, stage.layers))
-    work = _Work.from_stage(train, layout, stage, kinds)
+    work = _Work.from_stage(stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
     dense, moe, inputs = work.split(work.block)
     above = work.plain
@@ -167,20 +170,18 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)
-    above = np.maximum(
-        np.where(stage.layers > 0, above, 0.0), stage.first * (kinds.rows.entry.work - one / layout.virtual)
-    )
+    at_entry = stage.first * (kinds.entry.work - one / layout.virtual)
+    above = np.maximum(np.where(stage.layers > 0, above, 0.0), at_entry)
     loop, loop_at_loss = _schedule_tensors(layout, stage)
     loop_at_loss = loop_at_loss + (loop_at_loss + 2.0) * depths_received(train.model, stage)
-    above = above + loop * kinds.sizes.hidden
-    ends = kinds.ends(train, layout, stage)
-    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
-    waiting, count = _waiting(train, stage, kinds), stage.last
+    above, ends = above + loop * sizes.hidden, kinds.ends(stage)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * sizes.hidden, above - ends.stored)
+    count = stage.last
     if np.any(_early(stage)):
-        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * kinds.sizes.hidden, above - ends.stored)
-        above, count = np.where(_early(stage), at_mtp, above), count + _early_in_flight(train, layout, stage)
+        at_mtp = np.maximum(ends.above(np.zeros(())) + loop * sizes.hidden, above - ends.stored)
+        above, count = np.where(_early(stage), at_mtp, above), count + kinds.early_in_flight(stage)
     above = np.where(stage.last > 0, at_loss, above)
-    end_bytes = ends.stored * count + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
+    end_bytes = ends.stored * count + kinds.entry.stored * stage.first * stage.in_flight + kinds.waiting(stage)
     return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
 
 
@@ -203,16 +204,15 @@ class _Work:
     plain: FloatArray
 
     @classmethod
-    def from_stage(cls, train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> _Work:
+    def from_stage(cls, stage: Stage, kinds: Kinds) -> _Work:
         """Combine the layers of a stage. Uniform recompute in chunks of one layer is one block of all layers."""
-        dense, moe = kinds.on(train, stage)
-        hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
-        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
+        (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
+        chunk = np.maximum(stage.chunk, 1.0)
+        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, kinds.train.options))
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
         least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
-        return cls(
-            layout, stage, dense, moe, chunk, block, least, hidden, _backward(train, layout, stage, dense, moe, block)
-        )
+        plain = _backward(layout, stage, dense, moe, block, kinds.crossed(stage))
+        return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return the numbers of fully stored layers, without and with experts, and the bytes of the inputs of the other
@@ -276,12 +276,6 @@ def _early(stage: Stage) -> BoolArray:
     return is_early
 
 
-def _early_in_flight(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the micro-batches in flight on the last virtual stage of a device with early multi-token prediction."""
-    chunks = in_flight(layout, stage.index, train.options) * layout.virtual
-    return np.where(_early(stage), np.maximum(chunks - (layout.virtual - 1.0) * layout.pipeline, 1.0), 0.0)
-
-
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of layers, without and with experts, outside of a block at the start of each virtual stage."""
     again = np.minimum(block * layout.virtual, stage.layers)
@@ -289,19 +283,15 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray,
     return stage.dense - dense, stage.moe - (again - dense)
 
 
-def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
-    """Return whether a forward pass overlaps a backward pass."""
-    crossed: BoolArray = (stage.in_flight < layout.microbatches) & layout.pairs(train.model)
-    return crossed
-
-
-def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
+def _backward(
+    layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray, crossed: BoolArray
+) -> FloatArray:
     """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes.
 
     Backward begins with the last layer, and reaches the leading dense layers when the later layers are freed. An
     overlapping forward pass has allocated these bytes again by then.
     """
-    crossed, whole = _crossed(train, layout, stage), _whole(layout, stage, block)
+    whole = _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
     if dense is moe:
         return first
@@ -312,24 +302,16 @@ def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: 
     return np.where(stage.dense > 0, np.maximum(last, first - behind), last)
 
 
-def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
+def activation_parts(stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
     """Return the stored bytes of a stage's micro-batches, by component."""
-    dense, moe = kinds.on(train, stage)
+    dense, moe = kinds.on(stage)
     parts: Parts = {}
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
     add_parts(parts, moe.parts, found.moe * stage.in_flight)
     add_parts(parts, {"norms": found.inputs}, stage.in_flight)
-    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last + _early_in_flight(train, layout, stage))
-    add_parts(parts, {"embedding": kinds.rows.entry.stored}, stage.first * stage.in_flight)
-    return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
-
-
-def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
-    """Return the bytes that are stored only for weight gradients; ZB-2p limits memory to 2p micro-batches."""
-    count = stage.deferred
-    if train.options.schedule == "zb-2p":
-        count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)
-    return count * stage.layers * kinds.deferred
+    add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
+    add_parts(parts, {"embedding": kinds.entry.stored}, stage.first * stage.in_flight)
+    return {**parts, "deferred_weight_gradients": kinds.waiting(stage)}
 
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:

@@ -155,7 +155,7 @@ def component_table(
         for count, experts in zip(split_parameters(params), (False, True), strict=True)
     )
     engine = estimate.engine_bytes(table_stage, workspace_bytes)
-    engine = engine + bytes_held_after_step(train, layout, table_stage, estimate.kinds.sizes)
+    engine = engine + estimate.held_after_step(table_stage)
     add("padding", zeros, dense + routed, zeros)
     add("buffers", zeros, State(engine, zeros, zeros, zeros), zeros)
     return table
@@ -169,8 +169,6 @@ class _Estimate:
     every layer; the latter must not be predicted to need more. It is None without such candidates.
     """
 
-    train: Training
-    layout: Layout
     kinds: Kinds
     uniform: IntArray
     selective: _Estimate | None = None
@@ -178,25 +176,28 @@ class _Estimate:
     @classmethod
     def from_layout(cls, train: Training, layout: Layout) -> _Estimate:
         uniform = np.flatnonzero(layout.uniform == 1)
-        estimate = cls(train, layout, Kinds.from_layout(train, layout), uniform)
+        estimate = cls(Kinds.from_layout(train, layout), uniform)
         modules = train.options.recompute_modules
         return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
         """Return the estimate of some candidates with selective recompute of `modules` in place of any other."""
-        layout, zeros = self.layout[rows], np.zeros(rows.shape)
+        train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
         selective = np.maximum(layout.selective, layout.uniform == 1)
-        options = replace(self.train.options, recompute_stage_layers=(), recompute_modules=modules)
-        train = replace(self.train, options=options)
+        train = replace(train, options=replace(train.options, recompute_stage_layers=(), recompute_modules=modules))
         layout = replace(layout, selective=selective, uniform=zeros, block=zeros)
-        return _Estimate(train, layout, Kinds.from_layout(train, layout), np.flatnonzero(zeros))
+        return _Estimate(Kinds.from_layout(train, layout), np.flatnonzero(zeros))
 
     def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
-        engine_buffers = buffers(self.train, self.layout, stage_, self.kinds.sizes)
-        return engine_buffers + workspaces(self.train) * workspace_bytes
+        engine_buffers = buffers(self.kinds.train, self.kinds.layout, stage_, self.kinds.sizes)
+        return engine_buffers + workspaces(self.kinds.train) * workspace_bytes
+
+    def held_after_step(self, stage_: Stage, *, at_most: bool = False) -> FloatArray:
+        kinds = self.kinds
+        return bytes_held_after_step(kinds.train, kinds.layout, stage_, kinds.sizes, at_most=at_most)
 
     def activation(self, stage_: Stage) -> FloatArray:
-        activations = stage_activations(self.train, self.layout, stage_, self.kinds)
+        activations = stage_activations(stage_, self.kinds)
         total = activations.stored + activations.above
         if self.selective is not None:
             less = self.selective.activation(stage_[self.uniform])
@@ -205,11 +206,10 @@ class _Estimate:
 
     def parts(self, stage_: Stage) -> Parts:
         """Return the activations by component, with the bytes above the stored ones as `backward`."""
-        activations = stage_activations(self.train, self.layout, stage_, self.kinds)
-        parts = activation_parts(self.train, self.layout, stage_, self.kinds, activations)
-        states = states_of(self.train, self.layout, stage_parameters(self.train, self.layout, stage_))
-        gathered = gathered_bytes(self.train, self.layout, *states)
-        return {**parts, "backward": self.activation(stage_) + gathered - activations.stored}
+        train, layout, activations = self.kinds.train, self.kinds.layout, stage_activations(stage_, self.kinds)
+        states = states_of(train, layout, stage_parameters(train, layout, stage_))
+        backward = self.activation(stage_) + gathered_bytes(train, layout, *states) - activations.stored
+        return {**activation_parts(stage_, self.kinds, activations), "backward": backward}
 
     def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
         """Return the memory of one stage; `workspace_bytes` is the size of one workspace of the matrix library.
@@ -217,37 +217,36 @@ class _Estimate:
         The bytes that a step leaves are allocated during the optimizer step and freed before the next peak. More
         recompute leaves more bytes, but is never predicted to need more.
         """
-        train, layout, sizes = self.train, self.layout, self.kinds.sizes
+        train, layout = self.kinds.train, self.kinds.layout
         params = stage_parameters(train, layout, stage_)
         states = states_of(train, layout, params)
         base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
-        static = base + bytes_held_after_step(train, layout, stage_, sizes)
+        static = base + self.held_after_step(stage_)
         step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)
         activation = self.activation(stage_) + gathered
-        optimizer_peak = bytes_held_after_step(train, layout, stage_, sizes, at_most=True) + step
+        optimizer_peak = self.held_after_step(stage_, at_most=True) + step
         if self._may_hold_more():
             rows = np.flatnonzero(optimizer_peak > activation)
-            optimizer_peak[rows] = np.minimum(
-                optimizer_peak[rows], self._peak_without_full(stage_, rows, step, gathered)
-            )
+            least = self._peak_without_full(stage_, rows, step, gathered)
+            optimizer_peak[rows] = np.minimum(optimizer_peak[rows], least)
         peak = base + np.maximum(activation, optimizer_peak)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
     def _may_hold_more(self) -> bool:
         """Return whether full recompute, or recompute of whole mixtures of experts, keeps more bytes after a step."""
-        options, layout = self.train.options, self.layout
-        if self.train.model.num_moe_experts is None:
+        options, layout = self.kinds.train.options, self.kinds.layout
+        if self.kinds.train.model.num_moe_experts is None:
             return False
         recomputes_layers = np.any(layout.uniform + layout.block > 0) or bool(options.recompute_stage_layers)
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
         """Return the peak of a step of some candidates with less recompute: the least of two estimates."""
-        modules, part, peaks = self.train.options.recompute_modules, stage_[rows], []
+        modules, part, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for fewer in {modules - {"moe"}, modules}:
             other = self._with_selective(fewer, rows)
-            held = bytes_held_after_step(other.train, other.layout, part, other.kinds.sizes) + step[rows]
+            held = other.held_after_step(part) + step[rows]
             peaks.append(np.maximum(held, other.activation(part) + gathered))
         least: FloatArray = np.minimum.reduce(peaks)
         return least

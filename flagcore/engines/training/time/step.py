@@ -120,28 +120,24 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
     costs = costs_in_run(costs)
     placement, groups = Placement.from_layout(layout, costs), costs.groups
     distinct_stages = stages(train.model, layout, train.options, placement.starts)
-    params = _params(train, placement, distinct_stages)
     blocks = Blocks.from_layout(train, layout, costs) if blocks is None else blocks
-    times = _stage_times(train, groups, blocks, placement, distinct_stages, params)
+    timed = _timed(train, groups, blocks, placement, distinct_stages)
+    times = [each.time for each in timed]
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward, m = slowest.forward, slowest.backward, layout.microbatches
     ordered = _in_replica(layout)
-    pipeline_s, message = pipeline_time(
-        train, ordered, costs, Placement.from_layout(ordered, costs), distinct_stages, times
-    )
+    in_replica = Placement.from_layout(ordered, costs)
+    pipeline_s, message = pipeline_time(train, ordered, costs, in_replica, distinct_stages, times)
     idle = np.maximum(pipeline_s - m * slowest.busy, 0.0)
     waits = sender_waits(train, layout, distinct_stages[-1])
     messages = np.minimum(2.0 * message * np.where(waits > 0, m * layout.virtual, layout.pipeline - 1.0), idle)
-    meshes = list(zip(placement.layouts, groups, params, strict=True))
-    largest = [_largest_params(placement, distinct_stages, pairs, number) for number, pairs in enumerate(params)]
-    gradients_s = [
-        gradient_time(train, *reduction(mesh, each), pair, slowest)
-        for (mesh, each, _), pair in zip(meshes, largest, strict=True)
-    ]
-    optimizer_s = [
-        placement.pick(each.index, [optimizer_time(train, mesh, on, each, pairs[number]) for mesh, on, pairs in meshes])
-        for number, each in enumerate(distinct_stages)
-    ]
+    gradients_s = []
+    for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
+        # the largest numbers of parameters of a stage on this node group
+        here = [placement.group(each.index) == number if placement.starts else True for each in distinct_stages]
+        dense = np.maximum.reduce([each.dense * there for each, there in zip(timed, here, strict=True)])
+        experts = np.maximum.reduce([each.experts * there for each, there in zip(timed, here, strict=True)])
+        gradients_s.append(gradient_time(train, *reduction(mesh, group), (dense, experts), slowest))
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
@@ -150,7 +146,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
         "pp_bubble_s": idle - messages,
         "pp_comm_s": messages,
         "dp_comm_exposed_s": np.maximum.reduce(gradients_s),
-        "optimizer_s": np.maximum.reduce(optimizer_s),
+        "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
     }
 
 
@@ -162,8 +158,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     layout, costs = layout[slice(0, 1)], costs_in_run(costs)
     placement, count = Placement.from_layout(layout, costs), int(layout.pipeline[0])
     all_stages = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
-    params = _params(train, placement, all_stages)
-    times = _stage_times(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages, params)
+    timed = _timed(train, costs.groups, Blocks.from_layout(train, layout, costs), placement, all_stages)
+    times = [each.time for each in timed]
     messages, waits, sends_s, _ = sends(train, _in_replica(layout), costs, placement, all_stages[-1])
     delays = messages.send_delays(count, np.zeros(1, dtype=np.int64), layout, placement)
     longer = waits[0] * (np.zeros((2, count)) if delays is None else np.stack(delays)[:, :, 0])
@@ -202,11 +198,9 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     Collectives and waits for other ranks are not included.
     """
     single_costs = replace(costs, collectives=_NoCollectives())
-    rank_stage, parts = (
-        stage(train.model, layout, index, train.options),
-        Blocks.from_layout(train, layout, single_costs).on(0),
-    )
-    dense, experts = split_parameters(stage_parameters(train, layout, rank_stage))
+    rank_stage = stage(train.model, layout, index, train.options)
+    parts, params = Blocks.from_layout(train, layout, single_costs).on(0), stage_parameters(train, layout, rank_stage)
+    dense, experts = split_parameters(params)
     time = _stage_time(train, layout, single_costs, parts, rank_stage, (dense, experts))
     compute = time.forward.compute + time.backward.compute + time.weight
     return layout.microbatches * compute, optimizer_time(train, layout, costs, rank_stage, (dense, experts))
@@ -218,32 +212,32 @@ def costs_in_run(costs: Costs) -> Costs:
     return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
 
 
-def _params(
-    train: Training, placement: Placement, distinct_stages: Sequence[Stage]
-) -> list[list[tuple[FloatArray, FloatArray]]]:
-    """Return the numbers of dense and of expert parameters of each stage, for each node group."""
-    return [
-        [split_parameters(stage_parameters(train, layout, each)) for each in distinct_stages]
-        for layout in placement.layouts
+@dataclass(frozen=True, slots=True)
+class _Timed(ArrayRecord):
+    """The times of a stage, and its numbers of dense and of expert parameters."""
+
+    time: StageTime
+    optimizer_s: FloatArray
+    dense: FloatArray
+    experts: FloatArray
+
+
+def _timed(
+    train: Training, groups: Sequence[Costs], blocks: Blocks, placement: Placement, all_stages: Sequence[Stage]
+) -> list[_Timed]:
+    """Return the times of stages, each with the layout and the costs of its node group."""
+    meshes = [
+        (mesh, on, blocks.on(number)) for number, (mesh, on) in enumerate(zip(placement.layouts, groups, strict=True))
     ]
-
-
-def _stage_times(
-    train: Training,
-    groups: Sequence[Costs],
-    blocks: Blocks,
-    placement: Placement,
-    distinct_stages: Sequence[Stage],
-    params: Sequence[Sequence[tuple[FloatArray, FloatArray]]],
-) -> list[StageTime]:
-    """Return the times of the stages `distinct_stages`, each with the layout and the costs of its node group."""
-    parts = [blocks.on(number) for number in range(len(groups))]
-    meshes = list(zip(placement.layouts, groups, parts, params, strict=True))
-    times = []
-    for number, each in enumerate(distinct_stages):
-        of_groups = [_stage_time(train, mesh, on, part, each, pairs[number]) for mesh, on, part, pairs in meshes]
-        times.append(placement.pick(each.index, of_groups))
-    return times
+    found = []
+    for each in all_stages:
+        of_groups = []
+        for mesh, on, parts in meshes:
+            params = split_parameters(stage_parameters(train, mesh, each))
+            time = _stage_time(train, mesh, on, parts, each, params)
+            of_groups.append(_Timed(time, optimizer_time(train, mesh, on, each, params), *params))
+        found.append(placement.pick(each.index, of_groups))
+    return found
 
 
 def _stage_time(
@@ -311,13 +305,3 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
-
-
-def _largest_params(
-    placement: Placement, distinct_stages: list[Stage], params: Sequence[tuple[FloatArray, FloatArray]], group: int
-) -> tuple[FloatArray, FloatArray]:
-    """Return the largest numbers of dense and of expert parameters of a stage on node group `group`."""
-    if placement.starts:
-        is_on_group = [placement.group(stage.index) == group for stage in distinct_stages]
-        params = [(pair[0] * is_here, pair[1] * is_here) for pair, is_here in zip(params, is_on_group, strict=True)]
-    return np.maximum.reduce([pair[0] for pair in params]), np.maximum.reduce([pair[1] for pair in params])

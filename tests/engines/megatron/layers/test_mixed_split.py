@@ -14,9 +14,8 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.training.layout import Layout, Options, Placement, StageLayers
+from flagcore.engines.training.layout import Layout, Options, Placement
 from flagcore.engines.training.memory.training import memory_in_use, rank_memory
-from flagcore.engines.training.stages import placed
 from flagcore.engines.training.time.step import step_time
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
@@ -127,32 +126,6 @@ def test_fewer_layers_on_the_slow_chip_make_a_step_shorter() -> None:
     assert slow_last[2] < slow_last[3]
     slow_first = seconds(split, mixed(costs(TIMES), costs()))
     assert (np.diff(slow_first) > 0).all()
-
-
-def test_a_layout_puts_fewer_layers_on_the_stages_of_the_slow_chip() -> None:
-    def of(*layers: int) -> float:
-        ends = len(layers) - 1
-        stages = [
-            StageLayers(embedding=int(place == 0), layers=count, mtp=0, loss=int(place == ends))
-            for place, count in enumerate(layers)
-        ]
-        split, options = placed(LLAMA, halves(data=4, pipeline=4), Options(), stages)
-        return float(seconds(split, mixed(costs(), costs(TIMES)), options=options)[0])
-
-    assert of(11, 11, 5, 5) < 0.8 * of(8, 8, 8, 8)
-    assert of(5, 5, 11, 11) > 1.2 * of(8, 8, 8, 8)
-
-
-def test_a_message_between_groups_takes_the_link_between_them() -> None:
-    work, split = train(), halves(data=[8, 4], pipeline=[2, 4])
-
-    def waits(rate: float, split: Layout = split) -> np.ndarray:
-        link = Topology(levels=(replace(NODE, devices=1), replace(NETWORK, bytes_per_second=rate)))
-        return step_time(work, split, mixed(costs(), costs(), link))["pp_comm_s"]
-
-    assert (waits(5e9) > 1.5 * waits(50e9)).all()
-    assert waits(5e12)[1] < step_time(work, split, costs())["pp_comm_s"][1]  # whose middle border leaves the node
-    assert waits(5e9, layout(data=16)).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("schedule", [None, "zb-h1", "v-half"])

@@ -1,0 +1,173 @@
+"""What the tests of the loop share: made-up devices, launches that end at once, and a bench that tunes a small task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flagcore.contracts import Event, Launcher, Strategy, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.spec import ClusterSpec, Control
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.tuner.loop import Dependencies, TuneResult, tune
+from flagcore.tuner.store.trials import OptunaStore
+from flagcore.tuner.strategies.simple import PREDICTED
+from tests import small
+
+SPACE: dict[str, Any] = {
+    "micro_batch_size": (1, 2, 4),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "sequence_parallel": (False,),
+    "use_distributed_optimizer": (False,),
+    "num_layers_per_virtual_pipeline_stage": (None,),
+    "use_recompute": (False,),
+}
+UNTIMED = replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)
+"""A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
+
+
+def plugin(chip: Chip = UNTIMED, count: int = 2, *, gib: float = 64, **support: Any) -> SimpleNamespace:
+    """A plugin for `count` devices of a chip."""
+    answer = EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo", **support)
+
+    @hookimpl
+    def flagcore_chips() -> list[Chip]:
+        return [chip]
+
+    @hookimpl
+    def flagcore_devices() -> list[Device]:
+        return [Device(index=n, chip="test-chip", memory_bytes=int(gib * 2**30)) for n in range(count)]
+
+    @hookimpl
+    def flagcore_engine_support() -> EngineSupport:
+        return answer
+
+    hooks = (flagcore_chips, flagcore_devices, flagcore_engine_support)
+    return SimpleNamespace(**{hook.__name__: hook for hook in hooks})
+
+
+class Ended:
+    """A run that has ended."""
+
+    def __init__(self, ended: Exit) -> None:
+        self.ended = ended
+
+    def poll(self) -> Exit:
+        return self.ended
+
+    def wait(self, seconds: float) -> Exit:
+        return self.ended
+
+    def stop(self) -> Exit:
+        return self.ended
+
+
+def size_of(launch: Launch, name: str) -> int:
+    return int(launch.environment[f"FLAGCORE_{name.upper()}"])
+
+
+def sizes_of(launch: Launch) -> tuple[int, int]:
+    """The tensor parallelism and the micro-batch of a launch."""
+    return size_of(launch, "tensor_model_parallel_size"), size_of(launch, "micro_batch_size")
+
+
+def write_steps(launch: Launch, ms: float, steps: int = 3) -> None:
+    """Write the log of a run whose steps took `ms` each."""
+    line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+    Path(launch.folder, "stdout.log").write_text("".join(line.format(step, ms) for step in range(1, steps + 1)))
+
+
+def plain(tensor: int, micro: int) -> float:
+    """Tensor parallelism of 2 with a micro batch of 2 is the best."""
+    return 100.0 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {1: 1.3, 2: 1.0}[tensor]
+
+
+Answer = float | Exit | BaseException
+
+
+class Instant(Launcher):
+    """Plays each launch: `ms` gives a step's milliseconds for (tensor, micro batch), an exit code, or an exception."""
+
+    name = "instant"
+
+    def __init__(self, ms: Callable[[int, int], Answer]) -> None:
+        self.ms, self.limits = ms, list[float]()
+
+    def start(self, launch: Launch) -> Ended:
+        self.limits.append(launch.timeout_seconds)
+        answer = self.ms(*sizes_of(launch))
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, Exit):
+            return Ended(answer)
+        write_steps(launch, answer)
+        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+
+
+class Bench:
+    """A small task, a folder and a launcher; `tune` runs the loop, again on what is there."""
+
+    def __init__(self, folder: Path, launcher: Any = None) -> None:
+        self.folder, self.launcher = folder, launcher or Instant(plain)
+        self.events: list[Event] = []
+        self.strategy: Any = PREDICTED
+        self.prober: Strategy | None = None
+        self.workload: Workload = WORKLOAD
+        self.plugin = plugin()
+        self.cluster = ClusterSpec()
+
+    def beside(self, name: str) -> None:
+        """Use another, empty folder."""
+        self.folder = self.folder / name
+        self.folder.mkdir()
+
+    def tune(
+        self,
+        batch: int = 8,
+        *,
+        baseline: Any = None,
+        envs: Any = None,
+        plugin: Any = None,
+        cluster: ClusterSpec | None = None,
+        **control: Any,
+    ) -> TuneResult:
+        limits = Control(train_iters=3, **control)
+        spec = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch).spec
+        launcher = self.launcher.name
+        spec = replace(spec, cluster=cluster or self.cluster, baseline=baseline, envs=envs or {}, launcher=launcher)
+        parts = Dependencies(
+            plugins=LoadedPlugins.of({"here": plugin or self.plugin}),
+            workload=self.workload,
+            launcher=self.launcher,
+            strategy=self.strategy,
+            probe_strategy=self.prober,
+            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
+            on_event=self.events.append,
+        )
+        return tune(spec, parts)
+
+
+def knobs(candidate: Candidate) -> tuple[Any, Any]:
+    values = candidate.as_dict()
+    return values["tensor_model_parallel_size"], values["micro_batch_size"]
+
+
+def sound(plan: Plan) -> bool:
+    completed = plan.counts.measured + plan.counts.stopped + plan.counts.failed
+    return plan.counts.balanced and completed == len(plan.trials)
+
+
+def at(place: int, then: Sequence[Any] | Callable[[int, int], Answer], answer: Any) -> Callable[..., Any]:
+    """Answer `answer` at the start number `place`, else as `then` does."""
+    starts = iter(range(1000))
+    return lambda *of: answer if next(starts) == place else then(*of)  # type: ignore[operator]
