@@ -107,11 +107,10 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
-    workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, workload)
+        problem = build_problem(spec, loaded, plugins.workload_of(spec.work))
         run = _with_known_values(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, workload, identity["run"])
+        past = past_of_problem(problem, loaded, identity["run"])
         snapshot = _snapshot(place, problem, run, past)
     warn_about_problem(problem)
     return snapshot

@@ -14,18 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import (
     Costs,
-    ExportJob,
-    ImportNote,
     Platform,
     PruningRule,
-    ServerGroups,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -52,7 +47,7 @@ from flagcore.engines.serving.space.hardware import (
 )
 from flagcore.engines.serving.space.installed import release
 from flagcore.engines.serving.space.settings import PublishedRuns
-from flagcore.engines.serving.space.weights import min_devices, weight_bytes
+from flagcore.engines.serving.space.weights import WIDE_PRECISIONS, min_devices, weight_bytes
 from flagcore.engines.serving.trial import reading
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.reading import with_measured_acceptance
@@ -66,6 +61,9 @@ class Engine(EngineProfile, Workload):
     kind: str = "serve"
     targets: Collection[str] = ("compose", TARGET)
     per_server: bool = False
+    read_command = importing.spec_of_command
+    export = start.exported
+    groups = start.server_groups
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -155,15 +153,15 @@ class Engine(EngineProfile, Workload):
                 raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
         return columns
 
+    def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
+        """Return the columns of a candidate, which may also have knobs of plugins."""
+        own = {axis.knob for axis in self.axes(task)}
+        return self.columns(task, {knob: value for knob, value in candidate.items if knob in own})
+
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         return *published(task, self.parse(values), self.published_runs), frozenset()
-
-    def read_command(
-        self, command: Sequence[str], directory: Path, model: str | None
-    ) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        return importing.spec_of_command(self, command, directory, model)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         return rules.usual_space(task, self.program, self.defaults(task))
@@ -182,17 +180,10 @@ class Engine(EngineProfile, Workload):
         return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
-        """Return the known predicted figures of a candidate, which may also have knobs of plugins."""
-        task, own = platform.task, {axis.knob for axis in self.axes(platform.task)}
-        values = {knob: value for knob, value in candidate.items if knob in own}
-        figures = self.predict(task, self.columns(task, values), platform.costs).row(0).figures
+        """Return the known predicted figures of a candidate."""
+        columns = self._columns_of(platform.task, candidate)
+        figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-
-    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        return start.exported(self, job, target)
-
-    def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
-        return start.server_groups(platform, self, candidate, name)
 
     def replica(self, candidate: Candidate) -> tuple[Candidate, int]:
         values = candidate.as_dict()
@@ -213,9 +204,7 @@ class Engine(EngineProfile, Workload):
         return tuple
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        own_knobs = {axis.knob for axis in self.axes(task)}  # a candidate may also have knobs of plugins
-        values = {knob: value for knob, value in candidate.items if knob in own_knobs}
-        kinds = placement.instance_kinds(task, self.columns(task, values))
+        kinds = placement.instance_kinds(task, self._columns_of(task, candidate))
         instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, instance_devices.tolist())
 
@@ -227,8 +216,6 @@ class Engine(EngineProfile, Workload):
         return PATTERNS
 
 
-CACHE_TYPE = "kv_cache_type"
-WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 """Published runs raise the engine's share of memory to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE`
 of a device."""
@@ -239,7 +226,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve, chip = task.spec.serve, task.cluster.groups[0].chip
     values = dict(values)
     if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
-        values.setdefault(CACHE_TYPE, runs.cache_type)
+        values.setdefault(common_knobs.KV, runs.cache_type)
     if runs.release and release(serve.engine_version or "") is None:
         serve = replace(serve, engine_version=runs.release)
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})

@@ -131,7 +131,7 @@ def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str,
     return export.compose_files(instances, task.spec.serve.directory, common, job.comments, router)
 
 
-def server_groups(platform: Platform, engine: EngineProfile, candidate: Candidate, name: str) -> ServerGroups | None:
+def server_groups(engine: EngineProfile, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
     """Return the kinds of servers of a candidate behind a router, see `Workload.groups`. Raises UsageError."""
     values, on_cores = candidate.as_dict(), Hardware.of(platform.task).on_cores
     instances = instances_of(platform, engine, candidate, SHARED)

@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.llamacpp import flags
+from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, Auto, or_default
@@ -29,12 +29,11 @@ N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
 SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark")
 
-AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
-"""The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
-BATCH, UBATCH, HOST_CACHE_MIB = 2048, 512, 8192
+MAX_SLOTS, SLOT_GRAIN = 256, 256
+"""The maximum number of slots, and the multiple to which the context of a slot is rounded up."""
+UBATCH, HOST_CACHE_MIB = 512, 8192
 """llama.cpp's defaults."""
 PLAIN_KV = ("f32", "f16", "bf16")
-
 PACKAGE = "xllamacpp"
 
 
@@ -44,9 +43,9 @@ class LlamaProgram(Program):
     def parse(self, spec: Spec) -> EngineArgs:
         engine_args = self.split(spec)
         for name in engine_args.others:
-            flag = flags.BY_NAME.get(name)
+            flag = FLAGS_BY_NAME.get(name)
             self.check([flag.names[-1].lstrip("-") if flag else name], ())
-            self.check([name], flags.BY_NAME if spec.serve.command is None else ())
+            self.check([name], FLAGS_BY_NAME if spec.serve.command is None else ())
         return engine_args
 
     def version(self, spec: Spec) -> str:
@@ -126,7 +125,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     """Return llama.cpp's effective settings for candidates; a slot is a sequence, a logical batch an iteration."""
     values = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
-    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), or_default(values[N_BATCH], BATCH)
+    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
     context = or_default(values[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
     if trained := _trained_context(task.spec):  # shared by all slots if their number is not set

@@ -16,11 +16,8 @@ from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
-    AUTO_SLOTS,
-    BATCH,
     BATCH_THREADS,
     FLASH,
     LAYERS,
@@ -36,6 +33,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UNIFIED,
 )
 from flagcore.engines.serving.llamacpp.reports import REPORTS
+from flagcore.engines.serving.llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.space.knobs import CONTEXT, KV, SPECULATION, or_default
@@ -82,7 +80,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     """Return a flag of `engine_args` as words. True is a bare flag, false its opposite, unless its values are on and
     off.
     """
-    flag = flags.BY_NAME.get(name)
+    flag = FLAGS_BY_NAME.get(name)
     spelling = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
     if value is None:
         return ()
@@ -180,8 +178,8 @@ def _batch_rules() -> tuple[Rule, ...]:
         Rule(
             name="ubatch_in_batch",
             knobs=(N_BATCH, N_UBATCH),
-            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH})",
-            broken=lambda c: c[N_UBATCH] > or_default(c[N_BATCH], BATCH),
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {PROGRAM.defaults[N_BATCH]})",
+            broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
         ),
         Rule(
             name="quantized_cache",
@@ -208,7 +206,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
 
     def batches(c: Columns) -> Columns:
-        default = np.minimum(UBATCH, or_default(c[N_BATCH], BATCH))
+        default = np.minimum(UBATCH, PROGRAM.values(c, N_BATCH))
         return {N_UBATCH: np.where(c[N_UBATCH] == default, 0, c[N_UBATCH])}
 
     on_cores = Merge(
@@ -220,7 +218,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(THREADS, BATCH_THREADS),
             canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
         ),
-        *same_as_unset(PROGRAM, {N_BATCH: BATCH, FLASH: "auto", KV: "f16", SPECULATION: "none"}),
+        *same_as_unset(PROGRAM),
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),

@@ -2,27 +2,49 @@
 
     python -m flagcore.engines.serving.llamacpp.server -m model.gguf --port 8080 -np 4 -c 4096
 
-Other modules start it as a process and do not import it.
+Its flags are in `flags.json`: spellings and defaults of llama.cpp `tools/server/README.md` (00dc8057), and fields of
+`xllamacpp.CommonParams` (2026.10). The module imports nothing large, because the process of the server does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
-
-from flagcore.engines.serving.llamacpp.flags import FLAGS, Flag
 
 AUTO_SLOTS = 4
 """Number of slots for `-np -1`; they share one KV cache (llama.cpp `tools/server/server.cpp`)."""
 
 LOG_SECONDS = 0.5
 """Time for llama.cpp's log thread to write the cause of a failure before the process exits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag: its spellings, the dotted field that it sets, and the type of its value.
+
+    `kind` is int, float, text, list (comma-separated numbers), on/off, switch, or the name of an enum of the wheel with
+    the members `words`. A switch sets True, and its `off` spellings set False. Only `tensor_split` has several values.
+    """
+
+    names: Sequence[str]
+    field: str
+    kind: str = "int"
+    words: Sequence[str] = ()
+    off: Sequence[str] = ()
+
+
+FLAGS = tuple(Flag(**row) for row in json.loads(Path(__file__).with_name("flags.json").read_text("utf-8")))
+FLAGS_BY_NAME = {name.lstrip("-"): flag for flag in FLAGS for name in (*flag.names, *flag.off)}
 
 
 def main() -> int:

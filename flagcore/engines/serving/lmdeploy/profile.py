@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
@@ -28,7 +28,7 @@ from flagcore.engines.serving.space.weights import weight_bytes
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
 PER_ITERATION, ITERATIONS = "num_tokens_per_iter", "max_prefill_iters"
-DEFAULT_CACHE, DEFAULT_BLOCK, DEFAULT_PREFILL = 0.8, 64, 8192
+DEFAULT_CACHE = 0.8
 
 PROGRAM = Program.read("flagcore.engines.serving.lmdeploy")
 PYTORCH = PROGRAM.code(BACKEND, "pytorch")
@@ -48,7 +48,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
     """Return LMDeploy's effective settings for candidates."""
     values = PROGRAM.columns(task, columns)
     pytorch = values[BACKEND] == PYTORCH
-    prefill = or_default(values[PREFILL], DEFAULT_PREFILL)
+    prefill = PROGRAM.values(values, PREFILL)
     batch = or_default(values[BATCH], _default_batch(task))
     return Settings.of(
         task,
@@ -56,7 +56,7 @@ def _settings(task: Task, columns: Columns) -> Settings:
         max_running=np.maximum(batch // values[DP].clip(1), 1),
         max_batched_tokens=prefill,
         pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
-        block_size=or_default(values[BLOCK], DEFAULT_BLOCK),
+        block_size=PROGRAM.values(values, BLOCK),
         graphs=(pytorch & (values[EAGER] == 0)).astype(np.int64),
         cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
         cache_element_bytes=PROGRAM.element_bytes(values),
@@ -175,23 +175,13 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
     return uneven
 
 
-def _merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of LMDeploy's defaults."""
-    return (
-        *same_as_unset(
-            PROGRAM,
-            {BACKEND: "turbomind", BLOCK: DEFAULT_BLOCK, PREFILL: DEFAULT_PREFILL, KV: "none"},
-        ),
-    )
-
-
 WORKLOAD = Engine(
     name="lmdeploy",
     where="flagcore.engines.serving.lmdeploy.reports:REPORTS",
     program=PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
     rules=_rules,
-    merges=_merges,
+    merges=lambda task: tuple(same_as_unset(PROGRAM)),
     settings=_settings,
     server=_server,
     reports=REPORTS,

@@ -26,8 +26,8 @@ PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
 REDUNDANT, HICACHE = "redundant_experts", "hicache_size"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
-PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
-"""SGLang's default of max_prefill_tokens, and its minimum default of max_running_requests."""
+MIN_RUNNING = 2048
+"""SGLang's minimum default of max_running_requests."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's defaults of drafted tokens, except 5 for Llama (0.5.23 `speculative_hook.py`)."""
 _MIN_POOL = 4096
@@ -37,10 +37,10 @@ _MEMORY_STEPS = (
     (60, 4096, 32, 160),
     (90, 8192, 256, 512),
     (160, 8192, 256, 512),
+    (math.inf, 16384, 512, 512),
 )
 """By the GiB of a device: chunked_prefill_size, and the largest decode graph for TP < 4 and TP >= 4
 (`memory_hook.py`)."""
-_LARGEST_MEMORY_STEP = (16384, 512, 512)
 
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
@@ -104,9 +104,8 @@ KNOBS = PROGRAM.knobs
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     """Return SGLang's default chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
     gib = Hardware.of(task).memory_bytes / 2**30
-    if math.isnan(gib):
-        return np.full_like(tensor, 4096), np.full_like(tensor, 160)
-    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST_MEMORY_STEP)
+    unknown = (4096, 160, 160)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
     return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
 
 
@@ -122,7 +121,7 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
     chunk = chunk_sizes(task, columns)
-    prefill = or_default(columns[PREFILL], PREFILL_TOKENS)
+    prefill = PROGRAM.values(columns, PREFILL)
     reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
     reserved_mib = (
         reserved_mib + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
@@ -146,7 +145,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, values)
-    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), or_default(values[PREFILL], PREFILL_TOKENS))
+    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), PROGRAM.values(values, PREFILL))
     ranks = values[TP] * values[PP] * values[DP]
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
     element = PROGRAM.element_bytes(values)

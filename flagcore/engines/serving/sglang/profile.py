@@ -28,7 +28,7 @@ from flagcore.engines.serving.launch.server import (
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
 from flagcore.engines.serving.sglang import knobs as own
-from flagcore.engines.serving.sglang.knobs import CHUNK, PAGE, PREFILL, PREFILL_TOKENS, PROGRAM, chunk_sizes
+from flagcore.engines.serving.sglang.knobs import CHUNK, PAGE, PREFILL, PROGRAM, chunk_sizes
 from flagcore.engines.serving.sglang.reports import REPORTS
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
@@ -42,7 +42,7 @@ from flagcore.engines.serving.space.hardware import (
     count,
     longest_request,
 )
-from flagcore.engines.serving.space.knobs import BACKEND, BALANCING, DRAFTED, EAGER, SPECULATION, TRANSFER, or_default
+from flagcore.engines.serving.space.knobs import BACKEND, BALANCING, DRAFTED, EAGER, SPECULATION, TRANSFER
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import PublishedRuns
 
@@ -162,9 +162,9 @@ def _rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must be at least {needed}, the tokens of the "
-            "longest request",
-            broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
+            message=f"without chunks {PREFILL} (default {PROGRAM.defaults[PREFILL]}) must be at least {needed}, the "
+            "tokens of the longest request",
+            broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < needed),
         ),
         *_model_rules(task),
         *_release_rules(task),
@@ -228,14 +228,13 @@ def _has(releases: str, version: str) -> bool:
 def _merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of SGLang's defaults and of knobs without effect."""
     policy = "lpm" if _has(LONGEST_PREFIX_FIRST, PROGRAM.version(task.spec)) else "fcfs"
-    defaults: dict[str, KnobValue] = {knobs.KV: "auto", own.POLICY: policy, PREFILL: PREFILL_TOKENS}
-    defaults[knobs.TOWER] = "weights"
+    defaults: dict[str, KnobValue] = {own.POLICY: policy}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
     if not has_backend and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     return (
-        *placement.merges(knobs.TRANSFER),
+        *placement.merges(TRANSFER),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),
         rules.tower_merge(task),

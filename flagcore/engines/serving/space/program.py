@@ -80,7 +80,8 @@ class Program:
     `overheads` are the fields of `Overheads` (model/work.py) by the first release to which they apply, the newest
     first. `block_sizes` are the supported block sizes of attention backends, `cache_types` the bytes of a cached
     element by the words of its knob. `word_releases` are the releases that have words, by knob; other words are in all
-    releases. `dynamo` is how Dynamo runs the engine; None: it does not.
+    releases. `defaults` are the engine's values of knobs that are not set. `dynamo` is how Dynamo runs the engine;
+    None: it does not.
     """
 
     title: str
@@ -98,27 +99,34 @@ class Program:
     block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     cache_types: Mapping[str, float] = field(default_factory=dict)
     word_releases: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    defaults: Mapping[str, KnobValue] = field(default_factory=dict)
     dynamo: Worker | None = None
 
     @classmethod
     def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
         """Return the program in `engine.yaml` of an engine's package, whose keys are the fields.
 
-        `autos` are the engine's own values of `auto`, by their names in the table of knobs.
+        A row of `knobs` may also have `default`, the engine's value if it is not set, and `word_releases`. `autos` are
+        the engine's own values of `auto`, by their names in the rows.
         """
         data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
         rows = {name: row or {} for name, row in data.pop("knobs").items()}
         rows[knobs.KV]["words"] = list(data["cache_types"])
         releases = {name: row.pop("word_releases") for name, row in rows.items() if "word_releases" in row}
+        defaults = {name: row.pop("default") for name, row in rows.items() if "default" in row}
         reserved = RESERVED_FLAGS | data.pop("reserved")
         if "dynamo" in data:
             data["dynamo"] = Worker(**data["dynamo"])
         table = knobs.read(rows, {**knobs.AUTOS, **(autos or {})})
-        return cls(knobs=table, word_releases=releases, reserved=reserved, **data)
+        return cls(knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, **data)
 
     def code(self, name: str, value: KnobValue) -> int:
         """Return the code of a value in the columns of the knob `name`."""
         return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
+
+    def values(self, columns: Columns, name: str) -> IntArray:
+        """Return the column of the knob `name`, with the engine's default where it is not set."""
+        return knobs.or_default(columns[name], self.code(name, self.defaults[name]))
 
     def element_bytes(self, columns: Columns) -> FloatArray:
         """Return the bytes of a cached element; types that are not set have 16 bits."""

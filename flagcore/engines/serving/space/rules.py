@@ -217,16 +217,17 @@ def no_drafts() -> Merge:
     )
 
 
-def same_as_unset(program: Program, defaults: Mapping[str, KnobValue]) -> list[Merge]:
-    """Return the merges of the engine's default values with knobs that are not set."""
+def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = None) -> list[Merge]:
+    """Return the merges of the engine's default values with knobs that are not set. `defaults` depend on the task."""
 
-    def merge(name: str) -> Merge:
-        default = program.code(name, defaults[name])
+    def merge(name: str, value: KnobValue) -> Merge:
+        default = program.code(name, value)
         return Merge(
             name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
         )
 
-    return [merge(knob.name) for knob in program.knobs if knob.name in defaults]
+    values = {**program.defaults, **(defaults or {})}
+    return [merge(knob.name, values[knob.name]) for knob in program.knobs if knob.name in values]
 
 
 CACHE_SHARE = 0.25

@@ -357,8 +357,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
             SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
         }
 
-    defaults: dict[str, KnobValue] = {knobs.KV: "auto", own.POLICY: "fcfs", knobs.TOWER: "weights"}
-    defaults[ASYNC] = "on" if own.is_async(task) else "off"
+    defaults: dict[str, KnobValue] = {ASYNC: "on" if own.is_async(task) else "off"}
     if Hardware.of(task).on_cores and not task.spec.model.multi_latent_attention:
         defaults[own.BLOCK] = own.CPU_BLOCK
     return (

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
+from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch import reports
 from flagcore.engines.serving.launch.server import PORT, Fetch
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import GIB, MLA, broken, engine_of, failure, merged, planned, server, settings
-from tests.small import EXPERTS
+from tests.small import DENSE, EXPERTS
 
 TP, PP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert_model"))
 DRAFT = {"speculation": "ngram", "speculative_tokens": 3}
+SPREAD = Load(input_len=100, output_len=10, prefix_len=20, range_spread=0.5)  # at most 20 + 150 + 15 tokens
 INVALID, FAILED, MEMORY = TrialState.INVALID, TrialState.FAILED, TrialState.OUT_OF_MEMORY
 
 
@@ -57,6 +60,7 @@ def test_unset_knobs_are_the_engines_defaults(engine: str, words: str) -> None:
             "--tp-size 2 --page-size 64 --chunked-prefill-size -1 --max-running-requests 8 --mem-fraction-static 0.8 "
             "--disable-radix-cache --disable-cuda-graph --schedule-policy lpm --disable-overlap-schedule",
         ),
+        ("sglang", {TP: 2, DP: 2}, "--tp-size 4 --attn-dp-size 2"),
         ("sglang", {"hicache_size": 8}, "--hicache-size 8 --enable-hierarchical-cache"),
         ("sglang", DRAFT | {"speculation": "NGRAM"}, "--speculative-algorithm NGRAM --speculative-num-draft-tokens 3"),
         (
@@ -98,6 +102,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ),
         ("vllm", {}, "eager_has_no_graphs", {"enforce_eager": True, "cudagraph_mode": "FULL"}),
         ("vllm", {}, "context_length", {"context_len": 191}),
+        ("vllm", {"loads": (SPREAD,)}, "context_length", {"context_len": 184}),
         ("vllm", {}, "experts_exist", {EP: 2, TP: 2}),
         ("vllm", {"model": EXPERTS}, "expert_parallel", {EP: 2, TP: 1}),
         ("vllm", {}, "speculation_needs_tokens", {"speculation": "ngram"}),
@@ -121,6 +126,10 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("sglang", {"model": EXPERTS}, "expert_parallel", {TP: 2, DP: 2, EP: 3}),
         ("sglang", {"engine_args": {"attention_backend": "trtllm_mla"}}, "page_size", {"page_size": 16}),
         ("sglang", {}, "speculation_needs_a_draft", DRAFT | {"speculation": "EAGLE"}),
+        ("sglang", {"engine_version": "0.5.2"}, "value_release", {"speculation": "NGRAM"}),
+        ("sglang", {"engine_version": "0.5.21"}, "value_release", {"kv_cache_type": "fp4_e2m1"}),
+        ("sglang", {"engine_version": "0.5.20"}, "value_release", {"quantization": "marlin"}),
+        ("sglang", {"model": EXPERTS, "engine_version": "0.4.9.post6"}, "expert_switch", {TP: 4, EP: 2}),
         ("lmdeploy", {}, "cards", {TP: 4, "instances": 2}),
         ("lmdeploy", {}, "attention_heads", {TP: 3}),
         ("lmdeploy", {}, "tensor_power_of_two", {TP: 3}),
@@ -168,7 +177,15 @@ def test_values_that_an_engine_refuses_are_illegal(
         ("vllm", {"engine_args": {"attention_backend": "FLASHMLA"}}, {"block_size": 64}),
         ("vllm", {"engine_args": {"speculative-config.model": "/draft"}}, DRAFT | {"speculation": "eagle"}),
         ("vllm", {"on_cores": True, "model": MLA}, {"block_size": 16}),
+        ("vllm", {"loads": (SPREAD,)}, {"context_len": 185}),
         ("sglang", {"model": EXPERTS}, {TP: 2, DP: 2, EP: 2}),
+        ("sglang", {"model": EXPERTS, "engine_version": "0.4.10"}, {TP: 4, EP: 2}),
+        ("sglang", {"engine_version": "0.5.3"}, {"speculation": "NGRAM"}),
+        ("sglang", {"engine_version": ""}, {"speculation": "NGRAM"}),
+        ("sglang", {"engine_version": "0.5.8"}, {"kv_cache_type": "fp4_e2m1"}),
+        ("sglang", {"engine_version": "0.5.19"}, {"quantization": "marlin"}),
+        # EAGLE drafts with the model's own layers if it has them
+        ("sglang", {"model": replace(DENSE, mtp_num_layers=1)}, DRAFT | {"speculation": "EAGLE"}),
         ("sglang", {"engine_args": {"attention_backend": "trtllm_mla"}}, {"page_size": 32}),
         ("sglang", {"engine_args": {"speculative-draft-model-path": "draft"}}, DRAFT | {"speculation": "EAGLE3"}),
         (
@@ -254,6 +271,7 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
         # values that a build of the engine registers are passed on
         ("vllm", {"attention-backend": "VENDOR_ATTN", "quantization": "vendor_int8"}, {}),
         ("sglang", {"tp": 4, "dp": 2}, {TP: 4, "instances": 2}),
+        ("sglang", {"tp_size": 4, "attn_dp_size": 2}, {TP: 2, DP: 2}),
         ("sglang", {"tp": 4, "dp_size": 2, "enable_dp_attention": True}, {TP: 2, DP: 2}),
         ("sglang", {"tp": 4, "dp": 1, "enable-dp-attention": True}, {TP: 4}),
         ("sglang", {"tp_size": 4, "enable_ep_moe": True}, {TP: 4, EP: 4}),
@@ -266,11 +284,19 @@ def test_flags_that_flagcore_sets_are_refused_with_a_reason(engine: str, flags: 
             {"speculative_tokens": 2},
         ),
         ("sglang", {"mem-fraction": 0.75}, {"mem_fraction_static": "0.75"}),
+        (
+            *("llamacpp", {"np": 2, "flash-attn": True, "max_model_len": 512, "no_cache_prompt": True}),
+            {"parallel": 2, "flash_attention": "on", "context_len": 512, "enable_prefix_caching": False},
+        ),
     ],
 )
-def test_flags_of_engine_args_set_knobs(engine: str, arguments: Any, fixed: Any) -> None:
-    parsed = engine_of(engine).program.split(planned(engine, engine_args=arguments).spec)
+def test_flags_of_engine_args_set_knobs_of_all_candidates(engine: str, arguments: Any, fixed: Any) -> None:
+    task = planned(engine, engine_args=arguments, default_space=True)
+    parsed = engine_of(engine).program.split(task.spec)
     assert (parsed.fixed, parsed.others) == (fixed, {} if fixed else arguments)
+    values = {axis.knob: axis.values for axis in engine_of(engine).axes(task)}
+    assert {knob: values[knob] for knob in fixed} == {knob: (value,) for knob, value in fixed.items()}
+    assert {knob: value for knob, value in engine_of(engine).defaults(task).items() if knob in fixed} == fixed
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])

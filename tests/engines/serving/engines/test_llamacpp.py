@@ -59,16 +59,6 @@ def test_a_misspelt_flag_is_found_before_launch_with_a_server_wheel() -> None:
     assert server(cores(engine_args={"new_flag": 1}, command=("/bin/echo",))).argv[-2:] == ("--new-flag", "1")
 
 
-def test_a_flag_that_is_a_knob_fixes_it_for_all_candidates() -> None:
-    task = cores(engine_args={"np": 2, "flash-attn": True, "max_model_len": 512, "no_cache_prompt": True})
-    defaults = ENGINE.defaults(task)
-    assert (defaults["parallel"], defaults["flash_attention"], defaults["context_len"]) == (2, "on", 512)
-    words = server(task).argv
-    assert after(words, "--ctx-size") == "1024"
-    assert "--no-cache-prompt" in words
-    assert {axis.values for axis in ENGINE.axes(task) if axis.knob in ("parallel", "context_len")} == {(2,), (512,)}
-
-
 def test_other_flags_reach_the_server_in_its_spelling() -> None:
     arguments = {"mg": 1, "cont_batching": False, "fit": False, "warmup": True, "kv_offload": True, "cache-ram": 64}
     words = server(cores(engine_args=arguments)).argv

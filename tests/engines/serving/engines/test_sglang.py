@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,12 +50,6 @@ def test_older_releases_answer_at_another_path() -> None:
     assert (reported["tensor_model_parallel_size"], reported["data_parallel_size"]) == (2, 2)
 
 
-def test_a_tp_size_with_attention_dp_has_sglangs_meaning() -> None:
-    task = cards(engine_args={"tp_size": 4, "attn_dp_size": 2})
-    assert ENGINE.defaults(task)["tensor_model_parallel_size"] == 2
-    assert server(task).argv[8:10] == ("--tp-size", "4")
-
-
 def test_an_open_loop_counts_all_requests() -> None:
     task = cores(loads=(Load(input_len=100, output_len=28, num_prompts=50, request_rate=float("inf")),))
     assert server(task).argv[-1] == str(2 * 50 * 128)
@@ -72,36 +65,11 @@ def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:
     assert server(task).argv[-6:] == tuple(str(word) for name, value in tree.items() for word in (f"--{name}", value))
 
 
-def test_eagle_drafts_with_the_models_own_layers_if_it_has_them() -> None:
-    own_layers = cards(model=replace(DENSE, mtp_num_layers=1))
-    assert "speculation_needs_a_draft" not in broken(ENGINE, own_layers, speculation="EAGLE", speculative_tokens=1)
-    assert "speculation_needs_a_draft" in broken(ENGINE, cards(), speculation="EAGLE", speculative_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("version", "values", "is_broken"),
-    [
-        ("0.5.2", {"speculation": "NGRAM"}, True),
-        ("0.5.3", {"speculation": "NGRAM"}, False),
-        ("0.5.8", {"kv_cache_type": "fp4_e2m1"}, False),
-        ("0.5.21", {"kv_cache_type": "fp4_e2m1"}, True),
-        ("0.5.19", {"quantization": "marlin"}, False),
-        ("0.5.20", {"quantization": "marlin"}, True),
-        ("", {"speculation": "NGRAM"}, False),
-    ],
-)
-def test_values_that_a_release_does_not_have_are_illegal(version: str, values: Any, *, is_broken: bool) -> None:
-    assert ("value_release" in broken(ENGINE, cards(engine_version=version), **values)) is is_broken
-
-
 def test_expert_parallelism_of_early_releases_is_a_switch() -> None:
     values = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}
     early, later = (cards(model=EXPERTS, engine_version=version) for version in ("0.4.9.post6", "0.4.10"))
     assert "--enable-ep-moe" in server(early, **values).argv
     assert "--enable-ep-moe" not in server(later, **values).argv
-    half = {**values, "expert_model_parallel_size": 2}
-    assert "expert_switch" in broken(ENGINE, early, **half)
-    assert "expert_switch" not in broken(ENGINE, later, **half)
 
 
 def test_the_default_order_of_requests_is_that_of_the_release() -> None:

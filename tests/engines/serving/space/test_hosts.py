@@ -70,7 +70,10 @@ def test_each_host_of_an_instance_has_its_own_flags() -> None:
     assert SGLANG.on_host(2, 1) == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "{head}:{head_port}")
 
 
-def test_cards_that_do_not_exist_are_reported() -> None:
+def test_cards_come_from_the_spec_or_the_cluster_and_must_exist() -> None:
+    assert not Hardware.of(serving("vllm")).on_cores
+    assert Hardware.of(serving("vllm", on_cores=True)).on_cores
+    assert Hardware.of(serving("vllm", devices=8)).cards == 8
     with pytest.raises(SpecError) as error:
         Hardware.of(serving("vllm", devices=8, cards=9))
     assert (error.value.key, error.value.value) == ("auto_tuner.cards", 9)

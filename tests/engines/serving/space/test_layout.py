@@ -41,16 +41,6 @@ def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: Engine
 
 
 @ALL
-def test_a_flag_of_the_engine_is_not_searched(engine: Engine) -> None:
-    flag = {"llamacpp": "tensor-split", "sglang": "tp-size", "vllm": "tensor-parallel-size"}[engine.name]
-    if engine is LLAMACPP:
-        flag = "np"
-    task = serving(engine.name, devices=4, engine_args={flag: 2}, default_space=True)
-    knob = "parallel" if engine is LLAMACPP else "tensor_model_parallel_size"
-    assert [axis.values for axis in engine.axes(task) if axis.knob == knob] == [(2,)]
-
-
-@ALL
 def test_with_a_space_other_knobs_have_the_engines_defaults(engine: Engine) -> None:
     task = serving(engine.name, devices=4, space={"enable_prefix_caching": (True, False)})
     assert [axis.knob for axis in engine.axes(task) if len(axis.values) > 1] == ["enable_prefix_caching"]

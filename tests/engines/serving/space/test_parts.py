@@ -10,21 +10,11 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.space import installed
-from flagcore.engines.serving.space.hardware import Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.space.hardware import longest_request, max_in_flight
 from flagcore.engines.serving.space.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore.errors import NoDevice
 from tests.engines.serving.engines.tasks import serving
 from tests.small import DENSE
-
-
-def test_cards_come_from_the_spec_or_the_cluster() -> None:
-    assert Hardware.of(serving("vllm", devices=8)).cards == 8
-    assert Hardware.of(serving("vllm", devices=8, cards=4)).cards == 4
-
-
-def test_devices_that_share_memory_are_cores() -> None:
-    assert Hardware.of(serving("vllm", on_cores=True)).on_cores
-    assert not Hardware.of(serving("vllm")).on_cores
 
 
 def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None:
