@@ -30,8 +30,8 @@ from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.tuner.problem import candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.stages.limit import search_time
 from flagcore.tuner.stages.predict import model_table, record
-from flagcore.tuner.trial_runner import estimate_search_time
 
 
 def estimate(
@@ -81,7 +81,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=estimate_search_time(problem),
+        search=search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
         labels=problem.workload.labels,
