@@ -68,7 +68,7 @@ def import_history(
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
-    problem = build_problem_of_spec(name, None, without, data)[0]
+    problem = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))
