@@ -11,7 +11,7 @@ from shutil import rmtree
 from typing import Any, cast
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import as_candidate, broken_rules_of
+from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
@@ -19,6 +19,7 @@ from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.space import as_candidate
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
