@@ -140,7 +140,10 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
 
 
 def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
-    """Return the memory in use of a device, and its capacity if it is known."""
+    """Return the memory in use of a device, and its capacity if it is known.
+
+    The messages with this text have a field of their own for the capacity, which stays empty.
+    """
     return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
 

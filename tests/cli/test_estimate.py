@@ -285,20 +285,24 @@ def test_with_a_network_from_the_spec_a_time_is_predicted(answered: Answered) ->
     assert fast["step_time_s"]["value"] < slow["step_time_s"]["value"]
 
 
-def test_candidates_without_a_time_have_a_reason(flag: Flag, project: Project) -> None:
-    spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
-    assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
-    assert " have no predicted time" in flag("estimate", spec).err
-
-
-def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag, project: Project) -> None:
-    spec = project.spec(
-        cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
-    )
+@pytest.mark.parametrize(
+    ("chip", "precision", "reason", "advises_calibration"),
+    [
+        ("C588", "bf16", "peak rate of C588 in bf16", True),
+        ("A100-80GB", "fp8", "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)", False),
+    ],
+)
+def test_candidates_without_a_time_have_a_reason(
+    flag: Flag, project: Project, chip: str, precision: str, reason: str, advises_calibration: bool
+) -> None:
+    cluster = {"chip": chip, "devices_per_node": 2, "memory_per_device": None}
+    spec = project.spec(cluster=cluster, train={"precision": precision})
+    assert reason in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
     output = flag("estimate", spec).err
-    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in output
-    assert "calibrate" not in output
-    assert output.startswith("Candidates with the least memory on 2 x A100-80GB:")
+    assert output.startswith(f"Candidates with the least memory on 2 x {chip}:")
+    assert " have no predicted time" in output
+    assert reason in output
+    assert ("calibrate" in output) == advises_calibration
     assert "fastest" not in output
 
 
