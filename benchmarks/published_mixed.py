@@ -54,11 +54,11 @@ def memory(examples: Path) -> Iterator[str]:
         overrides += [f"train.system.expert_tensor_parallel_size={expert}", "++train.data.tokenizer.vocab_size=129280"]
         overrides += ["++experiment.runner.nnodes=1", "++experiment.runner.nproc_per_node=8"]
         data = api.read_tree(examples / "deepseek_v3" / "conf", "train_hetero", overrides).data
-        problem, workload = build_problem_of_spec(data, None, (), None, plan=True)
+        problem = build_problem_of_spec(data, None, (), None, plan=True)
         columns = problem.space.columns(np.array([problem.space.find(problem.baseline)]))
         task = problem.platform.task
         task = engine_task(task, effects_of_row(task, columns))
-        reserved = workload.rank(task, columns, 0, problem.platform.costs).reserved_bytes / 2**20
+        reserved = problem.workload.rank(task, columns, 0, problem.costs).reserved_bytes / 2**20
         yield f"| {name} | {published} | {reserved:.0f} | {reserved / published - 1:+.0%} |"
 
 
@@ -124,7 +124,8 @@ def layouts(examples: Path) -> Iterator[str]:
         work["settings"] = {"pipeline_model_parallel_layout": layout}
         space = {"meshes": [meshes], "micro_batch_size": [1], "use_distributed_optimizer": [True]}
         spec = {"model": model, "cluster": {"groups": groups}, "train": work, "auto_tuner": {"space": space}}
-        problem, workload = build_problem_of_spec(spec, None, (), None, plan=True)
+        problem = build_problem_of_spec(spec, None, (), None, plan=True)
+        workload = problem.workload
         space_columns = problem.space.columns(np.arange(len(problem.space)))
         row = int(np.flatnonzero(space_columns["meshes"])[0])
         columns, costs = problem.space.columns(np.array([row])), problem.platform.costs

@@ -251,7 +251,8 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
 def _variables() -> set[str]:
     """Return the environment variables that the core reads or sets in trials, if their names are constants."""
     found: set[str] = set()
-    for file in (ROOT / "flagcore").rglob("*.py"):
+    launchers = [*ROOT.glob("extras/kubernetes/flagcore_*/*.py"), *ROOT.glob("extras/ray/flagcore_*/*.py")]
+    for file in [*(ROOT / "flagcore").rglob("*.py"), *launchers]:
         text = file.read_text(encoding="utf-8")
         if "os.environ" not in text and "FLAGCORE_" not in text:
             continue

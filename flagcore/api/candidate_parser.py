@@ -10,9 +10,9 @@ from typing import Any
 from unicodedata import normalize
 
 from flagcore.contracts import Problem
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
-from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.domain.space import Axis, Columns, IntArray, as_candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _, did_you_mean
 from flagcore.report.text import details, knob_of
@@ -58,11 +58,6 @@ def parse_candidate(text: str, problem: Problem) -> tuple[dict[str, IntArray], f
     return {knob: (columns if knob in given_values else canonical_columns)[knob] for knob in columns}, frozenset(
         given_values
     )
-
-
-def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
-    """Return the candidate in columns of one row."""
-    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
 def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:

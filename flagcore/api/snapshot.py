@@ -11,13 +11,14 @@ from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.transfer import past_of_problem
-from flagcore.contracts import Platform, Problem, SearchContext, Workload
+from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Axis, Columns
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
 from flagcore.tuner.feasibility import no_time
@@ -37,7 +38,6 @@ class Snapshot:
 
     where: Path
     problem: Problem
-    workload: Workload
     search_state: SearchState
     pruned: Pruned
     context: SearchContext
@@ -46,7 +46,12 @@ class Snapshot:
     @property
     def task(self) -> Task:
         """The job of the spec and its cluster."""
-        return self.problem.platform.task
+        return self.problem.task
+
+    @property
+    def fidelity(self) -> str:
+        """The fidelity of the run's trials, or of those of a spec."""
+        return self.run.fidelity if self.run else RUN
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of pruning rules that remove one candidate, in the space or not."""
@@ -68,9 +73,9 @@ def prediction_records(platform: Platform, columns: Columns) -> list[dict[str, A
     records = []
     for row in range(len(predictions.step_time_s)):
         figures = replace(predictions.row(row), components=components_of_row(components, row))
-        no_reason = figures.step_time_s is not None
-        reason_field = {} if no_reason else {"reason": f"no time: {no_time(platform.task, platform.costs)}"}
-        records.append(reason_field | record(platform.task, figures, layers.get(row, ())))
+        known = record(platform.task, figures, layers.get(row, ()))
+        has_time = figures.step_time_s is not None
+        records.append(known if has_time else {"reason": f"no time: {no_time(platform.task, platform.costs)}", **known})
     return records
 
 
@@ -81,37 +86,34 @@ def build_problem_of_spec(
     data: Mapping[str, Any] | None = None,
     *,
     plan: bool = False,
-) -> tuple[Problem, Workload]:
+) -> Problem:
     """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
     parsed_spec = read_spec(spec, chip, without, data)
-    workload = plugins.workload_of(parsed_spec.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(parsed_spec, loaded, workload, plan=plan)
+        problem = build_problem(parsed_spec, loaded, plugins.workload_of(parsed_spec.work), plan=plan)
     warn_about_problem(problem)
-    return problem, workload
+    return problem
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
-        problem, workload = build_problem_of_spec(where, chip, without, plan=True)
-        return _snapshot(place, problem, workload, learn(()), PastMeasurements.empty())
+        problem = build_problem_of_spec(where, chip, without, plan=True)
+        return _snapshot(place, problem, None, PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
-    workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, workload)
-        _require_known_values(run, problem)
-        run = _with_new_knobs(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, workload, identity["run"])
-        snapshot = _snapshot(place, problem, workload, run.search_state, past)
+        problem = build_problem(spec, loaded, plugins.workload_of(spec.work))
+        run = _with_known_values(run, problem.space.axes)
+        past = past_of_problem(problem, loaded, identity["run"])
+        snapshot = _snapshot(place, problem, run, past)
     warn_about_problem(problem)
-    return replace(snapshot, run=run)
+    return snapshot
 
 
 def run_home(run: Run) -> Path:
@@ -131,11 +133,21 @@ def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
     return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
 
 
-def _require_known_values(run: Run, problem: Problem) -> None:
-    """Raise RunError if a trial has a value that its knob does not support: another version wrote the run."""
-    for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
+def all_trials(run: Run | None) -> list[Trial]:
+    """Return all trials of a run in order, including repeats, probes and imported trials; empty without a run."""
+    trials = (*run.imported, *run.probes, *run.trials, *run.repeats) if run else ()
+    return sorted({trial.number: trial for trial in trials}.values(), key=lambda trial: trial.number)
+
+
+def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
+    """Return a run whose candidates have the neutral value of each knob that is newer than the run.
+
+    Raises RunError if a trial has a value that its knob does not support: another version wrote the run.
+    """
+    stored, complete = all_trials(run), []
+    for trial in stored:
         values = trial.candidate.as_dict()
-        for axis in problem.space.axes:
+        for axis in axes:
             value = values.get(axis.knob, axis.neutral)
             try:
                 axis.encode(value)
@@ -143,29 +155,17 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
                 text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
+        is_complete = all(axis.knob in values for axis in axes)
+        values = {axis.knob: axis.neutral for axis in axes} | values
+        complete.append(trial if is_complete else replace(trial, candidate=Candidate.of(values)))
+    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
 
 
-def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have the neutral value of each knob that is newer than the run."""
-    neutral = {axis.knob: axis.neutral for axis in axes}
-    trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
-    if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
-        return run
-    completed_trials = [
-        replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
-        for number in sorted(trials)
-    ]
-    return replace(run, **trial_fields(completed_trials, run.fidelity))
-
-
-def _snapshot(
-    where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: PastMeasurements
-) -> Snapshot:
-    pruned_rows = prune_by_trials(problem, search_state.trials, search_state.probes)
-    context = search_context(replace(problem, pruned=pruned_rows), search_state, past)
-    return Snapshot(
-        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned_rows, context=context
-    )
+def _snapshot(where: Path, problem: Problem, run: Run | None, past: PastMeasurements) -> Snapshot:
+    search_state = run.search_state if run else learn(())
+    pruned = prune_by_trials(problem, search_state.trials, search_state.probes)
+    context = search_context(replace(problem, pruned=pruned), search_state, past)
+    return Snapshot(where=where, problem=problem, search_state=search_state, pruned=pruned, context=context, run=run)
 
 
 def read_spec(

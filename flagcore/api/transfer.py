@@ -37,15 +37,15 @@ MAX_LOG_RATIO = 3.0
 factor is not a model error."""
 
 
-def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> PastMeasurements:
+def past_of_problem(problem: Problem, plugins: Plugins, run: str) -> PastMeasurements:
     """Return the measurements of earlier runs, except `run`, on the chip of a problem; empty if the spec disables
     them.
     """
-    spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
+    spec, chip = problem.task.spec, problem.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return PastMeasurements.empty()
     records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
-    return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
+    return past(records, chip, plugins, problem.workload, spec.objective, problem.platform.knobs)
 
 
 def past(
@@ -70,19 +70,19 @@ def past(
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
-            plugin_values = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
-            for knob, value in plugin_values.items():
-                knob.parse(value, knob.name)
-            names = {knob.name for knob in plugin_values}
-            engine_values = {name: value for name, value in record["candidate"].items() if name not in names}
+            engine_values = dict(record["candidate"])
+            own_knobs = tuple(knob for knob in knobs if knob.name in engine_values)
+            plugin_values = {knob.name: engine_values.pop(knob.name) for knob in own_knobs}
+            for knob in own_knobs:
+                knob.parse(plugin_values[knob.name], knob.name)
             job = read_job({**record, kind: work_data, "candidate": engine_values}, installed)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
-            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(plugin_values))
-            candidate = {**job.candidate, **{knob.name: value for knob, value in plugin_values.items()}}
-            tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=own_knobs)
+            key = repr((job.model, work, group, sorted(plugin_values)))
+            tasks[key].append((task, {**job.candidate, **plugin_values}, record["measured"]))
     past_points = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):

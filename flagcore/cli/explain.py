@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @options.chip()
 @options.output
 @options.plugins
-def explain_command(
-    spec: str, candidate: tuple[str, ...], chip: str | None, form: str, without: tuple[str, ...]
-) -> None:
+def explain_command(spec: str, candidate: tuple[str, ...], form: str, **arguments: Any) -> None:
     """Explain how the search space of SPEC was reduced: each rule, and how many combinations it eliminated.
 
     With RUN (the directory of a run), explain the space at the end of that run. With CANDIDATE, explain that one: why
@@ -35,17 +33,15 @@ def explain_command(
     from flagcore.report.explanation import eliminated, explanation_text
 
     if candidate:
-        _print(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
+        _print(api.explain_candidate(spec, " ".join(candidate), **arguments), form)
         return
-    explanation = api.explain(spec, chip=chip, without=without)
+    explanation = api.explain(spec, **arguments)
     if form == "table":
         options.show(explanation_text(explanation))
     elif form == "csv":
         removed = eliminated(explanation)
-        rows = [
-            {"rule": rule, "removed": removed.get(rule, 0), "message": message}
-            for rule, message in explanation.messages.items()
-        ]
+        messages = explanation.messages.items()
+        rows = [{"rule": rule, "removed": removed.get(rule, 0), "message": message} for rule, message in messages]
         options.show_records(rows, form, options.columns("eliminated"))
     else:
         options.show_record(asdict(explanation), form)
@@ -59,9 +55,7 @@ def explain_command(
 @options.chip()
 @options.output
 @options.plugins
-def compare_command(
-    names: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
-) -> None:
+def compare_command(names: tuple[str, ...], form: str, **arguments: Any) -> None:
     """Compare two candidates: knobs, predicted time and memory, measurements, and why they differ.
 
     A and B are RUN:CANDIDATE, or RUN for its best. B may be CANDIDATE alone, of the same run. With --spec, both are
@@ -72,8 +66,7 @@ def compare_command(
     if len(names) != 2:
         usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
         raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(names), usage=usage))
-    a, b = names
-    _print(api.compare(a, b, spec=spec, chip=chip, without=without), form)
+    _print(api.compare(*names, **arguments), form)
 
 
 def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:

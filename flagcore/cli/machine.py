@@ -158,7 +158,8 @@ def _extra_testing() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        text = _("{package} is not installed: run `pip install 'flagcore[testing]'`", package=error.name)
+        command = 'pip install "flagcore[testing]"'
+        text = _("{package} is not installed: run `{command}`", package=error.name, command=command)
         raise UsageError(text) from None
 
 

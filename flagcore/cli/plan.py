@@ -38,13 +38,11 @@ if TYPE_CHECKING:
 def estimate_command(
     source: tuple[str | None, dict[str, Any] | None],
     jobs: str | None,
-    chip: str | None,
-    objective: str | None,
     top: int,
     every: bool,
     explain: str | None,
     form: str,
-    without: tuple[str, ...],
+    **arguments: Any,
 ) -> None:
     """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
 
@@ -55,21 +53,23 @@ def estimate_command(
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
         raise click.UsageError(_("either SPEC or --jobs FILE is required"))
-    if jobs is not None and chip is not None:
-        raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
-    if jobs is not None and objective is not None:
-        raise click.UsageError(_("--objective requires SPEC: job records are not ranked"))
-    if jobs is not None and _is_given("top"):
-        raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
-    if jobs is not None:
+    if spec is not None and spec.endswith(".jsonl"):
+        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
+    if spec is not None:
+        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, data=data, **arguments)
+    elif jobs is not None:
+        for option in filter(_is_given, OPTIONS_OF_SPECS):
+            raise click.UsageError(_(OPTIONS_OF_SPECS[option]))
         form = form if _is_given("form") or explain is not None else "jsonl"
         with options.language_of(form):
-            _estimate_jobs(jobs, explain, form, without)
-        return
-    assert spec is not None
-    if spec.endswith(".jsonl"):
-        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
-    _estimate_spec(spec, data, chip, top, explain, form, without, every=every, objective=objective)
+            _estimate_jobs(jobs, explain, form, arguments["without"])
+
+
+OPTIONS_OF_SPECS = {
+    "chip": N_("--chip requires SPEC: job records name their chip"),
+    "objective": N_("--objective requires SPEC: job records are not ranked"),
+    "top": N_("--top requires SPEC: every job record is predicted"),
+}
 
 
 def _is_given(option: str) -> bool:
@@ -89,66 +89,45 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         if explain not in by_id:
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
             raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
-        details = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
-        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
+        job = by_id[explain]
+        details = next(api.estimate_jobs([job], without=without, at_once=1, with_model=True))
+        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(job), labels_of_spec(job))
         return
-    batch_size = 1 if _is_pipe(jobs) else api.AT_ONCE
-    predictions = api.estimate_jobs(records, without=without, at_once=batch_size)
+    predictions = api.estimate_jobs(records, without=without, at_once=1 if _is_pipe(jobs) else api.AT_ONCE)
     if form == "jsonl":
         for prediction in predictions:
             click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
-    else:
-        answers = list(predictions)
-        if form in ("table", "csv"):
-            for each in answers:
-                each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
-        has_serving = any("objective" in each for each in answers)
-        has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
-        figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
-        options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
+        return
+    answers = list(predictions)
+    if form in ("table", "csv"):
+        for each in answers:
+            each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
+    has_serving = any("objective" in each for each in answers)
+    has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
+    figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
+    options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
-def _estimate_spec(
-    spec: str,
-    data: dict[str, Any] | None,
-    chip: str | None,
-    top: int,
-    explain: str | None,
-    form: str,
-    without: tuple[str, ...],
-    *,
-    every: bool,
-    objective: str | None,
-) -> None:
+def _estimate_spec(spec: str, top: int, explain: str | None, form: str, **arguments: Any) -> None:
     from flagcore import api
     from flagcore.report.estimate import estimate_columns, estimate_texts
 
     number = _number(explain)
-    distinct = not every and explain is None
-    count = max(top, number)
-    estimate = api.estimate(
-        spec, chip=chip, top=count, distinct=distinct, objective=objective, without=without, data=data
-    )
+    estimate = api.estimate(spec, top=max(top, number), **arguments)
     if explain is not None:
-        number_of = len(estimate.candidates)
-        if number > number_of:
-            raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=number_of))
+        if number > len(estimate.candidates):
+            count = len(estimate.candidates)
+            raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=count))
         record = estimate.candidates[number - 1] if number else estimate.baseline
         details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
         details |= {"notes": list(estimate.notes)} if estimate.notes else {}
-        _show(
-            details,
-            _("Candidate {number}", number=number) if number else _("Baseline"),
-            form,
-            estimate.knobs,
-            estimate.labels,
-        )
-        return
-    if form != "table":
+        title = _("Candidate {number}", number=number) if number else _("Baseline")
+        _show(details, title, form, estimate.knobs, estimate.labels)
+    elif form != "table":
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
-        return
-    for text, is_result in estimate_texts(estimate):
-        (options.show if is_result else options.say)(text)
+    else:
+        for text, is_result in estimate_texts(estimate):
+            (options.show if is_result else options.say)(text)
 
 
 def _number(explain: str | None) -> int:
@@ -199,10 +178,6 @@ def _records(file: str) -> Iterator[Any]:
         raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
 
 
-if TYPE_CHECKING:
-    from flagcore.domain.knob import Knobs
-
-
 @click.command("probe")
 @options.spec
 @click.option(
@@ -237,18 +212,7 @@ if TYPE_CHECKING:
 @click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @options.output
 @options.plugins
-def probe_command(
-    spec: str,
-    candidate: str | None,
-    top: int,
-    ranks: tuple[int, ...],
-    chip: str | None,
-    seconds: float | None,
-    folder: str | None,
-    quiet: bool,
-    form: str,
-    without: tuple[str, ...],
-) -> None:
+def probe_command(spec: str, candidate: str | None, top: int, quiet: bool, form: str, **arguments: Any) -> None:
     """Measure single ranks of candidates of SPEC on one device, for any number of devices in SPEC.
 
     One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
@@ -259,17 +223,12 @@ def probe_command(
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
-    probes = api.probe(
-        spec,
-        candidate=candidate,
-        top=top,
-        ranks=ranks,
-        chip=chip,
-        seconds=seconds,
-        folder=folder,
-        without=without,
-        on_rank=lambda line: None if quiet else options.say(f"flag: {line}"),
-    )
+
+    def show_rank(line: str) -> None:
+        if not quiet:
+            options.say(f"flag: {line}")
+
+    probes = api.probe(spec, candidate=candidate, top=top, on_rank=show_rank, **arguments)
     if form not in ("table", "csv"):
         options.show_records([each.as_data() for each in probes], form, {})
         return

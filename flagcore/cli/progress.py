@@ -20,23 +20,19 @@ from flagcore.report.progress import details, fields_of, finished_line, general_
 @contextmanager
 def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnEvent]:
     """Yield a function that prints events to `stream`; `verbose` adds the log of a trial and why it was chosen."""
+
+    def on_event(event: Event) -> None:
+        lines = [*general_lines(event), line(event), *(details(event) if verbose else [])]
+        with suppress(OSError, ValueError):  # a closed stderr must not end a run
+            print("\n".join(lines), file=stream, flush=True)
+
     if quiet:
         yield lambda event: None
     elif stream.isatty():
         with _bar(stream, verbose) as draw:
             yield draw
     else:
-        yield lambda event: _print("\n".join([*_lines(event), *(details(event) if verbose else [])]), stream)
-
-
-def _print(text: str, stream: TextIO) -> None:
-    """Print a line; a closed stderr must not end a run."""
-    with suppress(OSError, ValueError):
-        print(text, file=stream, flush=True)
-
-
-def _lines(event: Event) -> list[str]:
-    return [*general_lines(event), line(event)]
+        yield on_event
 
 
 @contextmanager

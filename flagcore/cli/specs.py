@@ -106,7 +106,7 @@ class _Importers(click.Group):
 
         if cmd_name not in self.list_commands(ctx):
             if fix := missing_extra(IMPORTERS, cmd_name.removesuffix(HISTORY)):
-                raise click.UsageError(_("{name} is not installed; {fix}", name=cmd_name, fix=fix))
+                raise click.UsageError(_("{package} is not installed: run `{command}`", package=cmd_name, command=fix))
             return None
         if cmd_name in names(IMPORTERS):
             return translated(config_command if importer(cmd_name).has_trees else recipe_command)

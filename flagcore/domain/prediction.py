@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.i18n import N_
@@ -141,11 +142,14 @@ class Predictions:
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
-        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._array_fields()}
-        mappings: dict[str, Any] = {
-            mapping: {name: part[rows] for name, part in getattr(self, mapping).items()} for mapping in _BY_NAME
-        }
-        return replace(self, **figures, **mappings)
+        return self._changed(lambda array: array[rows])
+
+    def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
+        """Return predictions with `change` of each array."""
+        fields: dict[str, Any] = {name: change(getattr(self, name)) for name in self._array_fields()}
+        for mapping in _BY_NAME:
+            fields[mapping] = {name: change(part) for name, part in getattr(self, mapping).items()}
+        return replace(self, **fields)
 
     @classmethod
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
@@ -161,7 +165,7 @@ class Predictions:
         first = next(remaining)
         if first.step_time_s.size == rows:
             return first
-        joined, start = first._empty(rows), 0
+        joined, start = first._changed(lambda array: np.empty(rows, dtype=array.dtype)), 0
         for part in chain((first,), remaining):
             piece = slice(start, start + part.step_time_s.size)
             for name in first._array_fields():
@@ -171,16 +175,6 @@ class Predictions:
                     values[piece] = getattr(part, mapping)[name]
             start = piece.stop
         return joined
-
-    def _empty(self, rows: int) -> Predictions:
-        """Return uninitialized predictions of `rows` candidates with the fields of these."""
-        figures: dict[str, Any] = {
-            name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._array_fields()
-        }
-        mappings: dict[str, Any] = {
-            field: {name: np.empty(rows) for name in getattr(self, field)} for field in _BY_NAME
-        }
-        return replace(self, **figures, **mappings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

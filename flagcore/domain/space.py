@@ -116,8 +116,7 @@ class Space:
 
     def candidate(self, row: int) -> Candidate:
         """Return the candidate at position `row`."""
-        columns = self.columns(np.array([row]))
-        return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in self.axes))
+        return as_candidate(self.axes, self.columns(np.array([row])))
 
     @property
     def choices(self) -> dict[str, tuple[KnobValue, ...]]:
@@ -155,6 +154,11 @@ class Space:
             key += int(digits[0]) * stride
             stride *= codes.size
         return key
+
+
+def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
+    """Return the candidate in columns of one row."""
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
 def decode(

@@ -225,12 +225,12 @@ class Trial:
     @property
     def predicted_step_s(self) -> float | None:
         """The seconds of a whole step as predicted before any trial; None if unknown."""
-        return _step_value(self.predicted)
+        return step_value(self.predicted)
 
     @property
     def expected_step_s(self) -> float | None:
         """The seconds of a whole step as predicted, corrected by earlier trials if possible; None if unknown."""
-        return _step_value(self.believed) or self.predicted_step_s
+        return step_value(self.believed) or self.predicted_step_s
 
     @property
     def is_conclusive(self) -> bool:
@@ -279,7 +279,8 @@ class Trial:
         return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
 
 
-def _step_value(record: Mapping[str, object] | None) -> float | None:
+def step_value(record: Mapping[str, object] | None) -> float | None:
+    """Return the step time of a prediction in the format of job records, in seconds; None if it is unknown."""
     step: Any = (record or {}).get("step_time_s")
     known = isinstance(step, Mapping) and math.isfinite(step["value"])
     return float(step["value"]) if known else None

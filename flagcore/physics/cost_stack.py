@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 
 ROOFLINE = "roofline"
 """The name of the core's roofline among the sources."""
@@ -62,9 +62,8 @@ class KernelCostStack:
         return seconds if self.slowdown == 1.0 else self.slowdown * seconds
 
     def _first_known(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
-        if self.used_sources is not None:
-            self.used_sources.setdefault(kind, set()).update(_used_sources(self.sources, seconds_of))
-        return _first_known([costs for _, costs in self.sources], seconds_of)
+        used = None if self.used_sources is None else self.used_sources.setdefault(kind, set())
+        return _first_known(self.sources, seconds_of, used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,14 @@ class CollectiveCostStack:
     sources: tuple[CollectiveCosts, ...]
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return _first_known(self.sources, lambda costs: costs.seconds(kind, payload_bytes, ranks, stride))
+        return _first_known(self._named, lambda costs: costs.seconds(kind, payload_bytes, ranks, stride))
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        return _first_known(self.sources, lambda costs: costs.compute_share(ranks, stride))
+        return _first_known(self._named, lambda costs: costs.compute_share(ranks, stride))
+
+    @property
+    def _named(self) -> list[tuple[str, CollectiveCosts]]:
+        return [("", costs) for costs in self.sources]
 
 
 def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.0) -> KernelCosts:
@@ -86,28 +89,24 @@ def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.
     return replace(stack, slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
 
 
-def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:
-    seconds = seconds_of(sources[0])
-    for costs in sources[1:]:
-        missing = np.isnan(seconds)
-        if not missing.any():
-            break
-        seconds = np.where(missing, seconds_of(costs), seconds)
+def _first_known(
+    sources: Sequence[tuple[str, C]], seconds_of: Callable[[C], FloatArray], used: set[str] | None = None
+) -> FloatArray:
+    """Return the times of the first sources that know them. `used` collects the names of these sources."""
+    seconds: FloatArray | None = None
+    missing: BoolArray = np.array(True)
+    for name, costs in sources:
+        if seconds is not None:
+            missing = np.isnan(seconds)
+            if not missing.any():
+                break
+        found = seconds_of(costs)
+        if used is not None and (missing & ~np.isnan(found)).any():
+            used.add(name)
+        seconds = found if seconds is None else np.where(missing, found, seconds)
+    assert seconds is not None
     return seconds
 
 
 def _first_known_figure(figures: Sequence[Callable[[], float]]) -> float:
     return next((figure for each in figures if not math.isnan(figure := each())), math.nan)
-
-
-def _used_sources(
-    sources: Sequence[tuple[str, KernelCosts]], seconds_of: Callable[[KernelCosts], FloatArray]
-) -> set[str]:
-    """Return the names of the sources that are used for at least one element."""
-    names, missing = set(), np.array(True)
-    for name, costs in sources:
-        unknown = np.isnan(seconds_of(costs))
-        if (missing & ~unknown).any():
-            names.add(name)
-        missing = missing & unknown
-    return names

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
+from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import NAMES, Notebook, hardware_text, lookup, shown, table
+from flagcore.report.explanation import memory_parts, part_name, used_text
+from flagcore.report.formats import NAMES, Notebook, hardware_text, shown, table
 from flagcore.report.text import (
     details,
     heading,
@@ -76,20 +76,15 @@ class CandidateReport(Notebook):
 def candidate_report_text(report: CandidateReport) -> str:
     """Return the report of a candidate as text."""
     knobs = report.knobs
-    place = _(
-        "{name} on {hardware}",
-        name=_title(report.name),
-        hardware=hardware_text(report.devices, report.chip),
-    )
-    title = f"{place}: {values_text(report.candidate, knobs)}"
-    paragraph = [report.causes] if report.causes else []
-    lines = [title, *paragraph, f"  {state_name(report.state)}", *(f"  - {line}" for line in report.because)]
+    hardware = hardware_text(report.devices, report.chip)
+    place = _("{name} on {hardware}", name=_title(report.name), hardware=hardware)
+    lines = [f"{place}: {values_text(report.candidate, knobs)}", *([report.causes] if report.causes else [])]
+    lines += [f"  {state_name(report.state)}", *(f"  - {line}" for line in report.because)]
     if report.requested:
-        pairs = {knob: (requested_value, report.candidate[knob]) for knob, requested_value in report.requested.items()}
+        pairs = {knob: (value, report.candidate[knob]) for knob, value in report.requested.items()}
         changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
-    parts = (_predicted(report), _believed(report), _nearest(report, knobs), _changes(report, knobs))
-    return "\n".join([*lines, *chain(*parts), *_matches(report, knobs)])
+    return "\n".join([*lines, *_predicted(report), *_nearest(report), *_changes(report), *_matches(report)])
 
 
 def _title(name: str) -> str:
@@ -103,83 +98,64 @@ def _title(name: str) -> str:
 
 def seconds_text(objective: str, seconds: float) -> str:
     """Return the time of a step in the unit of the objective."""
-    return (
-        objective_text(objective, objective_value(objective, seconds))
-        if objective in SERVING
-        else f"{seconds:.4g} s/step"
-    )
+    if objective in SERVING:
+        return objective_text(objective, objective_value(objective, seconds))
+    return f"{seconds:.4g} s/step"
 
 
 def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the knobs in which two candidates differ, with both values."""
     lines = []
     for name, pair in differs.items():
-        knob = knob_of(name, knobs)
-        if knob.part_of in differs:
-            continue
-        values = [value_text(value) for value in pair]
-        texts = [differs[each] for each in details(name, knobs) if each in differs]
+        knob, texts = knob_of(name, knobs), [differs[each] for each in details(name, knobs) if each in differs]
         words = [" ".join(str(each[place]) for each in texts if each[place] is not None) for place in (0, 1)]
-        values = [word or plain for word, plain in zip(words, values, strict=True)]
-        lines.append(f"{knob.title} {values[0]} -> {values[1]}")
+        before, after = (word or value_text(value) for word, value in zip(words, pair, strict=True))
+        lines += [] if knob.part_of in differs else [f"{knob.title} {before} -> {after}"]
     return ", ".join(lines)
 
 
 def _predicted(report: CandidateReport) -> Iterator[str]:
-    predicted, objective = report.predicted, report.objective
-    if predicted is None:
+    if report.predicted is None:
         yield _("No prediction, because the engine would reject it.")
         return
-    step = predicted.get("step_time_s")
-    memory = predicted["memory"]
-    capacity = f" / {memory['capacity_gib']:.4g}" if "capacity_gib" in memory else ""
-    used = f"~{memory['device_used_gib']:.4g}{capacity} GiB"
-    if step is None:
+    predicted, memory, step_s = report.predicted, report.predicted["memory"], step_value(report.predicted)
+    used = f"~{used_text(memory, '.4g')} GiB"
+    if step_s is None:
         yield _("Predicted: {value}", value=f"{used}; {predicted.get('reason', _('time unknown'))}")
     else:
-        bounds = predicted.get("objective", step)
+        bounds = predicted.get("objective", predicted["step_time_s"])
         interval = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
-        yield _("Predicted: {value}", value=f"~{seconds_text(objective, step['value'])} {interval}, {used}")
-    latencies = {name: lookup(predicted, f"{name}.p50") for name in LATENCIES}
-    if medians := [f"{latency_name(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
+        yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
+    latencies = {name: predicted[name]["p50"] for name in LATENCIES if name in predicted}
+    if medians := [f"{latency_name(name)} {seconds:.3g} s" for name, seconds in latencies.items()]:
         yield "  p50: " + ", ".join(medians)
-    parts = {_(part_name(name)): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
-    if parts:
-        time_name = _("time of a request") if "objective" in predicted else _("time")
-        yield f"  {time_name}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
+    time = {part: seconds for part, seconds in predicted.get("time", {}).items() if seconds}
+    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in time.items()]:
+        yield f"  {_('time of a request') if 'objective' in predicted else _('time')}: " + ", ".join(parts)
     sizes = ", ".join(f"{_(name)} {gib:.3g}" for name, gib in memory_parts(memory).items())
     yield f"  {_('memory')}: {sizes} GiB"
     if layers := predicted.get("stage_layers"):
         yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
+    if report.believed is not None:
+        seconds, chance = report.believed["step_time_s"]["value"], report.believed["chance_to_fit"]
+        value = seconds_text(report.objective, seconds)
+        text = _("Predicted after trials: ~{value}, probability to fit {chance:.0%}", value=value, chance=chance)
+        yield text + _gain(seconds, step_s)
 
 
-def _believed(report: CandidateReport) -> Iterator[str]:
-    believed, step = report.believed, lookup(report.predicted or {}, "step_time_s.value")
-    if believed is None:
-        return
-    seconds = believed["step_time_s"]["value"]
-    text = _(
-        "Predicted after trials: ~{value}, probability to fit {chance:.0%}",
-        value=seconds_text(report.objective, seconds),
-        chance=believed["chance_to_fit"],
-    )
-    yield text + ("" if not step else f" ({_('time')} {seconds / step - 1.0:+.1%})")
+def _gain(seconds: float | None, other: float | None) -> str:
+    """Return the relative change of a time in parentheses; empty if it is unknown."""
+    return f" ({_('time')} {seconds / other - 1.0:+.1%})" if seconds and other else ""
 
 
-def _nearest(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
-    nearest = report.nearest
-    if nearest is not None:
-        step_text = seconds_text(report.objective, nearest["measured"]["step_time_s"]["median"])
-        changes = differs_text(nearest["differs"], knobs)
-        yield _(
-            "Nearest measured: trial {number} ({changes}): {value}",
-            number=nearest["number"],
-            changes=changes,
-            value=step_text,
-        )
+def _nearest(report: CandidateReport) -> Iterator[str]:
+    if nearest := report.nearest:
+        value = seconds_text(report.objective, nearest["measured"]["step_time_s"]["median"])
+        names = {"number": nearest["number"], "changes": differs_text(nearest["differs"], report.knobs)}
+        yield _("Nearest measured: trial {number} ({changes}): {value}", **names, value=value)
 
 
-def _changes(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
+def _changes(report: CandidateReport) -> Iterator[str]:
     own, changes = report.expected_s, dict(report.changes)
     names = dict(NAMES["changes"])
     if "fastest" in changes and changes["fastest"] == changes.get("faster"):
@@ -187,26 +163,28 @@ def _changes(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
         del changes["fastest"]
     if not changes and report.state not in ("open", "ran"):
         yield _("No change is possible: no allowed candidate is left.")
-    elif own is not None and not report.changes.keys() & {"faster", "fastest"}:
+    elif own is not None and not changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if changes:
         yield _("Possible changes:")
-    for what, change in changes.items():
-        step, mark = change["expected_s"], "" if change["measured"] else "~"
-        time = _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
-        gain = f" ({_('time')} {step / own - 1.0:+.1%})" if step and own else ""
-        trial_text = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
-        used = lookup(change, "predicted.memory.device_used_gib")
-        yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{trial_text}"
+    for kind, change in changes.items():
+        trial = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
+        used = f"~{change['predicted']['memory']['device_used_gib']:.3g} GiB{trial}"
+        differs = differs_text(change["differs"], report.knobs)
+        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change['expected_s'], own)}, {used}"
 
 
-def _matches(report: CandidateReport, knobs: Knobs) -> Iterator[str]:
+def _matches(report: CandidateReport) -> Iterator[str]:
     if report.matches:
         yield _("It is the fastest with these knobs. The next ones:")
     for each in report.matches:
-        step, mark = each["expected_s"], "" if each["measured"] else "~"
-        time = _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
-        yield f"  {values_text(each['candidate'], knobs)}: {time}"
+        yield f"  {values_text(each['candidate'], report.knobs)}: {_time(report, each)}"
+
+
+def _time(report: CandidateReport, other: Mapping[str, Any]) -> str:
+    """Return the expected time of another candidate as text."""
+    step, mark = other["expected_s"], "" if other["measured"] else "~"
+    return _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
 
 
 SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED, UNKNOWN = (
@@ -259,12 +237,11 @@ class Comparison(Notebook):
 
 def compared_text(both: Comparison) -> str:
     """Return a comparison as text."""
-    knobs = both.knobs
-    lines = [f"A: {_side_text(both.a, knobs)}", f"B: {_side_text(both.b, knobs)}"]
-    lines.append(_("Changed knobs: {changes}", changes=differs_text(both.differs, knobs) or "-"))
+    sides = [f"{name}: {_side_text(side, both.knobs)}" for name, side in (("A", both.a), ("B", both.b))]
+    lines = [*sides, _("Changed knobs: {changes}", changes=differs_text(both.differs, both.knobs) or "-")]
     if both.tasks:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both.tasks)))
-    rows = list(_rows(both))
+    rows = [each for each in _rows(both) if each]
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both.gap is not None:
         verdict = NAMES["verdicts"][both.certainty]
@@ -274,46 +251,43 @@ def compared_text(both: Comparison) -> str:
 
 def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
     place = f"{side['where']}, {hardware_text(side['devices'], side['chip'])}"
-    state_text = state_name(side["state"])
-    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_text})"
+    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_name(side['state'])})"
 
 
 def _rows(both: Comparison) -> Iterator[list[str]]:
-    sides, objective = (both.a, both.b), both.objective
-    name = heading(objective) if objective in SERVING else _("step s")
+    """Yield the rows of the table; an empty one for a figure that neither side has."""
+    sides = (both.a, both.b)
+    measured = [side["measured"] or {} for side in sides]
+    is_served = both.objective in SERVING
+    name = heading(both.objective) if is_served else _("step s")
 
-    def row(text: str, key: str, seconds: bool = False) -> Iterator[list[str]]:
-        pair = [lookup(side, key) for side in sides]
-        if seconds and objective in SERVING:
-            pair = [each and objective_value(objective, each) for each in pair]
-        if any(pair):
-            yield _row(text, pair)
+    def speed(seconds: Iterable[float | None]) -> list[float | None]:
+        return [objective_value(both.objective, each) if each and is_served else each for each in seconds]
 
-    yield from row(name, "measured.step_time_s", seconds=True)
-    if any(side["measured"] for side in sides):
+    yield _row(name, speed(each.get("step_time_s") for each in measured))
+    if any(measured):
         for text, key in ((_("spread within a run"), "spread_s"), (_("spread between runs"), "between_s")):
-            yield [*_row(text, [_share(side, key) for side in sides])[:3], "-", "-"]
-        yield [*_row(_("runs"), [lookup(side, "measured.runs") for side in sides])[:3], "-", "-"]
-        yield from row(_("in use GiB"), "measured.device_used_gib")
-    yield from row(f"~{name}", "predicted.step_time_s.value", seconds=True)
-    yield from row(f"~{name} {_('(after trials)')}", "believed.step_time_s.value", seconds=True)
+            shares = (None if each.get(key) is None else each[key] / each["step_time_s"] for each in measured)
+            yield [text, *map(shown, shares), "-", "-"]
+        yield [_("runs"), *(shown(each.get("runs")) for each in measured), "-", "-"]
+        yield _row(_("in use GiB"), [each.get("device_used_gib") for each in measured])
+    yield _row(f"~{name}", speed(step_value(side["predicted"]) for side in sides))
+    yield _row(f"~{name} {_('(after trials)')}", speed(step_value(side["believed"]) for side in sides))
     for part, pair in both.time.items():
         yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both.figures.items():
         yield _row(f"~{latency_name(figure)} s", pair)
-    yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
+    yield _row(
+        _("~in use GiB"), [side["predicted"] and side["predicted"]["memory"]["device_used_gib"] for side in sides]
+    )
     for part, pair in both.memory.items():
         yield _row(f"~  {_(part)} GiB", pair)
 
 
-def _share(side: Mapping[str, Any], name: str) -> float | None:
-    seconds = lookup(side, f"measured.{name}")
-    return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
-
-
 def _row(name: str, pair: Sequence[float | None]) -> list[str]:
-    a, b = pair
-    cells = [name, *("-" if figure is None else shown(figure) for figure in (a, b))]
+    (a, b), cells = pair, [name, *map(shown, pair)]
+    if not any(pair):
+        return []
     if a is None or b is None:
         return [*cells, "-", "-"]
     if abs(b - a) <= SAME * abs(a):
@@ -370,31 +344,20 @@ def causes_text(
         return _("It is as fast as {other} ({source}).", other=other, source=source)
     if objective in SERVING:
         first, second = (objective_value(objective, each) for each in seconds)
-        with_change = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
-        text = _(
-            N_("It has {value} {unit} against the {before} of {other} ({source}).") if has_rounds else with_change,
-            value=shown(second),
-            unit=heading(objective),
-            change=second / first - 1.0,
-            before=shown(first),
-            other=other,
-            source=source,
-        )
+        text = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
+        text_without_change = N_("It has {value} {unit} against the {before} of {other} ({source}).")
         parts_of = N_("By prediction, the largest differences in the time of a request: {parts}.")
     else:
-        with_change = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
-        text = _(
-            N_("A step takes {value} s against the {before} s of {other} ({source}).") if has_rounds else with_change,
-            value=shown(after),
-            change=after / before - 1.0,
-            before=shown(before),
-            other=other,
-            source=source,
-        )
+        first, second = seconds
+        text = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
+        text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
         parts_of = N_("By prediction, the largest differences: {parts}.")
+    figures = {"value": shown(second), "before": shown(first), "change": second / first - 1.0}
+    names = {"unit": heading(objective), "other": other, "source": source}
+    paragraph = _(text_without_change if has_rounds else text, **figures, **names)
     if None in predicted or not (differences := largest_differences(time)):
-        return text
+        return paragraph
     expected = float(predicted[1] or 0.0) - float(predicted[0] or 0.0)
     if expected * (after - before) <= 0.0:
-        return text + " " + _("The prediction expected the opposite, so its parts do not explain it.")
-    return text + " " + _(parts_of, parts=parts_text(differences))
+        return paragraph + " " + _("The prediction expected the opposite, so its parts do not explain it.")
+    return paragraph + " " + _(parts_of, parts=parts_text(differences))

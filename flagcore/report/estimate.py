@@ -10,8 +10,8 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import TDP, Counts
 from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchTime
-from flagcore.i18n import _, ngettext
-from flagcore.report.formats import Notebook, hardware_text, lookup, render, shown, table_columns
+from flagcore.i18n import N_, _, ngettext
+from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table_columns
 from flagcore.report.text import (
     assumed_text,
     candidate_columns,
@@ -65,20 +65,16 @@ class Estimate(Notebook):
 
     def __str__(self) -> str:
         rows = self.candidates
-        known = {
-            name: key for name, key in table_columns("estimate").items() if any(lookup(each, key) for each in rows)
-        }
-        return render(rows, "table", {"#": "number", **candidate_columns(rows, self.knobs), **known})
+        columns = {"#": "number", **candidate_columns(rows, self.knobs), **known_columns(rows, "estimate")}
+        return render(rows, "table", columns)
 
 
 def estimate_columns(estimate: Estimate) -> dict[str, str]:
     """Return the columns of the table of candidates: headings, and dotted keys of a record."""
     rows = estimate.candidates
-    figures = "predicted_serving" if any("objective" in each for each in rows) else "predicted"
-    columns = {"#": "number", **candidate_columns(rows, estimate.knobs), **table_columns(figures)}
-    columns |= table_columns("layouts") if any("variants" in each for each in rows) else {}
-    optional = table_columns("highest", "cost")
-    return columns | {name: key for name, key in optional.items() if any(key in each for each in rows)}
+    figures = table_columns("predicted_serving" if any("objective" in each for each in rows) else "predicted")
+    optional = known_columns(rows, "layouts", "highest", "cost")
+    return {"#": "number", **candidate_columns(rows, estimate.knobs), **figures, **optional}
 
 
 def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
@@ -122,7 +118,7 @@ def _candidates_table(estimate: Estimate) -> str:
     columns, rows = estimate_columns(estimate), estimate.candidates
     if any("slo" in each for each in rows):
         columns |= {"SLO": "slo_text"}
-        rows = tuple({**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in rows)
+        rows = tuple({**each, "slo_text": slo_text(each["slo"])} for each in rows)
     return render(rows, "table", columns)
 
 
@@ -131,17 +127,13 @@ def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> 
 
     `number` is that of the candidate among several.
     """
-    lines = [
-        _("rank {rank}: {reason}", rank=rank["rank"], reason=rank["reason"])
-        for rank in probed["ranks"]
-        if rank["reason"]
-    ]
-    measurements = [rank["measured"] for rank in probed["ranks"] if "measured" in rank]
-    for each in [each for each in measurements if each["microbatches_run"] < each["microbatches"]][:1]:
-        lines.append(_("Times are extrapolated to {count} micro-batches.", count=each["microbatches"]))
-    name = f"{number} " if number is not None else ""
-    lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}, knobs))
-    lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}, knobs))
+    ranks, prefix = probed["ranks"], "" if number is None else f"{number} "
+    lines = [_("rank {rank}: {reason}", rank=each["rank"], reason=each["reason"]) for each in ranks if each["reason"]]
+    measured = [each["measured"] for each in ranks if "measured" in each]
+    extrapolated = [each["microbatches"] for each in measured if each["microbatches_run"] < each["microbatches"]]
+    lines += [_("Times are extrapolated to {count} micro-batches.", count=count) for count in extrapolated[:1]]
+    names = {"predicted": _("predicted"), "combined": _("with probe")}
+    lines += [candidate_line(prefix + name, {**probed, **probed[key]}, knobs) for key, name in names.items()]
     return "\n".join(lines)
 
 
@@ -152,39 +144,30 @@ PAYS = 1.02
 def mixing_text(mixing: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a table of the mixed plans, each kind alone and their sum, and one line on the gain."""
     alone = mixing["alone"]
-    plans = [mixing["mixed"], *mixing["others"]]
-    rows = [{**each, "plan": _(each["split"]) if each["split"] else _("mixed")} for each in plans]
-    rows += [{**each, "plan": _("alone")} for each in alone]
-    table = [{**row, "text": values_text(row["candidate"], knobs)} for row in rows]
+    plans = [(_(each["split"]) if each["split"] else _("mixed"), each) for each in (mixing["mixed"], *mixing["others"])]
+    plans += [(_("alone"), each) for each in alone]
+    rows = [{**each, "plan": name, "text": values_text(each["candidate"], knobs)} for name, each in plans]
     if alone:
         rate, devices = (sum(each[key] for each in alone) for key in ("tokens_per_second", "devices"))
-        table.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
-    columns = {
-        _("plan"): "plan",
-        _("chips"): "chips",
-        _("devices"): "devices",
-        "~s/step": "step_time_s",
-        "~tok/s": "tokens_per_second",
-        _("candidate"): "text",
-    }
-    return render(table, "table", columns) + "\n" + verdict(mixing)
+        rows.append({"plan": _("sum of single chips"), "devices": devices, "tokens_per_second": rate})
+    figures = {"~s/step": "step_time_s", "~tok/s": "tokens_per_second", _("candidate"): "text"}
+    columns = {_("plan"): "plan", _("chips"): "chips", _("devices"): "devices", **figures}
+    return render(rows, "table", columns) + "\n" + verdict(mixing)
 
 
 def verdict(mixing: Mapping[str, Any]) -> str:
     """Return whether mixing pays, what limits it, and which chips idle."""
-    figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
-    if not mixing["alone"]:
-        text = _("No kind of chip can run the job alone.")
-    elif mixing["of_best_alone"] >= PAYS:
-        text = _("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
-    else:
-        text = _("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.", **figures)
+    text = _("No kind of chip can run the job alone.")
+    if mixing["alone"]:
+        figures = {"times": mixing["of_best_alone"], "chip": mixing["best_alone"], "share": mixing["of_sum"]}
+        pays = N_("Mixing pays: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
+        does_not_pay = N_("Mixing does not pay: ~{times:.2f} x {chip} alone, ~{share:.0%} of the sum.")
+        text = _(pays if mixing["of_best_alone"] >= PAYS else does_not_pay, **figures)
     used = mixing["mixed"]["implementation"]
     if own := [each for each in mixing["alone"] if each["implementation"] != used]:
         kinds = ", ".join(f"{each['chips']} {each['implementation']}" for each in own)
         text += " " + _("train.implementation differs: alone {kinds}, mixed {used}.", kinds=kinds, used=used)
-    idle = ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items())
-    if idle:
+    if idle := ", ".join(f"{name} ~{share:.0%}" for name, share in mixing["idle"].items()):
         limit = {"limit": _(mixing["limit"]), "slowest": mixing["slowest"], "idle": idle}
         text += " " + _("Limited by {limit}, slowest stage on {slowest}; idle: {idle}.", **limit)
     balanced = mixing["balanced"]

@@ -86,16 +86,15 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
         return served_text(record)
     layers = record.get("stage_layers")
     split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
-    parts = [model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)]
-    return "\n\n".join(parts)
+    return "\n\n".join([model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)])
 
 
 def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Labels) -> str:
     """Return a prediction in detail below its hardware and candidate, if it has one, and above the notes of plugins."""
     heading = []
     if "candidate" in record:
-        settings_and_assumed = {**record.get("settings", {}), **record.get("assumed", {})}
-        settings = [f"{key}={value}" for key, value in settings_and_assumed.items() if value not in (False, 0)]
+        chosen = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in chosen.items() if value not in (False, 0)]
         values = ", ".join(filter(None, [values_text(record["candidate"], knobs), *settings]))
         hardware = hardware_text(record["devices"], record["chip"])
         heading.append(_("{title} on {hardware}: {values}", title=title, hardware=hardware, values=values) + "\n")
@@ -103,64 +102,58 @@ def detail_text(record: Mapping[str, Any], title: str, knobs: Knobs, labels: Lab
     return "\n".join([*heading, "\n\n".join(filter(None, [prediction_text(record, labels), notes]))])
 
 
-def served_text(record: Mapping[str, Any]) -> str:
+def served_text(data: Mapping[str, Any]) -> str:
     """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
-    rates = [
-        f"~{shown(record[name])} {_(words)}"
-        for name, words in NAMES["rates"].items()
-        if name in record and not (name.startswith("goodput") and record[name] == record.get("requests_per_s"))
-    ]
-    latencies = {_(words): record[name] for name, words in NAMES["latencies"].items() if name in record}
-    rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
-    parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
-    time = record.get("time", {})
+    time = data.get("time", {})
     total_s = sum(time.values())
+    rates = [
+        f"~{shown(data[name])} {_(words)}"
+        for name, words in NAMES["rates"].items()
+        if name in data and not (name.startswith("goodput") and data[name] == data.get("requests_per_s"))
+    ]
+    latencies = {_(words): data[name] for name, words in NAMES["latencies"].items() if name in data}
+    rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
+    parts = ["\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else ""]
     if total_s > 0.0:
-        shares = [
-            [
-                _(part_name(name)),
-                shown(seconds),
-                f"{seconds / total_s:.1%}",
-                _(NAMES["part_descriptions"].get(name, "")),
-            ]
-            for name, seconds in time.items()
-        ]
+        about = {name: _(NAMES["part_descriptions"].get(name, "")) for name in time}
+        shares = [[_(part_name(n)), shown(s), f"{s / total_s:.1%}", about[n]] for n, s in time.items()]
         heading = _("Mean time of a request: ~{seconds} s", seconds=shown(total_s))
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
-    elif record.get("reason"):
-        parts.append(str(record["reason"]))
-    return "\n\n".join([*parts, _served_memory(record["memory"])])
+    else:
+        parts.append(str(data.get("reason", "")))
+    return "\n\n".join(filter(None, [*parts, _served_memory(data["memory"])]))
 
 
 def _served_memory(memory: Mapping[str, Any]) -> str:
-    cache = memory.get("kv_cache_gib", 0.0)
+    cache, tokens = memory.get("kv_cache_gib", 0.0), memory.get("kv_cache_tokens")
     parts = {_("weights"): memory["static_gib"] - cache, _("activations and graphs"): memory["activation_gib"]}
     if cache:
-        tokens = memory.get("kv_cache_tokens")
         name = _("KV cache") if tokens is None else _("KV cache ({count:,.0f} tokens in all instances)", count=tokens)
         parts[name] = cache
-    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     return _(
         "Memory per device: {parts} GiB; in use ~{used}{capacity} GiB ({verdict})",
         parts=", ".join(f"{name} ~{gib:.2f}" for name, gib in parts.items()),
-        used=f"{memory['device_used_gib']:.2f}",
-        capacity=capacity,
+        used=used_text(memory),
+        capacity="",
         verdict=_(VERDICT[memory.get("fits")]),
     )
+
+
+def used_text(memory: Mapping[str, Any], digits: str = ".2f") -> str:
+    """Return the memory in use of a device, and its capacity if it is known.
+
+    The messages with this text have a field of their own for the capacity, which stays empty.
+    """
+    return " / ".join(f"{memory[name]:{digits}}" for name in ("device_used_gib", "capacity_gib") if name in memory)
 
 
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the parameters of a model by component, in billions."""
     rows = [
-        [
-            part["component"],
-            _billions_text(part["params_per_layer"]),
-            str(part["layers"]),
-            _billions_text(part["params"]),
-        ]
+        [part["component"], _billions(part["params_per_layer"]), str(part["layers"]), _billions(part["params"])]
         for part in parts
     ]
-    rows.append([_("Total"), "", "", _billions_text(sum(part["params"] for part in parts))])
+    rows.append([_("Total"), "", "", _billions(sum(part["params"] for part in parts))])
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
@@ -171,39 +164,28 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     to the peak.
     """
     components = memory.get("components", {})
-    figures = [key for key in HEADINGS if any(key in part for part in components.values())]
-    labelled = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
     static, activation = memory["static_gib"], memory["activation_gib"]
-    other_parts = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
-    totals = {
-        key: sum(part.get(key, 0.0) for part in [*components.values(), other_parts]) for key in ("params", *figures)
-    }
+    parts = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
+    parts.append((_(OTHER), {"activation_gib": memory["peak_allocated_gib"] - static - activation}))
+    figures = [key for key in HEADINGS if any(key in part for part in components.values())]
+    totals = {key: sum(part.get(key, 0.0) for _name, part in parts) for key in ("params", *figures)}
     rows = [
-        [
-            name,
-            f"{part.get('params', 0.0):,.0f}",
-            *(_gib(part.get(key, 0.0)) for key in figures),
-        ]
-        for name, part in [*labelled, (_(OTHER), other_parts), (_("Total"), totals)]
+        [name, f"{part.get('params', 0.0):,.0f}", *(_gib(part.get(key, 0.0)) for key in figures)]
+        for name, part in [*parts, (_("Total"), totals)]
     ]
-    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     line = labels.memory_line.format(
         static_mb=static * 1024, activation_mb=activation * 1024, total_mb=(static + activation) * 1024
     )
+    peak, reserved = (f"{memory[name]:.2f}" for name in ("peak_allocated_gib", "reserved_gib"))
+    names = {"used": used_text(memory), "capacity": "", "verdict": _(VERDICT[memory.get("fits")])}
+    text = N_("Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})")
     return "\n".join(
         [
             _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
             table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
             *([line] if line else []),
-            _(
-                "Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})",
-                peak=f"{memory['peak_allocated_gib']:.2f}",
-                reserved=f"{memory['reserved_gib']:.2f}",
-                used=f"{memory['device_used_gib']:.2f}",
-                capacity=capacity,
-                verdict=_(VERDICT[memory.get("fits")]),
-            ),
+            _(text, peak=peak, reserved=reserved, **names),
         ]
     )
 
@@ -240,35 +222,24 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
 
 def needs_text(memory: Mapping[str, Any]) -> str:
     """Return the memory in use of a device, its capacity and its parts in one line."""
-    used, parts = memory["device_used_gib"], memory_parts(memory)
-    sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in parts.items())
-    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in memory_parts(memory).items())
     stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
-    return _("needs {used}{capacity} GiB per device", used=f"{used:.2f}", capacity=capacity) + f"{stage}: {sizes}"
+    return _("needs {used}{capacity} GiB per device", used=used_text(memory), capacity="") + f"{stage}: {sizes}"
 
 
-def time_text(record: Mapping[str, Any]) -> str:
+def time_text(data: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, its interval and its bottleneck."""
-    if "step_time_s" not in record:
-        reason = str(record.get("reason", "")).removeprefix("no time: ")
+    if "step_time_s" not in data:
+        reason = str(data.get("reason", "")).removeprefix("no time: ")
         return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
-    step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
-    rows = [
-        [_(part_name(name)), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
-        for name, seconds in record["time"].items()
-    ]
+    step = data["step_time_s"]
+    rows = [[_(part_name(n)), f"{s:.4g}", f"{s / step['value']:.1%}"] for n, s in data["time"].items()]
     rows.append([_("step"), f"{step['value']:.4g}", ""])
-    limit = record["limit"]
-    mfu = f", MFU {record['mfu']:.1%}" if "mfu" in record else ""
-    return "\n".join(
-        [
-            table([_("Time"), "s", _("share")], rows),
-            "",
-            _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
-            + f"; {speed:,.0f} tokens/s/device{mfu}",
-            _("Bottleneck: {limit}", limit=_(limit)),
-        ]
-    )
+    interval = _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
+    mfu = f", MFU {data['mfu']:.1%}" if "mfu" in data else ""
+    speed = f"{data['tokens_per_second_per_device']['value']:,.0f} tokens/s/device{mfu}"
+    limit = _("Bottleneck: {limit}", limit=_(data["limit"]))
+    return "\n".join([table([_("Time"), "s", _("share")], rows), "", f"{interval}; {speed}", limit])
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
@@ -276,17 +247,16 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
     if not knobs:
         return ""
     rows = []
-    for knob in knobs:
-        for effect in knob["effects"]:
-            value = str(effect["value"])
-            launch_text = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
-            settings = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
-            part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
-            time = f"{settings if effect['settings'] else ''}x{_range(effect['time'])}{part}"
-            reason = knob["not_launched"].get(value)
-            launch_note = _("predicted only: {reason}", reason=reason) if reason else launch_text
-            spec = _("yes") if knob["in_space"] else _("no")
-            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launch_note])
+    for knob, effect in ((each, effect) for each in knobs for effect in each["effects"]):
+        value = str(effect["value"])
+        settings = ", ".join(f"{key}={to}" for key, to in effect["settings"].items())
+        part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
+        time = f"{f'as {settings}; ' if settings else ''}x{_range(effect['time'])}{part}"
+        set_by = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
+        if reason := knob["not_launched"].get(value):
+            set_by = _("predicted only: {reason}", reason=reason)
+        in_space = _("yes") if knob["in_space"] else _("no")
+        rows.append([knob["knob"], value.lower(), in_space, time, f"x{_range(effect['memory'])}", set_by])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
     details = [f"{knob['knob']}: {knob['help']}. {_details(knob)}" for knob in knobs]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
@@ -301,9 +271,8 @@ def _details(knob: Mapping[str, Any]) -> str:
 
 
 def _range(factor: Mapping[str, float]) -> str:
-    if factor["low"] == factor["high"]:
-        return f"{factor['value']:g}"
-    return f"{factor['value']:g} ({factor['low']:g} to {factor['high']:g})"
+    low, high = (f"{factor[bound]:g}" for bound in ("low", "high"))
+    return f"{factor['value']:g}" + ("" if factor["low"] == factor["high"] else f" ({low} to {high})")
 
 
 def notes_text(notes: Sequence[str]) -> str:
@@ -315,5 +284,5 @@ def _gib(size: float) -> str:
     return f"{size:.3f}".replace("-0.000", "0.000")
 
 
-def _billions_text(count: float) -> str:
+def _billions(count: float) -> str:
     return f"{count / 1e9:.4f}"

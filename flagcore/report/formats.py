@@ -58,54 +58,64 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Inside `fitted`, text and headings are wrapped. Numbers are never cut: columns that do not fit go to a second table
     below, which repeats the first column.
     """
-    figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
-    max_width, all_columns = WIDTH.get(), list(range(len(headings)))
-    if max_width is None:
-        return _table_lines(headings, rows, figures, None)
-    parts = [
-        _table_lines(
-            [headings[place] for place in part],
-            [[row[place] for place in part] for row in rows],
-            [figures[place] for place in part],
-            max_width,
-        )
-        for part in _split_columns(all_columns, _min_widths(headings, rows, figures), max_width)
-    ]
-    return "\n\n".join(parts)
+    columns = [_Column([heading, *(str(row[place]) for row in rows)]) for place, heading in enumerate(headings)]
+    most = WIDTH.get()
+    if most is None:
+        return _side_by_side(columns, [each.width for each in columns])
+    parts = [columns[:1]]
+    for column in columns[1:]:
+        if _total([each.least for each in (*parts[-1], column)]) > most and len(parts[-1]) > 1:
+            parts.append(columns[:1])
+        parts[-1].append(column)
+    return "\n\n".join(_side_by_side(part, _narrowed(part, most)) for part in parts)
 
 
-def _table_lines(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None
-) -> str:
-    """Return a table of width `most`, or wider if its numbers need more."""
-    widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
-    if most is not None:
-        widths = _narrow_widths(widths, _min_widths(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
+class _Column:
+    """A column of a table, the heading first. `least` is the minimum width for complete numbers and words."""
 
-    def lines(cells: Sequence[str]) -> list[str]:
-        texts = [
-            wrapped(str(cell), width) if columns_of(str(cell)) > width else [str(cell)]
-            for cell, width in zip(cells, widths, strict=True)
-        ]
-        padded = [
-            [right(c, w) if f else left(c, w) for c, w, f in zip(each, widths, figures, strict=True)]
-            for each in zip_longest(*texts, fillvalue="")
-        ]
-        return [BETWEEN.join(each).rstrip() for each in padded]
+    def __init__(self, cells: list[str]) -> None:
+        heading, *others = self.cells = cells
+        self.is_figure = bool(others) and all(map(_is_figure, others))
+        self.width = max(map(columns_of, cells))
+        widest = max(map(columns_of, others), default=0)
+        longest = max(map(_longest_word, others), default=0)
+        least = widest if self.is_figure else max(min(longest, MAX_WORD), min(MIN_TEXT, widest))
+        self.least = max(_longest_word(heading), least)
 
+
+def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> str:
+    """Return columns as a table."""
+
+    def lines(row: Sequence[str]) -> Iterator[str]:
+        texts = [wrapped(cell, w) if columns_of(cell) > w else [cell] for cell, w in zip(row, widths, strict=True)]
+        for line in zip_longest(*texts, fillvalue=""):
+            cells = zip(columns, line, widths, strict=True)
+            padded = ((right if each.is_figure else left)(text, width) for each, text, width in cells)
+            yield BETWEEN.join(padded).rstrip()
+
+    heading, *rows = zip(*(each.cells for each in columns), strict=True)
     rule = BETWEEN.join("-" * width for width in widths).rstrip()
-    return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
+    return "\n".join([*lines(heading), rule, *(line for row in rows for line in lines(row))])
 
 
-def _split_columns(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
-    """Split columns into groups that fit side by side; each starts with the first column."""
-    parts = [[*places[:1]]]
-    for place in places[1:]:
-        new_width = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
-        if new_width > most and len(parts[-1]) > 1:
-            parts.append([*places[:1]])
-        parts[-1].append(place)
-    return parts
+def _total(widths: Sequence[int]) -> int:
+    """Return the width of a table."""
+    return sum(widths) + len(BETWEEN) * (len(widths) - 1)
+
+
+def _narrowed(columns: Sequence[_Column], most: int) -> list[int]:
+    """Return the widths of columns, the widest narrowed until they fit or all have their minimum width."""
+    widths = [each.width for each in columns]
+    while _total(widths) > most:
+        wide = [place for place, each in enumerate(columns) if widths[place] > each.least]
+        if not wide:
+            break
+        widths[max(wide, key=lambda place: widths[place])] -= 1
+    return widths
+
+
+def _longest_word(text: str) -> int:
+    return max((columns_of(piece) for piece in pieces(text) if not piece.isspace()), default=0)
 
 
 @contextmanager
@@ -116,36 +126,6 @@ def fitted(width: int | None) -> Iterator[None]:
         yield
     finally:
         WIDTH.reset(token)
-
-
-def _min_widths(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
-    """Return the minimum width of each column: complete numbers, text with at least `MIN_TEXT` and its longest word."""
-    min_widths = []
-    for place, heading in enumerate(headings):
-        longest_word = _longest_word(heading)
-        cells = [str(row[place]) for row in rows]
-        if figures[place]:
-            min_widths.append(max(longest_word, *map(columns_of, cells)))
-        else:
-            longest = max(map(_longest_word, cells), default=0)
-            widest = max(map(columns_of, cells), default=0)
-            min_widths.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
-    return min_widths
-
-
-def _longest_word(text: str) -> int:
-    return max((columns_of(piece) for piece in pieces(text) if not piece.isspace()), default=0)
-
-
-def _narrow_widths(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
-    """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
-    result = list(widths)
-    while sum(result) > most:
-        shrinkable = [place for place, width in enumerate(result) if width > least[place]]
-        if not shrinkable:
-            return result
-        result[max(shrinkable, key=lambda place: result[place])] -= 1
-    return result
 
 
 def shown(value: Any) -> str:
@@ -227,3 +207,9 @@ NAMES = _DATA
 def table_columns(*tables: str) -> dict[str, str]:
     """Return the columns of tables side by side: headings, and dotted keys of a record."""
     return {heading: key for table in tables for heading, key in COLUMNS[table].items()}
+
+
+def known_columns(records: Sequence[Mapping[str, Any]], *tables: str) -> dict[str, str]:
+    """Return the columns of tables side by side for which a record has a value."""
+    columns = table_columns(*tables).items()
+    return {name: key for name, key in columns if any(lookup(each, key) is not None for each in records)}

@@ -14,7 +14,6 @@ from flagcore.report.text import (
     candidate_text,
     duration_text,
     objective_text,
-    role_text,
     scaled_text,
     search_time_text,
     short_line,
@@ -50,7 +49,7 @@ def line(event: Event) -> str:
 
 def _name(trial: Trial) -> str:
     if trial.fidelity != PROBE:
-        return _("trial {number} ({role})", number=trial.number, role=role_text(trial.role.value))
+        return _("trial {number} ({role})", number=trial.number, role=_(trial.role.value))
     name = _("probe {number}", number=trial.number)
     return name + (f" ({_('baseline')})" if trial.role is Role.BASELINE else "")
 

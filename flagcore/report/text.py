@@ -16,10 +16,10 @@ from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
-from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import NAMES, lookup, shown, size_text
+from flagcore.report.formats import NAMES, shown, size_text
 
 Removed: TypeAlias = "tuple[str, str, int]"
 """A stage of the search space: its rule or an empty text, its name, and the number of candidates that it removed."""
@@ -29,15 +29,11 @@ def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], l
     """Return the removed combinations and candidates by reason; trials only if any ran."""
     illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
     pruned_rules = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
-    outcomes = [
-        ("", _("probed") if fidelity == PROBE else _("measured"), counts.measured),
-        ("", _("stopped early"), counts.stopped),
-        ("", _("failed"), counts.failed),
-    ]
+    outcomes = {state_name(TrialState.MEASURED.value, fidelity): counts.measured}
+    outcomes |= {_("stopped early"): counts.stopped, _("failed"): counts.failed}
     states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned_rules]
-    return [*illegal, ("", _("duplicates"), counts.merged)], states + (
-        outcomes if any(each[2] for each in outcomes) else []
-    )
+    states += [("", name, number) for name, number in outcomes.items()] if any(outcomes.values()) else []
+    return [*illegal, ("", _("duplicates"), counts.merged)], states
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
@@ -112,11 +108,6 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def role_text(role: str) -> str:
-    """Return the name of a role of trials."""
-    return _(role)
-
-
 def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
     """Return a candidate in one line, without knobs that have their neutral value."""
     return values_text(candidate.as_dict(), knobs)
@@ -170,12 +161,11 @@ def layers_text(layers: Sequence[int]) -> str:
 
 def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a candidate with its predicted time and memory in one line."""
-    time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
-    rate = lookup(record, "output_tokens_per_s")
-    speed = _("time unknown") if time is None else _("~{seconds} s/step", seconds=f"{time:.4g}")
+    seconds, rate, memory = step_value(record), record.get("output_tokens_per_s"), record["memory"]
+    speed = _("time unknown") if seconds is None else _("~{seconds} s/step", seconds=f"{seconds:.4g}")
     speed = _("~{rate} output tokens/s", rate=shown(rate)) if rate is not None else speed
-    fits = ", " + _("does not fit") if lookup(record, "memory.fits") is False else ""
-    return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory:.4g} GiB{fits}"
+    fits = ", " + _("does not fit") if memory.get("fits") is False else ""
+    return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory['device_used_gib']:.4g} GiB{fits}"
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
@@ -234,8 +224,8 @@ def figures_text(figures: Mapping[str, Any], objective: str) -> str:
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
     parts += [f"{_('highest load')} {shown(figures[HIGHEST_LOAD])}"] if HIGHEST_LOAD in figures else []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        percentiles = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
-        text = ", ".join(f"{each} {shown(value)}" for each, value in percentiles if value is not None)
+        latency = figures.get(name) or {}
+        text = ", ".join(f"{each} {shown(latency[each])}" for each in ("p50", "p99") if latency.get(each) is not None)
         parts += [f"{SHORT_LATENCIES[name]} {text} s"] if text else []
     return "; ".join(parts)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -29,20 +28,6 @@ NEAREST_ROWS = 64
 """The number of candidates, those closest to the limits, that are also predicted at lower loads."""
 HALVINGS, BISECTIONS = 10, 4
 """The load is halved at most HALVINGS times, and the highest load within the limits is found by bisection to 7%."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnmetLimits:
-    """Limits that no candidate is predicted to meet.
-
-    `figures` are the figures of the `nearest` candidate. `load` is the highest load at which a candidate, `candidate`,
-    is predicted to meet the limits; None if there is none.
-    """
-
-    figures: Mapping[str, float]
-    nearest: Candidate
-    load: Load | None = None
-    candidate: Candidate | None = None
 
 
 def require_candidate(problem: Problem) -> None:
@@ -111,46 +96,14 @@ def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
     return name, problem.messages.get(name, "")
 
 
-def unmet_limits(problem: Problem) -> UnmetLimits | None:
-    """Return the limits that no candidate is predicted to meet, with the nearest candidate, or None."""
-    task, predictions = problem.task, problem.predictions
-    limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
-    rows = np.flatnonzero(predictions.fits)
-    if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
-        return None
-    rows = rows[np.argsort(excess(predictions, limits)[rows])][:NEAREST_ROWS]
-    columns, solution = problem.space.columns(rows), dict[str, Any]()
-
-    def is_feasible(share: float) -> bool:
-        """Return whether a candidate meets the limits at a share of the load, and store the load and the candidate."""
-        loads = scaled_loads(task.spec.serve, share)
-        if loads is None:
-            return False
-        spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
-        platform = replace(problem.platform, task=replace(task, spec=spec))
-        scaled_predictions = predict_columns(platform, columns)
-        feasible = np.flatnonzero(scaled_predictions.keeps_limits(limits))
-        if feasible.size:
-            solution.update(load=loads[-1], candidate=problem.space.candidate(int(rows[feasible[0]])))
-        return bool(feasible.size)
-
-    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if is_feasible(share)), 0.0)
-    high = 2 * low
-    for _step in range(BISECTIONS if low else 0):
-        mean = (low + high) / 2
-        low, high = (mean, high) if is_feasible(mean) else (low, mean)
-    figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
-    return UnmetLimits(figures=figures, nearest=problem.space.candidate(int(rows[0])), **solution)
-
-
-def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
+def _excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
     """Return the largest ratio of a figure to its limit for each candidate, infinity if a figure is unknown."""
     ratios = [predictions.figures[name] / limit for name, limit in limits.items()]
     largest: FloatArray = np.nan_to_num(np.max(ratios, axis=0), nan=np.inf)
     return largest
 
 
-def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
+def _scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
     """Return the loads with a share of their clients or rates; None if a load cannot be reduced."""
     loads = []
     if serve.highest is not None:
@@ -167,24 +120,48 @@ def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
 
 
 def unmet_text(problem: Problem) -> str:
-    """Return the result of `unmet_limits` in one line; empty if a candidate is predicted to meet the limits."""
-    result, limits = unmet_limits(problem), problem.task.spec.limits
-    if result is None:
+    """Return a line with the candidate that is nearest to the limits, and the highest load at which one meets them.
+
+    Empty if a candidate is predicted to meet the limits, or if no candidate fits.
+    """
+    task, predictions = problem.task, problem.predictions
+    limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
+    rows = np.flatnonzero(predictions.fits)
+    if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
         return ""
+    rows = rows[np.argsort(_excess(predictions, limits)[rows])][:NEAREST_ROWS]
+    columns, found = problem.space.columns(rows), list[tuple[Load, Candidate]]()
+
+    def is_feasible(share: float) -> bool:
+        """Return whether a candidate meets the limits at a share of the load, and store the load and the candidate."""
+        loads = _scaled_loads(task.spec.serve, share)
+        if loads is None:
+            return False
+        spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
+        platform = replace(problem.platform, task=replace(task, spec=spec))
+        feasible = np.flatnonzero(predict_columns(platform, columns).keeps_limits(limits))
+        if feasible.size:
+            found.append((loads[-1], problem.space.candidate(int(rows[feasible[0]]))))
+        return bool(feasible.size)
+
+    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if is_feasible(share)), 0.0)
+    high = 2 * low
+    for _step in range(BISECTIONS if low else 0):
+        mean = (low + high) / 2
+        low, high = (mean, high) if is_feasible(mean) else (low, mean)
+    figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
     text = _(
         "no candidate is predicted to keep the latency limits; the nearest has {figures}: {candidate}",
-        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in result.figures.items()),
-        candidate=problem.set_knobs(result.nearest),
+        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
+        candidate=problem.set_knobs(problem.space.candidate(int(rows[0]))),
     )
-    if result.load is None or result.candidate is None:
+    if not found:
         return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
-    load = result.load.concurrency or result.load.request_rate
-    load_text = _("{load:.3g} clients", load=load) if result.load.concurrency else _("{load:.3g} requests/s", load=load)
-    return (
-        text
-        + "; "
-        + _("at {load}, {candidate} would keep them", load=load_text, candidate=problem.set_knobs(result.candidate))
-    )
+    highest, candidate = found[-1]
+    load = highest.concurrency or highest.request_rate
+    load_text = _("{load:.3g} clients", load=load) if highest.concurrency else _("{load:.3g} requests/s", load=load)
+    better = _("at {load}, {candidate} would keep them", load=load_text, candidate=problem.set_knobs(candidate))
+    return text + "; " + better
 
 
 def _budget_from(task: Task) -> str:

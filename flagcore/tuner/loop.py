@@ -34,14 +34,13 @@ from flagcore.tuner.feasibility import dry_run, require_candidate, require_predi
 from flagcore.tuner.problem import build_problem, require_launchable, with_learned
 from flagcore.tuner.stages.devices import divide, parallel_probe_ranks, require_devices
 from flagcore.tuner.stages.launch import nodes_left
-from flagcore.tuner.stages.limit import cap_limit, seconds_used, share_of_time, why_no_trial, with_target
+from flagcore.tuner.stages.limit import cap_limit, search_time, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
 from flagcore.tuner.trial_runner import (
     TrialPool,
     TrialRunner,
     can_run_on,
-    estimate_search_time,
     plan_shortened_steps,
     plan_time_limit,
     predicted_trial,
@@ -143,7 +142,7 @@ class _Search:
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
         self.can_run_on = cache(partial(can_run_on, problem))
-        self.search_time = estimate_search_time(problem) if self.fidelity == RUN else None
+        self.search_time = search_time(problem) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()
 

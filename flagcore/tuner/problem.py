@@ -12,7 +12,7 @@ from flagcore.contracts import Platform, Plugins, Problem, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import IntArray, Legality, Space
+from flagcore.domain.space import IntArray, Legality, Space, as_candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError
@@ -153,7 +153,7 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
-    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in legal.axes))
+    return as_candidate(legal.axes, columns)
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:

@@ -13,18 +13,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
 from flagcore.contracts import Launcher, Platform, Problem, TrialStore
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import BoolArray
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import LaunchError, UsageError
 from flagcore.tuner.stages.devices import SETTLE_SECONDS, wait_for_devices
 from flagcore.tuner.stages.launch import launch, with_hosts
-from flagcore.tuner.stages.limit import search_time, time_limit
+from flagcore.tuner.stages.limit import time_limit
 from flagcore.tuner.stages.measure import measure
 from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
 from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
@@ -77,14 +74,6 @@ def can_run_on(problem: Problem, nodes: int) -> BoolArray:
     return SmallerTask(problem.platform, nodes).runs(problem.space.columns())
 
 
-def candidate_to_run(problem: Problem, trial: Trial) -> Candidate:
-    """Return the candidate that a trial runs, which has fewer replicas on fewer nodes."""
-    if not trial.fewer_nodes:
-        return trial.candidate
-    smaller = SmallerTask(problem.platform, trial.fewer_nodes)
-    return smaller.candidate(problem.columns_of(trial.candidate), problem.legality.axes)
-
-
 def memory_needed(task: Task, trial: Trial) -> float:
     """Return the predicted memory in bytes that a trial needs on one node, 0 if unknown.
 
@@ -95,15 +84,6 @@ def memory_needed(task: Task, trial: Trial) -> float:
         return 0.0
     uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
     return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
-
-
-def estimate_search_time(problem: Problem) -> SearchTime:
-    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
-    rows, max_trials = problem.pruned.open_rows, problem.task.spec.control.max_trials
-    if rows.size > max_trials:
-        step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
-        rows = rows[np.argpartition(step, max_trials)[:max_trials]]
-    return search_time(problem.platform, problem.predictions, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +148,13 @@ class TrialRunner:
         folder, limit = self.store.folder(trial), trial.time_limit
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
-        ran = replace(trial, candidate=candidate_to_run(self.problem, trial))
+        ran = trial
+        if trial.fewer_nodes:  # it has fewer replicas there
+            smaller, columns = (
+                SmallerTask(self.problem.platform, trial.fewer_nodes),
+                self.problem.columns_of(trial.candidate),
+            )
+            ran = replace(trial, candidate=smaller.candidate(columns, self.problem.legality.axes))
 
         def started(*, cold: bool) -> Trial:
             with _pinned_to(platform.cores):

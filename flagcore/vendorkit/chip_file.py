@@ -35,7 +35,7 @@ from flagcore.physics.collectives.curves import Curve as CollectiveCurve
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
 from flagcore.physics.kernels.table import RUN_SLOWDOWN, KernelTable
-from flagcore.vendorkit.fields import build, finish, read_yaml
+from flagcore.vendorkit.fields import build, read_yaml
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
@@ -116,7 +116,18 @@ BUSY_SIDE = 1024.0
 OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
 """Slowdown of kernels in a run relative to their curves."""
 
-NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveFile:
+    """The content of a `curve.yaml` or `serving.yaml`. `run_slowdown` of the curve follows from `of`."""
+
+    source: Source
+    curve: Curve
+    of: Literal["runs", "kernels"] = "runs"
+
+    def __post_init__(self) -> None:
+        if self.curve.run_slowdown != Curve().run_slowdown:
+            raise ValueError("run_slowdown is no key of a curve: `of` determines it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +213,8 @@ def _curve(package: str, path: str) -> Curve | None:
 
 def read_curve(text: str, file: str) -> Curve:
     """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
-    content = read_yaml(text, file)
-    build(Source, content.pop("source", None), file, "source")
-    fitted_to: str = build(Literal["runs", "kernels"], content.pop("of", "runs"), file, "of")
-    curve: Curve = build(Curve, content.pop("curve", None), file, "curve.", {name: name for name in NAMES})
-    finish(content, file)
-    return replace(curve, run_slowdown=OF[fitted_to])
+    found: CurveFile = build(CurveFile, read_yaml(text, file), file)
+    return replace(found.curve, run_slowdown=OF[found.of])
 
 
 def read_provenance(text: str, file: str) -> Provenance:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.resources import files
 
 from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Maturity, Support
@@ -20,7 +19,7 @@ from flagcore.physics.collectives.costs import topology_of
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import KNOBS, SUPPORT, environment, knobs, read_engines
+from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines
 from flagcore.vendorkit.fields import S, applicable
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
@@ -139,9 +138,7 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
-        if not self.owns(chip) or not files(self.package).joinpath(KNOBS).is_file():
-            return None
-        return knobs(self.package, chip, engine, engine_version)
+        return knobs(self.package, chip, engine, engine_version) or None if self.owns(chip) else None
 
     @hookimpl
     def flagcore_environment(

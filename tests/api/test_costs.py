@@ -90,7 +90,7 @@ def test_a_planned_server_pays_the_devices_that_it_uses(tmp_path: Path) -> None:
 
 def test_measured_power_replaces_the_tdp() -> None:
     cluster = {"chip": "H100-SXM", "devices_per_node": 8, "price_per_device_hour": 2.0}
-    problem, _ = build_problem_of_spec(plan(cluster), None, (), plan=True)
+    problem = build_problem_of_spec(plan(cluster), None, (), plan=True)
     task = problem.platform.task
     figures = cost_figures(task, 2.0, 1000.0, watts=350.0)
     assert figures["energy_kwh_per_million_tokens"] == pytest.approx(350.0 * 1000 / 3.6e6)

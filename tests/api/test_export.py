@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,15 @@ def written(folder: Path, data: dict[str, Any]) -> Path:
     return file
 
 
-def server(folder: Path, **changes: Any) -> Path:
+def server(
+    folder: Path, engine: str = "vllm", args: Mapping[str, Any] = {"enforce_eager": True}, **changes: Any
+) -> Path:
     weights = folder / "model"
     weights.mkdir()
     config = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
     config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
     (weights / "config.json").write_text(json.dumps(config))
-    serve = {"engine": "vllm", "weights": str(weights), "engine_args": {"enforce_eager": True}}
+    serve = {"engine": engine, "weights": str(weights), "engine_args": args}
     cluster = {"chip": "H100-SXM", "devices_per_node": 4}
     return written(folder, {"model": str(weights), "cluster": cluster, "serve": serve, **changes})
 

@@ -18,7 +18,7 @@ import yaml
 
 from flagcore import api
 from flagcore.errors import FlagError
-from tests.api.test_export import SCHEMAS, started, written
+from tests.api.test_export import SCHEMAS, server, started, written
 from tests.api.test_export_dynamo import DYNAMO
 from tests.api.test_manifest import CRDS, problems
 from tests.cli.conftest import Project
@@ -89,14 +89,8 @@ def two_chips() -> dict[str, Any]:
     return {"groups": [{**h100(), "chip": chip, "nic_bytes_per_second": 5e10} for chip in ("H100-SXM", "C550")]}
 
 
-def serving(folder: Path, engine: str, space: dict[str, Any], cluster: dict[str, Any], **tuner: Any) -> dict[str, Any]:
-    weights = folder / "model"
-    weights.mkdir()
-    config = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3072}
-    config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
-    (weights / "config.json").write_text(json.dumps(config))
-    serve = {"engine": engine, "weights": str(weights)}
-    return {"model": str(weights), "cluster": cluster, "serve": serve, "auto_tuner": {"space": space, **tuner}}
+def serving(folder: Path, engine: str, space: dict[str, Any], cluster: dict[str, Any], **tuner: Any) -> Path:
+    return server(folder, engine, {}, cluster=cluster, auto_tuner={"space": space, **tuner})
 
 
 def llama(folder: Path) -> Path:
@@ -114,7 +108,7 @@ def measured_run(folder: Path) -> Path:
 def on_two_hosts(folder: Path) -> Path:
     (folder / "hosts").write_text("a slots=4\nb slots=4\n")
     cluster = h100(2, 4, hostfile=str(folder / "hosts"))
-    return written(folder, serving(folder, "vllm", {"tensor_model_parallel_size": 8}, cluster, launcher="ssh"))
+    return serving(folder, "vllm", {"tensor_model_parallel_size": 8}, cluster, launcher="ssh")
 
 
 RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -139,20 +133,16 @@ RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "megatron flagscale slurm kubernetes",
     ),
     "vllm": (
-        lambda folder: written(
-            folder, serving(folder, "vllm", {"instances": 2, "tensor_model_parallel_size": 2}, h100(devices=4))
-        ),
+        lambda folder: serving(folder, "vllm", {"instances": 2, "tensor_model_parallel_size": 2}, h100(devices=4)),
         "vllm flagscale slurm kubernetes compose dynamo",
     ),
     "sglang": (
-        lambda folder: written(
-            folder, serving(folder, "sglang", {"instances": 1, "tensor_model_parallel_size": 4}, h100(devices=4))
-        ),
+        lambda folder: serving(folder, "sglang", {"instances": 1, "tensor_model_parallel_size": 4}, h100(devices=4)),
         "sglang flagscale slurm kubernetes compose dynamo",
     ),
     "llamacpp": (llama, "llamacpp flagscale slurm kubernetes compose"),
     "prefill and decode apart": (
-        lambda folder: written(folder, serving(folder, "vllm", {"prefill_decode": ["2xtp1+1xtp2"]}, h100(devices=4))),
+        lambda folder: serving(folder, "vllm", {"prefill_decode": ["2xtp1+1xtp2"]}, h100(devices=4)),
         "vllm slurm kubernetes compose dynamo",
     ),
     "server on two hosts": (on_two_hosts, "vllm slurm dynamo"),

@@ -66,7 +66,7 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert data["cluster"] == {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 4}
     assert data["train"]["command"][0] in ("bash", "torchrun")
     assert data["train"]["directory"] == str(tmp_path)
-    problem, _ = build_problem_of_spec(data, None, (), plan=True)
+    problem = build_problem_of_spec(data, None, (), plan=True)
     values = problem.baseline.as_dict()
     assert (values["tensor_model_parallel_size"], values["micro_batch_size"]) == (2, 2)
     assert values["sequence_parallel"]
@@ -80,7 +80,7 @@ def test_the_baseline_of_a_server_starts_with_the_same_arguments(engine: str, tm
     assert imported.data["cluster"]["devices_per_node"] == 2
     assert any("port" in key for key in keys(imported))
     imported.data["serve"]["command"] = ["true"]  # the engine is not installed
-    problem, _ = build_problem_of_spec(imported.data, None, (), plan=True)
+    problem = build_problem_of_spec(imported.data, None, (), plan=True)
     launch = planned_launch(problem.platform, problem.baseline, str(tmp_path), for_real=True)
     words = [word.lstrip("-") for word in launch.argv]
     assert "64" in words

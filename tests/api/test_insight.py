@@ -25,7 +25,7 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return build_problem_of_spec(SPEC, None, ())[0]
+    return build_problem_of_spec(SPEC, None, ())
 
 
 def fitting(problem: Problem) -> list[tuple[dict[str, Any], float]]:

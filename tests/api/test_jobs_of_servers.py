@@ -30,11 +30,17 @@ RECORD: dict[str, Any] = {
 }
 
 
-def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str, Any]:
-    cluster, serve = {**RECORD["cluster"], "devices": devices}, {**SERVE, "engine": engine}
-    record = {**RECORD, "cluster": cluster, "serve": serve, "candidate": candidate}
+def answered(**sections: Any) -> dict[str, Any]:
+    """Return the answer to RECORD with some keys of its sections replaced."""
+    record = RECORD | {
+        n: {**RECORD.get(n, {}), **part} if isinstance(part, dict) else part for n, part in sections.items()
+    }
     (reported,) = estimate_jobs([record])
     return reported
+
+
+def answer(engine: str = "vllm", **candidate: Any) -> dict[str, Any]:
+    return answered(serve={"engine": engine}, candidate=candidate)
 
 
 def rate(engine: str, **candidate: Any) -> float:
@@ -44,10 +50,9 @@ def rate(engine: str, **candidate: Any) -> float:
 
 
 def test_a_record_may_have_the_cpus_of_a_host() -> None:
-    clusters = ({**RECORD["cluster"], "cpus_per_node": count} for count in (96, 2))
-    many, few = estimate_jobs([{**RECORD, "cluster": cluster} for cluster in clusters])
-    assert many["output_tokens_per_s"] == answer()["output_tokens_per_s"]
-    assert few["output_tokens_per_s"] < 0.8 * many["output_tokens_per_s"]
+    many, few = (answered(cluster={"cpus_per_node": count})["output_tokens_per_s"] for count in (96, 2))
+    assert many == answer()["output_tokens_per_s"]
+    assert few < 0.8 * many
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
@@ -115,21 +120,16 @@ def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: objec
 
 
 def test_extra_keys_of_a_source_are_ignored() -> None:
-    (plain,) = estimate_jobs([RECORD])
-    (reported,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
-    assert reported == plain
+    assert answered(engine="vllm", measured={}, source="a", quality=3) == answered()
 
 
 def test_an_unknown_kind_is_reported_first() -> None:
-    (reported,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
-    assert reported["reason"].startswith("kind = 'sevre' must be train or serve")
+    assert answered(kind="sevre")["reason"].startswith("kind = 'sevre' must be train or serve")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_unknown_memory_of_a_chip_is_valid_json(engine: str) -> None:
-    (reported,) = estimate_jobs(
-        [{**RECORD, "cluster": {**RECORD["cluster"], "chip": "MLU580"}, "serve": {**SERVE, "engine": engine}}]
-    )
+    reported = answered(cluster={"chip": "MLU580"}, serve={"engine": engine})
     assert reported["status"] == "ok"
     assert reported["reason"].startswith("no time")
     assert "fits" not in reported["memory"]
@@ -138,24 +138,21 @@ def test_unknown_memory_of_a_chip_is_valid_json(engine: str) -> None:
 
 @pytest.mark.parametrize("load", [{"concurrency": 64}, {"request_rate": "inf"}])
 def test_instances_without_requests_answer_none(load: dict[str, object]) -> None:
-    serve = {**SERVE, "concurrency": None, **load, "num_prompts": 2, "engine": "vllm"}
-    two, eight = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": each}} for each in (2, 8)])
+    serve = {"concurrency": None, **load, "num_prompts": 2}
+    two, eight = (answered(serve=serve, candidate={"instances": each}) for each in (2, 8))
     assert eight["output_tokens_per_s"] == pytest.approx(two["output_tokens_per_s"])
     assert eight["requests_per_s"] * eight["e2e_s"]["mean"] <= 2.0 * 1.001
 
 
 def test_an_open_loop_over_many_instances_never_answers_more_than_the_arrivals() -> None:
-    serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
-    (reported,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
-    assert reported["requests_per_s"] <= 64 / 63
+    serve = {"concurrency": None, "request_rate": 1, "num_prompts": 64}
+    assert answered(serve=serve, candidate={"instances": 8})["requests_per_s"] <= 64 / 63
 
 
 def test_records_of_instances_that_only_prefill_or_decode_are_predicted_with_their_own_layouts() -> None:
     """Both layouts are not among those of `auto`, and differ in TPOT."""
-    serve = {**SERVE, "engine": "vllm", "engine_version": "0.19.0", "concurrency": 8, "request_rate": None}
-    cluster = {**RECORD["cluster"], "devices": 8}
-    pairs = ["1xtp1+1xtp1", "1xtp1+1xtp4"]
-    records = [{**RECORD, "cluster": cluster, "serve": serve, "candidate": {"prefill_decode": each}} for each in pairs]
+    serve = {**RECORD["serve"], "engine_version": "0.19.0", "concurrency": 8, "request_rate": None}
+    records = [{**RECORD, "serve": serve, "candidate": {"prefill_decode": f"1xtp1+1xtp{size}"}} for size in (1, 4)]
     together = [each["tpot_s"]["mean"] for each in estimate_jobs(records)]
     alone = [next(iter(estimate_jobs([each])))["tpot_s"]["mean"] for each in records]
     assert together == alone

@@ -94,6 +94,8 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "a misspelt section": ({"clutser": {"chip": "cpu"}}, 2, ("clutser is not a known key; did you mean cluster?",)),
     "a memory without its B": ({"cluster": {"memory_per_device": "60G"}}, 2, ("did you mean 60GiB or 60GB?",)),
     "an impossible memory": ({"cluster": {"memory_per_device": "4 bananas"}}, 2, ("memory_per_device",)),
+    "an unknown strategy": ({"auto_tuner": {"strategy": "magic"}}, 2, ("strategy", "magic", "learned")),
+    "an unknown launcher": ({"auto_tuner": {"launcher": "magic"}}, 2, ("launcher", "magic", "local")),
     "an empty command": ({"train": {"command": []}}, 2, ("train.command",)),
     "a variable that is no name": ({"envs": {"A=B": "1"}}, 2, ("A=B",)),
     "a NUL in a variable": ({"envs": {"A": "x\0"}}, 2, ("control character",)),
@@ -119,14 +121,6 @@ def test_an_invalid_spec(name: str, flag: Flag, project: Project) -> None:
     spec = project.spec(**sections)
     for command in ("estimate", "tune"):
         refused(flag(command, spec), code, *words)
-    assert not (project.folder / "runs").exists()
-
-
-@pytest.mark.parametrize(("key", "known"), [("strategy", "learned"), ("launcher", "local")])
-def test_a_missing_dependency_is_refused_before_anything_runs(
-    key: str, known: str, flag: Flag, project: Project
-) -> None:
-    refused(flag("tune", project.spec(auto_tuner={key: "magic"})), 2, key, "magic", known)
     assert not (project.folder / "runs").exists()
 
 

@@ -6,18 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.compare import CORRECTED, PREDICTED, _compare_sides, _overlap, _Side
+from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
+from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn
 from tests.cli.conftest import Project, Ran
@@ -77,14 +74,13 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
     trial_ends = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_measured_trial(number, *each) for number, each in enumerate(trial_ends)]
-    run, typed = (
-        replace(plan, search_state=learn(trials)),
-        [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],
+    run = replace(plan, search_state=learn(trials))
+    first, second, planned = (
+        Subject(where, columns_of(where, each)) for where, each in ((run, best), (run, slow), (plan, slow))
     )
-    first, second = (_Side(run, candidate_report(run, each)) for each in typed)
-    comparison = _compare_sides(first, second)
+    comparison = compare_subjects(first, second)
     assert (comparison.certainty, comparison.gap) == (CORRECTED, pytest.approx(2.0))
-    assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).certainty == PREDICTED
+    assert compare_subjects(second, planned).certainty == PREDICTED
 
 
 def _measured_trial(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
@@ -123,14 +119,11 @@ def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
 
 
 def test_a_sure_comparison_has_no_overlapping_runs() -> None:
-    def side(*steps_s: float) -> Any:
-        return SimpleNamespace(steps_s=steps_s, unit=1.0)
-
-    faster, slower = side(0.0135, 0.0239, 0.0117, 0.0110), side(0.0115, 0.0381, 0.0313, 0.0255)
-    assert _overlap(faster, slower)
-    assert _overlap(slower, faster)
-    assert not _overlap(side(1.0, 1.1), side(1.2, 1.5))
-    assert not _overlap(side(1.2), side(1.0, 1.1))
+    faster, slower = (0.0135, 0.0239, 0.0117, 0.0110), (0.0115, 0.0381, 0.0313, 0.0255)
+    assert overlap(faster, slower)
+    assert overlap(slower, faster)
+    assert not overlap((1.0, 1.1), (1.2, 1.5))
+    assert not overlap((1.2,), (1.0, 1.1))
 
 
 def test_illegal_candidate_and_unknown_run_are_reported(

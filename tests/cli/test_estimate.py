@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore.domain.prediction import PART_NAMES
 from tests.cli.conftest import FLAG, Project, Ran
 
 Flag = Callable[..., Ran]
-LIMITS = {
-    "compute",
-    "memory",
-    "tensor parallel",
-    "context parallel",
-    "expert parallel",
-    "bubble",
-    "pipeline exchange",
-    "gradient exchange",
-    "optimizer",
-}
+Answered = Callable[..., list[dict[str, Any]]]
+LIMITS = {"memory", *PART_NAMES.values()}
 MODEL = {
     "num_layers": 27,
     "hidden_size": 2048,
@@ -62,6 +54,17 @@ def jobs(folder: Path, *records: dict[str, Any]) -> str:
 def answers(ran: Ran) -> list[dict[str, Any]]:
     assert ran.code == 0, ran.err
     return [json.loads(line) for line in ran.out.splitlines()]
+
+
+@pytest.fixture
+def answered(flag: Flag, tmp_path: Path) -> Answered:
+    """Return the answers to job records."""
+    return lambda *records: answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
+
+
+def job(**sections: Any) -> dict[str, Any]:
+    """Return JOB with some keys of its sections replaced."""
+    return JOB | {name: {**JOB[name], **part} if isinstance(part, dict) else part for name, part in sections.items()}
 
 
 def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, project: Project) -> None:
@@ -135,7 +138,7 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
 
 
 def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) -> None:
-    file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
+    file = jobs(tmp_path, job(cluster={"chip": "X1"}))
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
     output = flag("estimate", "--jobs", file, "--explain", "moe").out
@@ -146,7 +149,7 @@ def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
-    other_record = {**JOB, "train": {**JOB["train"], "global_batch_size": 128}}
+    other_record = job(train={"global_batch_size": 128})
     invalid = {**JOB, "candidate": {"tensor_model_parallel_size": 3}}
     split = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "recompute_granularity": "selective"}}
     many = [
@@ -158,49 +161,37 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     assert [each["status"] for each in combined] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
-def test_a_rank_has_the_weights_of_its_pipeline_stage(flag: Flag, tmp_path: Path) -> None:
+def test_a_rank_has_the_weights_of_its_pipeline_stage(answered: Answered) -> None:
     uneven = {**JOB, "candidate": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}}
-    file = jobs(tmp_path, {**uneven, "rank": 3}, {**uneven, "rank": 4})
-    first, last = (answer["rank"] for answer in answers(flag("estimate", "--jobs", file)))
+    first, last = (answer["rank"] for answer in answered({**uneven, "rank": 3}, {**uneven, "rank": 4}))
     assert (first["rank"], last["rank"]) == (3, 4)
-    for figure in first.keys() - {"rank"}:
-        assert 0 < first[figure] < last[figure]
-    assert set(first) == {
-        "rank",
-        "static_gib",
-        "peak_allocated_gib",
-        "reserved_gib",
-        "device_used_gib",
-        "compute_time_s",
-        "optimizer_time_s",
-    }
+    sizes = {f"{name}_gib" for name in ("static", "peak_allocated", "reserved", "device_used")}
+    assert set(first) == {"rank", "compute_time_s", "optimizer_time_s", *sizes}
+    assert all(0 < first[figure] < last[figure] for figure in first.keys() - {"rank"})
 
 
-def test_settings_and_notes_of_a_record_change_the_prediction(flag: Flag, tmp_path: Path) -> None:
-    plain_record = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
-    noted_job = {**plain_record, "train": {**JOB["train"], "notes": "no overlap"}}
-    layout = {
-        **plain_record,
-        "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"},
-    }
-    invalid = {
-        **plain_record,
-        "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"},
-    }
-    unknown = {**plain_record, "candidate": {**plain_record["candidate"], "pipeline_schedule": "zigzag"}}
-    result = answers(flag("estimate", "--jobs", jobs(tmp_path, plain_record, noted_job, layout, invalid, unknown)))
+def test_settings_and_notes_of_a_record_change_the_prediction(answered: Answered) -> None:
+    staged = {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}
+    plain = {**JOB, "candidate": staged}
+    noted = {**job(train={"notes": "no overlap"}), "candidate": staged}
+    layout, invalid, unknown = (
+        {**JOB, "candidate": {**staged, **more}}
+        for more in (
+            {"pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"},
+            {"pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"},
+            {"pipeline_schedule": "zigzag"},
+        )
+    )
+    result = answered(plain, noted, layout, invalid, unknown)
     assert [each["status"] for each in result] == ["ok", "ok", "ok", "invalid", "unknown"]
-    exposed = [each["time"]["dp_comm_exposed_s"] for each in result[:2]]
-    assert exposed[0] < exposed[1]
+    assert result[0]["time"]["dp_comm_exposed_s"] < result[1]["time"]["dp_comm_exposed_s"]
     assert "num_layers is 27" in result[3]["reason"]
 
 
-def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(flag: Flag, tmp_path: Path) -> None:
-    noted_record = {**JOB, "train": {**JOB["train"], "notes": "tp-comm-overlap"}}
-    record_given = {**JOB, "candidate": {**JOB["candidate"], "tp_comm_overlap": True}}
-    result = answers(flag("estimate", "--jobs", jobs(tmp_path, noted_record, record_given)))
-    assert [each["status"] for each in result] == ["ok", "invalid"]
-    assert "tp_comm_overlap needs sequence_parallel" in result[1]["reason"]
+def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(answered: Answered) -> None:
+    noted, given = answered(job(train={"notes": "tp-comm-overlap"}), job(candidate={"tp_comm_overlap": True}))
+    assert (noted["status"], given["status"]) == ("ok", "invalid")
+    assert "tp_comm_overlap needs sequence_parallel" in given["reason"]
 
 
 @pytest.mark.slow
@@ -235,17 +226,13 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
     assert "overlap_grad_reduce" in completed.err.split("did you mean")[1]
 
 
-def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
+def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered: Answered) -> None:
     nearest = "did you mean H100-NVL or H100-PCIe or H100-SXM?"
-    for completed in (
-        flag("estimate", project.spec(cluster={"chip": "H100-X"})),
-        flag("estimate", project.spec(), "--chip", "H100-X"),
-    ):
+    for chip, arguments in (("H100-X", ()), ("cpu", ("--chip", "H100-X"))):
+        completed = flag("estimate", project.spec(cluster={"chip": chip}), *arguments)
         assert (completed.code, completed.out) == (4, "")
         assert nearest in completed.err
-    (answer,) = answers(
-        flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100-X"}}))
-    )
+    (answer,) = answered(job(cluster={"chip": "H100-X"}))
     assert answer["status"] == "unknown"
     assert nearest in answer["reason"]
 
@@ -266,58 +253,56 @@ def test_a_job_file_without_a_record_is_reported(flag: Flag, tmp_path: Path) -> 
     assert "empty.jsonl is empty" in completed.err
 
 
-UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "the network": ({"chip": "C550", "devices": 16}, {}, ("network between nodes of C550", "nic_bytes_per_second")),
-    "the peak": ({"chip": "MLU590-H8"}, {}, ("peak rate of MLU590-H8 in bf16", "link", "`flag calibrate`")),
-    "the memory's rate": ({"chip": "C588"}, {}, ("memory bandwidth of C588", "`flag calibrate`")),
-    "a precision": (
-        {"chip": "A100-80GB"},
-        {"precision": "fp8"},
-        ("A100-80GB lists no rate in fp8", "use train.precision", "bf16"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    ("cluster", "train", "words"),
+    [
+        ({"chip": "C550", "devices": 16}, {}, ("network between nodes of C550", "nic_bytes_per_second")),
+        ({"chip": "MLU590-H8"}, {}, ("peak rate of MLU590-H8 in bf16", "link", "`flag calibrate`")),
+        ({"chip": "C588"}, {}, ("memory bandwidth of C588", "`flag calibrate`")),
+        (
+            {"chip": "A100-80GB"},
+            {"precision": "fp8"},
+            ("A100-80GB lists no rate in fp8", "use train.precision", "bf16"),
+        ),
+    ],
+)
 def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get_it(
-    name: str, flag: Flag, tmp_path: Path
+    cluster: dict[str, Any], train: dict[str, Any], words: tuple[str, ...], flag: Flag, tmp_path: Path
 ) -> None:
-    cluster, train, words = UNKNOWN[name]
-    record = {**JOB, "cluster": {**JOB["cluster"], **cluster}, "train": {**JOB["train"], **train}}
-    file = jobs(tmp_path, record)
+    file = jobs(tmp_path, job(cluster=cluster, train=train))
     (answer,) = answers(flag("estimate", "--jobs", file))
     assert answer["status"] == "ok"
     assert "step_time_s" not in answer
     assert answer["memory"]["peak_allocated_gib"] > 0
-    for word in words:
-        assert word in answer["reason"]
+    assert all(word in answer["reason"] for word in words)
     assert answer["reason"].removeprefix("no time: ") in flag("estimate", "--jobs", file, "--explain", "moe").out
 
 
-def test_with_a_network_from_the_spec_a_time_is_predicted(flag: Flag, tmp_path: Path) -> None:
-    cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
-    slow_cluster = {**cluster, "nic_bytes_per_second": 5e9}
-    result = answers(
-        flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow_cluster))))
-    )
-    assert all("reason" not in each for each in result)
-    assert result[0]["step_time_s"]["value"] < result[1]["step_time_s"]["value"]
+def test_with_a_network_from_the_spec_a_time_is_predicted(answered: Answered) -> None:
+    clusters = ({"chip": "C550", "devices": 16, "nic_bytes_per_second": rate} for rate in (5e10, 5e9))
+    fast, slow = answered(*(job(cluster=each) for each in clusters))
+    assert "reason" not in fast.keys() | slow.keys()
+    assert fast["step_time_s"]["value"] < slow["step_time_s"]["value"]
 
 
-def test_candidates_without_a_time_have_a_reason(flag: Flag, project: Project) -> None:
-    spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
-    assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
-    assert " have no predicted time" in flag("estimate", spec).err
-
-
-def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag, project: Project) -> None:
-    spec = project.spec(
-        cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
-    )
+@pytest.mark.parametrize(
+    ("chip", "precision", "reason", "advises_calibration"),
+    [
+        ("C588", "bf16", "peak rate of C588 in bf16", True),
+        ("A100-80GB", "fp8", "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)", False),
+    ],
+)
+def test_candidates_without_a_time_have_a_reason(
+    flag: Flag, project: Project, chip: str, precision: str, reason: str, advises_calibration: bool
+) -> None:
+    cluster = {"chip": chip, "devices_per_node": 2, "memory_per_device": None}
+    spec = project.spec(cluster=cluster, train={"precision": precision})
+    assert reason in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
     output = flag("estimate", spec).err
-    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in output
-    assert "calibrate" not in output
-    assert output.startswith("Candidates with the least memory on 2 x A100-80GB:")
+    assert output.startswith(f"Candidates with the least memory on 2 x {chip}:")
+    assert " have no predicted time" in output
+    assert reason in output
+    assert ("calibrate" in output) == advises_calibration
     assert "fastest" not in output
 
 
@@ -361,10 +346,9 @@ def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, projec
     assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
-def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(flag: Flag, tmp_path: Path) -> None:
+def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answered) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
-    record_given = {**JOB, "candidate": {**JOB["candidate"], **idle}}
-    first, second = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB, record_given)))
+    first, second = answered(JOB, job(candidate=idle))
     assert "warnings" not in first
     assert second["warnings"] == [
         "sequence_parallel = True does nothing: tensor_model_parallel_size is 1",
@@ -373,12 +357,10 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_report
     ]
 
 
-def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(flag: Flag, tmp_path: Path) -> None:
-    records = [
-        {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **extra}}
-        for virtual, extra in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
-    ]
-    loss, layout, wrong = answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
+def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(answered: Answered) -> None:
+    splits = ({VIRTUAL: 1}, {VIRTUAL: 2}, {VIRTUAL: 9, "num_layers_in_first_pipeline_stage": 6})
+    records = ({**JOB, "candidate": {"pipeline_model_parallel_size": 4, **split}} for split in splits)
+    loss, layout, wrong = answered(*records)
     assert "with account_for_loss_in_pipeline_split = True; give" in loss["warnings"][0]
     assert "with pipeline_model_parallel_layout = E" in layout["warnings"][0]
     assert wrong["status"] == "invalid"
@@ -393,10 +375,8 @@ def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(flag
         ({"groups": []}, "cluster.groups is not a known key"),
     ],
 )
-def test_a_cluster_that_no_record_can_have_is_reported(
-    flag: Flag, tmp_path: Path, cluster: dict[str, Any], words: str
-) -> None:
-    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": cluster})))
+def test_a_cluster_that_no_record_can_have_is_reported(answered: Answered, cluster: dict[str, Any], words: str) -> None:
+    (answer,) = answered({**JOB, "cluster": cluster})
     assert answer["status"] == "invalid"
     assert words in answer["reason"]
 
@@ -419,7 +399,7 @@ def test_the_detailed_view_has_no_csv(flag: Flag, project: Project, tmp_path: Pa
 
 
 def test_modules_that_no_candidate_recomputes_are_reported(
-    flag: Flag, project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    flag: Flag, project: Project, answered: Answered, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"settings": {"recompute_modules": "mlp"}}
     assert flag("estimate", project.spec(train=settings)).code == 0
@@ -429,17 +409,11 @@ def test_modules_that_no_candidate_recomputes_are_reported(
     assert flag("estimate", project.spec(train=settings, auto_tuner=space)).code == 0
     assert "does nothing" not in caplog.text
 
-    record_given = {**JOB, "candidate": {**JOB["candidate"], "recompute_modules": ["mlp"]}}
-    used = {
-        **record_given,
-        "id": "used",
-        "candidate": {**record_given["candidate"], "recompute_granularity": "selective"},
-    }
-    idle, busy = answers(flag("estimate", "--jobs", jobs(tmp_path, record_given, used)))
+    unused, used = {"recompute_modules": ["mlp"]}, {"recompute_granularity": "selective"}
+    idle, busy = answered(job(candidate=unused), job(id="used", candidate={**unused, **used}))
     assert "recompute_modules = 'mlp' does nothing" in idle.pop("warnings")[0]
     assert "warnings" not in busy
-    (plain,) = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB)))
-    assert idle == plain
+    assert [idle] == answered(JOB)
 
 
 def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: Path) -> None:
@@ -453,9 +427,8 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         assert any(row.startswith("other") for row in rows)
 
 
-def test_broken_rules_of_a_job_are_reported_with_values(flag: Flag, tmp_path: Path) -> None:
-    invalid = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
-    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, invalid)))
+def test_broken_rules_of_a_job_are_reported_with_values(answered: Answered) -> None:
+    (answer,) = answered({**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}})
     assert "must divide num_attention_heads = 16" in answer["reason"]
     assert answer["reason"].endswith(" (here data_parallel_size = 2, tensor_model_parallel_size = 3)")
 

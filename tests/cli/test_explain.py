@@ -7,17 +7,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.elimination import state_of
+from flagcore.api.explaining.states import state_of
+from flagcore.api.explaining.subject import Subject, columns_of
+from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text
 from flagcore.tuner.problem import rows_by_time
@@ -74,28 +75,39 @@ def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag:
     assert explained(project.spec(), "tp=2, mbs=4")["requested"] is None
 
 
-def test_knobs_may_be_separated_by_blanks(flag: Flag, project: Project) -> None:
-    spec = project.spec()
-    request = flag("explain", spec, "tp=2, mbs=4").out
-    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == request
-    for typed in ("TP2 MBS4", "tp 2 mbs 4", "no dist-opt TP2, MBS4"):
-        assert flag("explain", spec, typed).out == request
-    assert flag("explain", spec, "TP2 quick").code == 2
-    assert flag("explain", spec, "candidate").code == 2
+STAGES = "pp=2, layers/virtual stage=1, mbs=2"
+LAYOUT = "tp=2, mbs=4, recompute full uniform 1"
 
 
-def test_a_layout_may_be_typed_before_or_after_equals_signs_and_blanks(
-    explained: Callable[..., Any], project: Project
+@pytest.mark.parametrize(
+    ("plain", "forms"),
+    [
+        ("tp=2, mbs=4", ["TP=2 micro_batch_size=4", "TP2 MBS4", "tp 2 mbs 4", "no dist-opt TP2, MBS4"]),
+        (
+            "tp=2, mbs=4",
+            ["tp = 2, mbs = 4", "tp = 2 mbs = 4", "tp=2，mbs=4", "ＴＰ２ ＭＢＳ４", "TP 2, MBS 4, no method"],
+        ),
+        ("tp=2, mbs=4, no sp", ['{"tensor_model_parallel_size": 2, "MBS": 4, "sequence_parallel": false}']),
+        (LAYOUT, ["tp=2 mbs=4 recompute full uniform 1", "TP2 MBS4 recompute=full uniform 1"]),
+        (STAGES, ["pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"]),
+    ],
+)
+def test_a_candidate_may_be_typed_in_many_forms(
+    explained: Callable[..., Any], project: Project, plain: str, forms: list[str]
 ) -> None:
     space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
     spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
-    request = explained(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
-    for typed in ("tp=2 mbs=4 recompute full uniform 1", "TP2 MBS4 recompute=full uniform 1"):
-        assert explained(spec, typed)["candidate"] == request
-    stages = explained(spec, "pp=2, layers/virtual stage=1, mbs=2")["candidate"]
-    for typed in ("pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"):
-        assert explained(spec, typed)["candidate"] == stages
-    assert stages["num_layers_per_virtual_pipeline_stage"] == 1
+    candidate = explained(spec, plain)["candidate"]
+    assert candidate["num_layers_per_virtual_pipeline_stage"] == (1 if plain == STAGES else None)
+    for typed in forms:
+        assert explained(spec, typed)["candidate"] == candidate
+
+
+def test_knobs_may_be_arguments_of_their_own(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "tp=2, mbs=4").out
+    assert flag("explain", spec, "BEST").out == flag("explain", spec, "best").out
+    assert flag("explain", spec, "Baseline").out.startswith("Baseline on ")
 
 
 def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Callable[..., Any], project: Project) -> None:
@@ -156,6 +168,8 @@ def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, 
         "tp": "tensor_model_parallel_size",
         "x" * 999: "x" * 40 + "'",
         '{"tp": 2': "JSON",
+        "TP2 quick": "quick",
+        "candidate": "'candidate'",
         " , ": "data_parallel_size (DP)",
     }.items():
         completed = flag("explain", project.spec(), wrong)
@@ -164,26 +178,6 @@ def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, 
         assert completed.err.startswith("flag: ")
         assert completed.err.count("\n") == 1
         assert len(completed.err) < 700
-
-
-def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project) -> None:
-    parsed = explained(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
-    assert parsed["candidate"] == explained(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
-
-
-@pytest.mark.parametrize(
-    "typed",
-    ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
-)
-def test_a_candidate_may_be_typed_with_any_spacing_and_case(
-    explained: Callable[..., Any], project: Project, typed: str
-) -> None:
-    assert explained(project.spec(), typed)["candidate"] == explained(project.spec(), "tp=2,mbs=2")["candidate"]
-
-
-def test_best_baseline_and_trial_may_be_in_capitals(explained: Callable[..., Any], project: Project) -> None:
-    assert explained(project.spec(), "BEST") == explained(project.spec(), "best")
-    assert explained(project.spec(), "Baseline")["name"] == "baseline"
 
 
 @pytest.mark.slow
@@ -289,7 +283,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
         ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is not a finite number"),
-        ("telemetry", "{", '3, "x": {', "cannot be read ('int' object is not iterable)"),
+        ("telemetry", "{", '3, "x": {', "journal.log cannot be read ("),
         ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
     ):
         assert f'"{name}":{old}' in saved
@@ -325,44 +319,30 @@ def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag
 
 def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    row, other = (int(each) for each in rows_by_time(snapshot.problem)[:2])
-    slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[other])
-    measurement = Measurement(
-        step_times_s=(slow_s,), step_time_s=slow_s, spread_s=0.0, tokens_per_second_per_device=1.0, partial=True
-    )
-    stopped_trial = Trial(
-        number=2,
-        candidate=snapshot.problem.space.candidate(row),
-        role=Role.SEARCH,
-        state=TrialState.STOPPED,
-        predicted={},
-        measurement=measurement,
-    )
+    first, other = _candidates(snapshot, 0, 1)
+    slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
+    stopped_trial = _measured_trial(2, first, slow_s, state=TrialState.STOPPED)
     learned = replace(snapshot, search_state=learn((stopped_trial,)))
-    last_candidate = snapshot.problem.space.candidate(int(rows_by_time(snapshot.problem)[-1]))
-    slowest = values_text(last_candidate.as_dict(), BY_NAME)
-    assert candidate_report(snapshot, slowest).changes["fastest"]["candidate"] == stopped_trial.candidate.as_dict()
-    assert candidate_report(learned, slowest).changes["fastest"]["candidate"] != stopped_trial.candidate.as_dict()
-    comparison_text = candidate_report(learned, "2")
-    assert "fastest" not in comparison_text.changes
-    itself = candidate_report(learned, "1")
-    assert itself.expected_s == slow_s
+    slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
+    assert candidate_report(snapshot, slowest).changes["fastest"]["candidate"] == first.as_dict()
+    assert candidate_report(learned, slowest).changes["fastest"]["candidate"] != first.as_dict()
+    assert "fastest" not in candidate_report(learned, "2").changes
+    assert candidate_report(learned, "1").expected_s == slow_s
 
 
 def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 5]])
-    trials_of_run = [
+    best, slow = _candidates(snapshot, 0, 5)
+    ended = "clearly slower than the best: by far"
+    trials = [
         _measured_trial(1, best, 1.0),
-        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason="clearly slower than the best: by far"),
+        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason=ended),
         _measured_trial(3, best, 0.5, role=Role.REPEAT),
     ]
-    ended = "clearly slower than the best: by far"
-    single, beside_one, beside_two = (
-        _explanation(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
-    )
-    assert all(text.startswith("trial 2 (search) stopped: 3 s/step") for text in (single, beside_one, beside_two))
-    assert all(text.endswith(ended) for text in (single, beside_one, beside_two))
+    lines = [_explained(snapshot, some, slow)[1][0] for some in (trials[1:2], trials[:2], trials)]
+    assert all(line.startswith("trial 2 (search) stopped: 3 s/step") for line in lines)
+    assert all(line.endswith(ended) for line in lines)
+    _single, beside_one, beside_two = lines
     assert "+200.0%" in beside_one
     assert "trial 1: 1 s/step)" in beside_one
     assert "+300.0%" in beside_two
@@ -371,55 +351,38 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 
 def test_a_candidate_that_may_be_as_fast_is_reported(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 3, 5]])
-    trials_of_run = [
-        _measured_trial(1, best, 1.0),
-        _measured_trial(2, near, 1.03),
-        _measured_trial(3, slow, 3.0),
-        _measured_trial(4, best, 1.05, role=Role.REPEAT),
-    ]
-    learned_snapshot = replace(snapshot, search_state=learn(trials_of_run))
-
-    def explained(trial: Trial) -> list[str]:
-        row = snapshot.problem.space.find(trial.candidate)
-        return state_of(learned_snapshot, trial.candidate, row, [trial], [], None)[1]
-
-    assert explained(trials_of_run[1])[-1] == "not significantly slower than the best"
-    assert not any(
-        "not significantly slower" in line
-        for trial in (trials_of_run[0], trials_of_run[2])
-        for line in explained(trial)
-    )
-    single_run_snapshot = replace(snapshot, search_state=learn(trials_of_run[:3]))
-    assert (
-        len(state_of(single_run_snapshot, near, snapshot.problem.space.find(near), trials_of_run[1:2], [], None)[1])
-        == 1
-    )
-
-
-def _explanation(where: Snapshot, trials: list[Trial]) -> str:
-    (slow,) = [each for each in trials if each.number == 2]
-    learned_snapshot = replace(where, search_state=learn(trials))
-    return state_of(learned_snapshot, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
+    candidates = _candidates(snapshot, 0, 3, 5)
+    trials = [_measured_trial(*each) for each in zip((1, 2, 3), candidates, (1.0, 1.03, 3.0), strict=True)]
+    repeated = [*trials, _measured_trial(4, candidates[0], 1.05, role=Role.REPEAT)]
+    lines = [_explained(snapshot, repeated, each)[1] for each in candidates]
+    assert [any("not significantly slower" in line for line in each) for each in lines] == [False, True, False]
+    assert len(_explained(snapshot, trials, candidates[1])[1]) == 1
 
 
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    rows = rows_by_time(snapshot.problem)[:2]
-    best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows)
+    best, slow = _candidates(snapshot, 0, 1)
     probes = [replace(_measured_trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
-    run: Any = SimpleNamespace(fidelity=PROBE)
-    learned_snapshot = replace(snapshot, search_state=learn(probes, PROBE), run=run)
-    explanation = [
-        state_of(learned_snapshot, each.candidate, int(row), [each], [], None)
-        for each, row in zip(probes, rows, strict=True)
-    ]
-    state, (ended, reason), _taught = explanation[0]
+    state, (ended, reason) = _explained(snapshot, probes, best, PROBE)
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
     assert "-50.0%" in reason
     assert "(trial 2)" in reason
-    comparison_text = "+100.0% in time vs the best (trial 1: 1 s/step)"
-    assert explanation[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {comparison_text}"])
+    line = "probe 2 (search) measured: 2 s/step, +100.0% in time vs the best (trial 1: 1 s/step)"
+    assert _explained(snapshot, probes, slow, PROBE) == ("ran", [line])
+
+
+def _candidates(snapshot: Snapshot, *places: int) -> list[Candidate]:
+    """Return the candidates at places in the order of predicted time."""
+    return [snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[list(places)]]
+
+
+def _explained(
+    snapshot: Snapshot, trials: list[Trial], candidate: Candidate, fidelity: str = RUN
+) -> tuple[str, list[str]]:
+    """Return the state of a candidate after trials, with the reasons."""
+    run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity))
+    learned = replace(snapshot, search_state=run.search_state, run=run)
+    return state_of(Subject(learned, columns_of(learned, candidate)))[:2]
 
 
 def _measured_trial(number: int, candidate: Candidate, step: float, **extra: Any) -> Trial:

@@ -14,7 +14,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.neighbors import allowed_rows
+from flagcore.api.explaining.subject import allowed_rows
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits
 from flagcore.report.result import trial as as_data

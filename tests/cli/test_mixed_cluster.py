@@ -19,6 +19,7 @@ from tests.cli.conftest import Project, Ran
 Flag = Callable[..., Ran]
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
 SMALL = {**LARGE, "memory_per_device": "400MiB"}
+NEW, OLD = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
 
 
 @pytest.fixture
@@ -36,9 +37,21 @@ def spec(project: Project) -> Callable[..., str]:
     return write
 
 
+@pytest.fixture
+def mixing(spec: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    """Return the comparison of a mixed plan with each kind alone."""
+
+    def compared(*groups: dict[str, Any], **sections: Any) -> dict[str, Any]:
+        found = api.estimate(spec(*groups, **sections)).mixing
+        assert found is not None
+        return dict(found)
+
+    return compared
+
+
 def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str]) -> None:
     def hardware(second: dict[str, Any]) -> object:
-        problem, _workload = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
+        problem = build_problem_of_spec(spec(LARGE, second), None, (), plan=True)
         return fixed_task({}, problem)["hardware"]
 
     assert hardware(LARGE) == hardware(SMALL)  # memory may change
@@ -106,44 +119,42 @@ def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callabl
     assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err
 
 
-def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(spec: Callable[..., str]) -> None:
-    mixing = api.estimate(spec(LARGE, LARGE)).mixing
-    assert mixing is not None
-    assert [each["devices"] for each in (mixing["mixed"], *mixing["alone"])] == [4, 2, 2]
-    total = sum(each["tokens_per_second"] for each in mixing["alone"])
-    assert mixing["of_sum"] == pytest.approx(mixing["mixed"]["tokens_per_second"] / total)
-    assert mixing["of_best_alone"] == pytest.approx(2 * mixing["of_sum"])
-    assert mixing["idle"].keys() == {"cpu#1", "cpu#2"}
-    assert all(0 <= share < 1 for share in mixing["idle"].values())
+def test_an_estimate_compares_the_mixed_plan_with_each_kind_alone(mixing: Callable[..., dict[str, Any]]) -> None:
+    found = mixing(LARGE, LARGE)
+    assert [each["devices"] for each in (found["mixed"], *found["alone"])] == [4, 2, 2]
+    total = sum(each["tokens_per_second"] for each in found["alone"])
+    assert found["of_sum"] == pytest.approx(found["mixed"]["tokens_per_second"] / total)
+    assert found["of_best_alone"] == pytest.approx(2 * found["of_sum"])
+    assert found["idle"].keys() == {"cpu#1", "cpu#2"}
+    assert all(0 <= share < 1 for share in found["idle"].values())
 
 
-def test_kinds_alone_with_another_implementation_are_named(flag: Flag, spec: Callable[..., str]) -> None:
-    groups = [{"chip": chip, "nodes": 1, "devices_per_node": 2} for chip in ("H100-SXM", "C550")]
-    groups = [{**group, "nic_bytes_per_second": 1e10} for group in groups]
-    mixing = api.estimate(spec(*groups)).mixing
-    assert mixing is not None
-    used = mixing["mixed"]["implementation"]
-    differ = [each["implementation"] for each in mixing["alone"] if each["implementation"] != used]
-    assert differ
+def test_kinds_alone_with_another_implementation_are_named(
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+) -> None:
+    groups = [
+        {"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in ("H100-SXM", "C550")
+    ]
+    found = mixing(*groups)
+    assert {each["implementation"] for each in found["alone"]} != {found["mixed"]["implementation"]}
     assert "train.implementation" in flag("estimate", spec(*groups)).out
     assert "train.implementation differs" not in flag("estimate", spec(LARGE, LARGE)).out
 
 
-def test_an_estimate_compares_splits_of_layers_and_of_data(flag: Flag, spec: Callable[..., str]) -> None:
-    mixing = api.estimate(spec(LARGE, LARGE)).mixing
-    assert mixing is not None
-    plans = [mixing["mixed"], *mixing["others"]]
+def test_an_estimate_compares_splits_of_layers_and_of_data(
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+) -> None:
+    found = mixing(LARGE, LARGE)
+    plans = [found["mixed"], *found["others"]]
     assert {each["split"] for each in plans} == {"layer split", "data split"}
     assert plans[0]["step_time_s"] <= plans[1]["step_time_s"]
     for each in plans:
         assert ("|" in (each["candidate"]["meshes"] or "")) == (each["split"] == "data split")
     table = flag("estimate", spec(LARGE, LARGE)).out
     assert all(text in table for text in ("layer split", "data split"))
-    only = {"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}}
-    found = api.estimate(spec(LARGE, LARGE, auto_tuner=only)).mixing
-    assert found is not None
-    assert found["mixed"]["split"] == "data split"
-    assert all(0 <= share < 1 for share in found["idle"].values())
+    only = mixing(LARGE, LARGE, auto_tuner={"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}})
+    assert only["mixed"]["split"] == "data split"
+    assert all(0 <= share < 1 for share in only["idle"].values())
 
 
 def test_meshes_do_not_run_in_trials(flag: Flag, spec: Callable[..., str], project: Project) -> None:
@@ -160,41 +171,32 @@ def test_meshes_need_several_groups(flag: Flag, project: Project) -> None:
     assert "cluster.groups" in completed.err
 
 
-def test_a_slower_group_has_fewer_layers_and_is_named(flag: Flag, spec: Callable[..., str]) -> None:
-    named = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
-    listed = json.loads(flag("estimate", spec(*named), "--top", "100", "--json").out)
-    meshes = [each["candidate"]["meshes"] or "" for each in listed]
-    assert any(text.startswith("new") for text in meshes)
-    mixing = api.estimate(spec(*named)).mixing
-    assert mixing is not None
-    fast, slow = (each["step_time_s"] for each in mixing["alone"])
-    assert 2.0 < slow / fast < 4.5
-    assert [each["chips"] for each in mixing["alone"]] == ["new", "old"]
+def test_a_slower_group_has_fewer_layers_and_is_named(
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+) -> None:
+    listed = json.loads(flag("estimate", spec(NEW, OLD), "--top", "100", "--json").out)
+    assert any((each["candidate"]["meshes"] or "").startswith("new") for each in listed)
+    alone = mixing(NEW, OLD)["alone"]
+    assert 2.0 < alone[1]["step_time_s"] / alone[0]["step_time_s"] < 4.5
+    assert [each["chips"] for each in alone] == ["new", "old"]
 
 
-def test_a_fixed_layout_is_compared_with_the_balanced_one(flag: Flag, spec: Callable[..., str]) -> None:
-    groups = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
-    path = Path(spec(*groups, auto_tuner={"space": {"meshes": ["new dp2 + old dp2"]}}))
-    data = yaml.safe_load(path.read_text())
-    data["train"]["settings"] = {"pipeline_model_parallel_layout": "Et*2|t*2L"}
-    path.write_text(yaml.safe_dump(data))
-    mixing = api.estimate(path).mixing
-    assert mixing is not None
-    assert mixing["layers"] == [2, 2]
-    first, second = mixing["balanced"]["layers"]
+def test_a_fixed_layout_is_compared_with_the_balanced_one(
+    flag: Flag, spec: Callable[..., str], mixing: Callable[..., dict[str, Any]]
+) -> None:
+    fixed = {
+        "auto_tuner": {"space": {"meshes": ["new dp2 + old dp2"]}},
+        "train": {"settings": {"pipeline_model_parallel_layout": "Et*2|t*2L"}},
+    }
+    found = mixing(NEW, OLD, **fixed)
+    assert found["layers"] == [2, 2]
+    first, second = found["balanced"]["layers"]
     assert first > 2 > second
-    assert mixing["balanced"]["step_time_s"] < mixing["mixed"]["step_time_s"]
-    assert f"{first}, {second}" in flag("estimate", str(path)).out
+    assert found["balanced"]["step_time_s"] < found["mixed"]["step_time_s"]
+    assert f"{first}, {second}" in flag("estimate", spec(NEW, OLD, **fixed)).out
 
 
 def test_the_balanced_split_is_shown_if_no_chip_can_run_alone() -> None:
-    nothing = {"alone": [], "of_sum": None, "of_best_alone": None, "best_alone": ""}
-    plan = {
-        "idle": {"a": 0.27},
-        "limit": "bubble",
-        "slowest": "a",
-        "layers": [11, 13],
-        "mixed": {"implementation": "local"},
-    }
-    text = verdict({**nothing, **plan, "balanced": {"layers": [10, 14], "step_time_s": 2.0}})
+    limits = {"idle": {"a": 0.27}, "limit": "bubble", "slowest": "a", "mixed": {"implementation": "local"}}
+    text = verdict({"alone": [], **limits, "layers": [11, 13], "balanced": {"layers": [10, 14], "step_time_s": 2.0}})
     assert all(figure in text for figure in ("27%", "11, 13", "10, 14"))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 
 import pytest
-import yaml
 
-from tests.cli.conftest import MODEL, Project, Ran
-from tests.cli.test_tune_serve import SERVER
+from tests.cli.conftest import Project, Ran
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
@@ -100,21 +97,7 @@ def acme(project: Project, install: Install, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def spec(project: Project, **space: list[object]) -> None:
-    data = {
-        "model": MODEL,
-        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
-        "serve": {
-            "engine": "acme",
-            "command": [sys.executable, str(SERVER), "plain"],
-            "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
-        },
-        "auto_tuner": {
-            "space": space or {"slots": [2, 4]},
-            "control": {"max_time_per_task": 60, "repeats": 0},
-        },
-        "envs": {"TEST_MARK": project.mark},
-    }
-    (project.folder / "spec.yaml").write_text(yaml.safe_dump(data))
+    project.served(behaviour="plain", engine="acme", baseline={}, strategy="learned", space=space or {"slots": [2, 4]})
 
 
 def test_it_is_tuned(flag: Flag, acme: Project) -> None:

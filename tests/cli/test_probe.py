@@ -115,14 +115,6 @@ def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project) -> None
     assert "train.command" in completed.err
 
 
-def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Flag) -> None:
-    file = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
-    completed = flag("estimate", file, "--top", "1", "--json")
-    assert completed.code == 0, completed.err
-    (best,) = json.loads(completed.out)
-    assert best["memory"]["fits"] is True
-
-
 def test_probing_servers_is_rejected_with_an_alternative(flag: Flag) -> None:
     completed = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
     assert completed.code == 2

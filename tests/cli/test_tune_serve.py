@@ -8,50 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.cli.conftest import MODEL, Project, Ran
+from tests.cli.conftest import SERVER, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
-SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
-
-
-def spec(project: Project, *, behaviour: str = "known", slo: Any = None, **tuner: Any) -> str:
-    """Write a spec and return its path. Fastest is `parallel` 4, whose first tokens come late; then come 2 and 1."""
-    (project.folder / "weights.gguf").touch()
-    control = {"max_time_per_task": 60, "repeats": 0, **tuner.pop("control", {})}
-    data = {
-        "model": MODEL,
-        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
-        "serve": {
-            "engine": "llamacpp",
-            "command": [sys.executable, str(SERVER), behaviour],
-            "weights": "weights.gguf",
-            "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
-            **({"slo": slo} if slo else {}),
-        },
-        "auto_tuner": {
-            "strategy": "predicted",  # goes on to the end of the space
-            "baseline": {"parallel": 1},
-            "space": {"parallel": [1, 2, 4]},
-            "control": control,
-            **tuner,
-        },
-        "envs": {"TEST_MARK": project.mark},
-    }
-    path = project.folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return str(path)
 
 
 def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
-    return flag("tune", spec(project, **arguments), "--run-dir", str(project.run_dir))
+    return flag("tune", project.served(**arguments), "--run-dir", str(project.run_dir))
 
 
 def test_the_fastest_is_found_with_its_figures_and_its_start_script(flag: Flag, project: Project) -> None:
@@ -73,7 +42,7 @@ def test_the_fastest_is_found_with_its_figures_and_its_start_script(flag: Flag, 
 
 
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
+    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.6}}})
     assert completed.code == 0, completed.err
     assert project.result()["best"]["candidate"]["parallel"] == 2
     assert "Without the limits: trial " in completed.out
@@ -84,7 +53,7 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
 
 
 def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, slo={"ttft_s": {"p99": 0.05}}, space={"parallel": [1, 4]})
+    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.05}}}, space={"parallel": [1, 4]})
     assert completed.code == 3, completed.err
     assert "nearest" in completed.err
     assert "parallel" in completed.err
@@ -94,7 +63,7 @@ def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, proj
 def test_a_configuration_without_good_requests_is_measured_and_breaks_the_slo(
     limit: float, code: int, flag: Flag, project: Project
 ) -> None:
-    completed = tune(flag, project, slo={"ttft_s": {"p99": limit}}, objective="goodput_requests_per_s")
+    completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": limit}}}, objective="goodput_requests_per_s")
     assert completed.code == code, completed.err
     result = project.result()
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
@@ -124,7 +93,7 @@ def test_several_instances_get_nginx(flag: Flag, project: Project) -> None:
 def test_a_killed_run_leaves_no_process_and_resumes(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = spec(project, space={"parallel": [1, 4]})
+    file = project.served(space={"parallel": [1, 4]})
     process = project.start("tune", file, "--run-dir", str(project.run_dir))
     deadline = time.monotonic() + 60
     while not (project.run_dir / "trials" / "1" / "serve.json").exists():

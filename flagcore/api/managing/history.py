@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import as_candidate, broken_rules_of
+from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem
@@ -18,7 +18,7 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Axis
+from flagcore.domain.space import Axis, as_candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
@@ -68,7 +68,7 @@ def import_history(
     if not isinstance(tool, HistoryReader):
         raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
-    problem = build_problem_of_spec(name, None, without, data)[0]
+    problem = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))

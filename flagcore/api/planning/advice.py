@@ -21,14 +21,14 @@ DOUBLINGS = 4
 """How often the number of nodes is doubled."""
 
 
-def cheapest_change(problem: Problem, workload: Workload, without: Collection[str]) -> str:
+def cheapest_change(problem: Problem, without: Collection[str]) -> str:
     """Return the first change with which a candidate is left: other knobs, then more devices or nodes.
 
     Empty if none of them helps and candidates fit, because then rules remove them.
     """
-    task = problem.platform.task
+    task = problem.task
     changes = _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node)
-    for change, changed, first in _fastest_of_each(changes, workload, without):
+    for change, changed, first in _fastest_of_each(changes, problem.workload, without):
         candidate = changed.set_knobs(changed.space.candidate(first))
         return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
     if problem.predictions.fits.any():  # rules are the reason
@@ -101,21 +101,19 @@ def bottleneck_text(predicted: Mapping[str, Any]) -> str:
     return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / total)
 
 
-def mfu_warning(
-    problem: Problem, workload: Workload, without: Collection[str], predicted: Mapping[str, Any], params: float
-) -> str:
+def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[str, Any], params: float) -> str:
     """Return a warning if the MFU of a prediction is far below that of large jobs, why, and the cheapest change.
 
     Empty for servers, small models, other precisions, and if the MFU is unknown.
     """
-    spec, mfu = problem.platform.task.spec, predicted.get("mfu")
+    spec, mfu = problem.task.spec, predicted.get("mfu")
     if isinstance(spec.work, ServeSpec) or mfu is None or params < LARGE or spec.train.precision not in PRECISIONS:
         return ""
     if mfu >= FAR_BELOW * USUAL_MFU[0]:
         return ""
     low, high = USUAL_MFU
     text = _("MFU ~{mfu:.1%} is far below the {low:.0%} to {high:.0%} of large jobs.", mfu=mfu, low=low, high=high)
-    return " ".join(filter(None, [text, _why(predicted), _cheapest_speedup(problem, workload, without, mfu)]))
+    return " ".join(filter(None, [text, _why(predicted), _cheapest_speedup(problem, without, mfu)]))
 
 
 def _why(predicted: Mapping[str, Any]) -> str:
@@ -131,9 +129,9 @@ def _why(predicted: Mapping[str, Any]) -> str:
     return kernels + (" " + _("The step has {parts}.", parts=shares) if shares else "")
 
 
-def _cheapest_speedup(problem: Problem, workload: Workload, without: Collection[str], mfu: float) -> str:
-    for change, changed, first in _fastest_of_each(_changes_of_batch(problem.platform.task.spec), workload, without):
-        found: Any = record(changed.platform.task, changed.predictions.row(first))
+def _cheapest_speedup(problem: Problem, without: Collection[str], mfu: float) -> str:
+    for change, changed, first in _fastest_of_each(_changes_of_batch(problem.task.spec), problem.workload, without):
+        found: Any = record(changed.task, changed.predictions.row(first))
         if found.get("mfu", 0.0) >= WORTH * mfu:
             return _("Cheapest change: {change}, ~{mfu:.1%}.", change=change, mfu=found["mfu"])
     return ""

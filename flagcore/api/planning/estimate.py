@@ -13,7 +13,7 @@ from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_object
 from flagcore.api.planning.advice import bottleneck_text, cheapest_change, mfu_warning
 from flagcore.api.planning.mixing import mixing_of
 from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
-from flagcore.contracts import Platform, Problem, Workload
+from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -30,8 +30,8 @@ from flagcore.report.formats import lookup
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
 from flagcore.tuner.problem import candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.stages.limit import search_time
 from flagcore.tuner.stages.predict import model_table, record
-from flagcore.tuner.trial_runner import estimate_search_time
 
 
 def estimate(
@@ -52,69 +52,58 @@ def estimate(
     """
     if objective is not None:
         data = with_objective(spec_data(spec, data)[1], objective)
-    problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
-    if not problem.pruned.open_rows.size:
-        cluster = problem.platform.task.spec.cluster
-        is_detected = cluster.chip == AUTO and not cluster.groups
-        fix = None if is_detected else partial(cheapest_change, problem, workload, without)
-        raise NothingFits(nothing_fits_text(problem, fix))
-    order = rows_by_time(problem)
-    untimed = np.isnan(problem.predictions.step_time_s[order])
-    baseline = problem.space.find(problem.baseline)
-    assert baseline is not None
-    task, mixing = problem.platform.task, None
+    problem = build_problem_of_spec(spec, chip, without, data, plan=True)
+    task, order, mixing = problem.task, rows_by_time(problem), None
+    if not order.size:
+        is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
+        raise NothingFits(
+            nothing_fits_text(problem, None if is_detected else partial(cheapest_change, problem, without))
+        )
     if len(task.cluster.groups) > 1:
         with loaded_plugins(without) as loaded:
-            mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded, workload)
-    model = tuple(model_table(workload.parts(task)))
+            mixing = mixing_of(read_spec(spec, chip, without, data), problem, loaded)
+    untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
+    model = model_table(problem.workload.parts(task))
     fastest: Any = record(task, problem.predictions.row(int(order[0])))
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         counts=before_trials(problem),
-        baseline=_records(problem, workload, np.array([baseline]))[0],
-        defaults=_engine_defaults(problem, workload),
+        baseline=_records(problem, np.array([problem.space.find(problem.baseline)]))[0],
+        defaults=_engine_defaults(problem),
         unmet=unmet_text(problem) or only_baseline_text(problem),
-        candidates=_candidates(problem, workload, order, top, distinct=distinct),
-        model=model,
+        candidates=_candidates(problem, order, top, distinct=distinct),
+        model=tuple(model),
         bottleneck=bottleneck_text(fastest),
-        warning=mfu_warning(problem, workload, without, fastest, sum(float(str(part["params"])) for part in model)),
-        untimed=int(untimed.sum()),
-        no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
+        warning=mfu_warning(problem, without, fastest, sum(float(str(part["params"])) for part in model)),
+        untimed=untimed,
+        no_time=no_time(task, problem.costs) if untimed else "",
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=estimate_search_time(problem),
+        search=search_time(problem),
         mixing=mixing,
         knobs=problem.knobs,
-        labels=workload.labels,
+        labels=problem.workload.labels,
     )
 
 
-def _candidates(
-    problem: Problem, workload: Workload, order: IntArray, top: int, *, distinct: bool
-) -> tuple[Mapping[str, Any], ...]:
+def _candidates(problem: Problem, order: IntArray, top: int, *, distinct: bool) -> tuple[Mapping[str, Any], ...]:
     """Return the records of the first `top` rows of `order`, or of the first rows with different layouts.
 
     For servers, `pareto` tells whether no candidate is predicted to have higher rates both per device and per user.
     """
-    if not distinct:
-        places, variants = np.arange(min(top, order.size)), None
-    else:
-        layouts = _layouts(problem, order)
-        _values, first, counts = np.unique(layouts, return_index=True, return_counts=True)
+    places, figures = np.arange(min(top, order.size)), problem.predictions.figures
+    more: list[dict[str, Any]] = [{} for _place in places]
+    if distinct:
+        _layouts_found, first, counts = np.unique(_layouts(problem, order), return_index=True, return_counts=True)
         fastest = np.argsort(first)[:top]
-        places, variants = first[fastest], counts[fastest] - 1
-    records = _records(problem, workload, order[places])
-    more: list[dict[str, Any]] = [{} for _record in records]
-    if variants is not None:
-        more = [{"variants": int(count)} for count in variants]
-    figures = problem.predictions.figures
+        places, more = first[fastest], [{"variants": int(count) - 1} for count in counts[fastest]]
     if PER_DEVICE in figures and (latency := figures.get("tpot_s.p50")) is not None:
         front = set(pareto(figures[PER_DEVICE][order], -latency[order]).tolist())
         more = [{**each, "pareto": place in front} for place, each in zip(places.tolist(), more, strict=True)]
-    numbered = zip(places, records, more, strict=True)
-    return tuple({"number": int(place) + 1, **record, **counted} for place, record, counted in numbered)
+    numbered = zip(places.tolist(), _records(problem, order[places]), more, strict=True)
+    return tuple({"number": place + 1, **record, **counted} for place, record, counted in numbered)
 
 
 def _layouts(problem: Problem, rows: IntArray) -> IntArray:
@@ -165,33 +154,30 @@ def before_trials(problem: Problem) -> Counts:
     return count(problem.space, problem.pruned, no_trials)
 
 
-def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions and the memory of their worst stages by component."""
-    space, platform = problem.space, problem.platform
-    records = prediction_records(platform, space.columns(rows))
-    if limits := platform.task.spec.limits:
-        records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
-    candidates = [space.candidate(int(row)) for row in rows]
-    if _assumed(platform.task):
-        assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
-        records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
-    return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
+def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
+    """Return candidates with their predictions and the memory of their worst stages by component.
+
+    `slo` are the figures of a predicted server that exceed their limit, in seconds.
+    """
+    task, space, limits = problem.task, problem.space, problem.task.spec.limits
+    records = []
+    for row, known in zip(rows, prediction_records(problem.platform, space.columns(rows)), strict=True):
+        candidate = space.candidate(int(row))
+        more: dict[str, Any] = {"assumed": problem.workload.assumed(task, candidate)} if _assumed(task) else {}
+        if limits:
+            figures = {name: lookup(known, name) or 0.0 for name in limits}
+            more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
+        records.append({"candidate": candidate.as_dict(), **known, **more})
+    return records
 
 
-def _missed_limits(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of a predicted server that exceed their limit, in seconds."""
-    figures = {name: lookup(record, name) for name in limits}
-    return {name: figure for name, figure in figures.items() if figure is not None and figure > limits[name]}
-
-
-def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | None:
+def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
-    task, platform = engine_task(problem.platform.task), problem.platform
-    values = {**problem.baseline.as_dict(), **workload.defaults(task)}
+    values = {**problem.baseline.as_dict(), **problem.workload.defaults(engine_task(problem.task))}
     if values == problem.baseline.as_dict():
         return None
-    columns = candidate_columns(platform, values)
-    return {"candidate": values, **prediction_records(platform, columns)[0]}
+    columns = candidate_columns(problem.platform, values)
+    return {"candidate": values, **prediction_records(problem.platform, columns)[0]}
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

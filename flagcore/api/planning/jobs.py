@@ -19,7 +19,7 @@ from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Columns, IntArray, Rule
+from flagcore.domain.space import Columns, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _
@@ -158,48 +158,44 @@ class _Jobs:
 
 
 def _predicted(platform: Platform, rows: Sequence[_Row]) -> dict[int, Answer]:
+    """Return the answers to jobs with the same task by their places."""
+    task, workload = platform.task, platform.workload
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
     for rule in legality(platform).rules:
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)
-    answers = {
+    answers: dict[int, Answer] = {
         row.place: {"status": "invalid", "reason": _illegal_reason(rules, row.values, columns, number)}
         for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
         if rules
     }
-    legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
-    if legal.size:
-        answers |= _figures(platform, [rows[int(number)] for number in legal], _parse_job(columns, legal))
+    legal = [number for number, rules in enumerate(broken) if not rules]
+    if not legal:
+        return answers
+    columns = canonical(_take(columns, legal), workload.merges(task))
+    for number, known in enumerate(prediction_records(platform, columns)):
+        row = rows[legal[number]]
+        answers[row.place] = {"status": "ok", **({"warnings": list(row.warnings)} if row.warnings else {}), **known}
+        if row.rank is not None:
+            rank = workload.rank(task, _take(columns, [number]), row.rank, platform.costs)
+            answers[row.place]["rank"] = rank_record(rank)
     return answers
+
+
+def _take(columns: Columns, rows: list[int]) -> Columns:
+    return {knob: values[rows] for knob, values in columns.items()}
 
 
 def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
-    rule_knobs = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
-    for knob in rule_knobs:
-        given_value = values.get(knob)
-        found[knob] = (
-            given_value if isinstance(given_value, (str, bool)) or knob not in columns else int(columns[knob][row])
-        )
-    values_text = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
-
-
-def _figures(platform: Platform, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
-    task, workload = platform.task, platform.workload
-    columns = canonical(columns, workload.merges(task))
-    records = prediction_records(platform, columns)
-    answers: dict[int, Answer] = {}
-    for number, (row, known) in enumerate(zip(rows, records, strict=True)):
-        warnings = {"warnings": list(row.warnings)} if row.warnings else {}
-        answers[row.place] = {"status": "ok", **warnings, **known}
-        if row.rank is not None:
-            rank = workload.rank(task, _parse_job(columns, np.array([number])), row.rank, platform.costs)
-            answers[row.place]["rank"] = rank_record(rank)
-    return answers
+    for knob in (each for rule in rules for each in (*rule.knobs, *(knob for knob in values if knob in rule.message))):
+        given = values.get(knob)
+        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
+    here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
 
 
 def _job_description(workload: Workload, row: _Row) -> Answer:
@@ -212,7 +208,3 @@ def _job_description(workload: Workload, row: _Row) -> Answer:
         "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
         "model": model_table(workload.parts(row.task)),
     }
-
-
-def _parse_job(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
-    return {knob: values[rows] for knob, values in columns.items()}

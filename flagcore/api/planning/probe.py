@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import as_candidate, parse_candidate
+from flagcore.api.candidate_parser import parse_candidate
 from flagcore.api.inputs import loaded_plugins, warn_about_problem
 from flagcore.api.snapshot import read_spec
 from flagcore.contracts import Problem, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.space import as_candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
@@ -75,15 +76,15 @@ def probe(
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
-        here, world = loaded.devices(spec.envs), problem.platform.task.cluster.devices
+        here, world = loaded.devices(spec.envs), problem.task.cluster.devices
         require_devices(problem.platform, here, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         devices, probed = parallel_probe_ranks(problem.platform), []
-        for number, each in enumerate(_choose_candidates(problem, workload, candidate, top)):
+        for number, each in enumerate(_choose_candidates(problem, candidate, top)):
             job_folder = str((place / f"candidate-{number}").resolve())
-            probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
+            probed.append(_probe(problem, each, job_folder, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
         last_rank = probed[-1].ranks[-1]
         failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
@@ -107,14 +108,13 @@ def _problem(
 
 def _probe(
     problem: Problem,
-    workload: Workload,
     candidate: Candidate,
     folder: str,
     ranks: Sequence[int],
     devices: int,
     on_rank: Callable[[str], object],
 ) -> Probe:
-    world, text = problem.platform.task.cluster.devices, candidate_text(candidate, problem.knobs)
+    world, text = problem.task.cluster.devices, candidate_text(candidate, problem.knobs)
 
     def report(rank: int) -> None:
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
@@ -127,7 +127,7 @@ def _probe(
         raise Interrupted(_("interrupted")) from None
 
 
-def _choose_candidates(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
+def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem)

@@ -11,15 +11,15 @@ from shutil import rmtree
 from typing import Any, cast
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import as_candidate, broken_rules_of
-from flagcore.api.explaining.candidate_report import named_columns
-from flagcore.api.explaining.neighbors import columns_of
+from flagcore.api.candidate_parser import broken_rules_of
+from flagcore.api.explaining.subject import columns_of, named_columns
 from flagcore.api.snapshot import Snapshot, load_snapshot
 from flagcore.api.tuning.export import require_startable
 from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
+from flagcore.domain.space import as_candidate
 from flagcore.errors import FlagError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
@@ -141,20 +141,20 @@ def _job(
     options: Mapping[str, str],
 ) -> ExportJob:
     """Return the job of a candidate; a server on several instances is one of them if the exporter starts them."""
-    engine: object = snapshot.workload
+    engine: object = snapshot.problem.workload
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else platform.elsewhere()
     comments = _comments(snapshot, candidate)
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     one, replicas = candidate, 1
     if exporter is not None and exporter.per_server:
-        if servers := snapshot.workload.groups(platform, candidate, name):
+        if servers := snapshot.problem.workload.groups(platform, candidate, name):
             groups = tuple(replace(each, launch=platform.prepared(each.launch)) for each in servers.groups)
             return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
-        one, replicas = snapshot.workload.replica(candidate)
+        one, replicas = snapshot.problem.workload.replica(candidate)
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, one, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    used = snapshot.workload.device_counts(snapshot.task, columns_of(snapshot, one))
+    used = snapshot.problem.workload.device_counts(snapshot.task, columns_of(snapshot, one))
     return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
 
 

@@ -149,7 +149,7 @@ class _EngineRun:
                 strategy=self.strategy,
                 open_store=self._open_store,
                 on_event=on_each,
-                past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
+                past=lambda problem: past_of_problem(problem, loaded, self.name),
                 probe_strategy=plugins.strategy(PROBE_STRATEGY),
             )
             try:

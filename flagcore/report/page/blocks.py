@@ -114,18 +114,16 @@ class Page:
     sections: tuple[Section, ...] = ()
 
 
-def cell(value: Any, text: str | None = None) -> Cell:
-    """Return a value as a cell, with four significant digits unless its text is given; `-` for None."""
-    figure = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-    if text is None:
-        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
-    return Cell(text if value is not None else "-", figure)
+def cell(value: Any) -> Cell:
+    """Return a value as a cell, with four significant digits; `-` for None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Cell(f"{value:,}" if isinstance(value, int) else shown(value), float(value))
+    return Cell(shown(value))
 
 
 def highlighted(value: float | None, mark: str = "~") -> Cell:
     """Return a number with a mark before it as a cell: `~` is predicted or partly modelled; `-` for None."""
-    highlighted_cell = cell(value)
-    return highlighted_cell if value is None else Cell(mark + highlighted_cell.text, highlighted_cell.value)
+    return cell(value) if value is None else Cell(mark + cell(value).text, float(value))
 
 
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:

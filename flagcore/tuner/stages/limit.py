@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Platform, SearchContext
+from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.domain.chip import MUCH_SLOWER, slowness
 from flagcore.domain.devices import disturbances
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
-from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats, overheads
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control, Task, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
@@ -101,9 +100,13 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     return high / trial.scale
 
 
-def search_time(platform: Platform, predictions: Predictions, rows: IntArray) -> SearchTime:
-    """Return the time of a search that tries `rows`."""
-    task, control, start_seconds = platform.task, platform.task.spec.control, platform.workload.start_seconds
+def search_time(problem: Problem) -> SearchTime:
+    """Return the estimated time of a search that tries the candidates with the fastest predictions."""
+    task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
+    start_seconds, rows = problem.workload.start_seconds, problem.pruned.open_rows
+    if rows.size > control.max_trials:
+        step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+        rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
     max_step = control.max_step_time or math.inf
     # if steps are shortened, the finalists run again with whole steps
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())

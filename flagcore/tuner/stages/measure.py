@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.effects import engine_task
-from flagcore.domain.launch import LONGEST_REASON, Exit, failure
+from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, failure
 from flagcore.domain.search_state import noise
 from flagcore.domain.spec import Control, TrainSpec
 from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, steps_in_time, warmup_steps
@@ -48,148 +48,190 @@ def measure(
     `best` is the best trial so far; None: the trial is not stopped early. `on_poll` is called while the trial runs. On
     an exception such as KeyboardInterrupt, the processes of the trial are ended.
     """
-    readings, workload = Readings(platform), platform.workload
-    progress = workload.progress(platform.task, folder)
-    control, limit, start = platform.task.spec.control, workload.step_limit(platform.task), time.monotonic()
-    warmup, wanted = control.warmup_iters, limit
-    scale = trial.shortened.low if trial.shortened else 1.0
-    faster: Trial | None = None
-    stopped = too_long = False
-    try:
-        while (ended := running.wait(POLL_SECONDS)) is None:
-            on_poll()
-            steps, elapsed = progress(), time.monotonic() - start
-            if limit is not None:
-                warmup = warmup_steps(steps, control.warmup_iters)
-                wanted = _steps_to_run(steps, limit - control.warmup_iters + warmup, trial, elapsed)
-            readings.take(in_steps=len(steps) > warmup)
-            stopped = wanted is not None and len(steps) >= wanted
-            if not stopped and best and _is_too_slow(steps, warmup, best, scale):
-                faster = best
-            too_long = not stopped and _is_too_long(steps, platform, trial, elapsed)
-            if stopped or faster or too_long:
-                ended = running.stop()
-                break
-    except BaseException:
-        running.stop()
-        raise
-    steps = progress()
-    finished = wanted is not None and len(steps) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
-    if too_long:
-        ended = replace(ended, ended_by="timeout")
-    outcome = _outcome(ended, faster, platform, trial, folder, steps, finished=stopped or finished)
-    if wanted and outcome.state is TrialState.MEASURED and not stopped:
-        outcome = replace(outcome, reason=_end_remark(ended, folder, platform, len(steps), wanted))
-    if isinstance(platform.task.spec.work, TrainSpec):
-        outcome = _with_fewer_steps(outcome, _comparable(steps, platform), len(steps), control)
-    if outcome.measurement:
-        outcome = replace(outcome, measurement=with_readings(outcome.measurement, readings, platform))
-    else:
-        outcome = replace(outcome, telemetry=readings.summary())
-    return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
+    return _Watch(platform, trial, folder, best).finished(running, on_poll)
 
 
-def _steps_to_run(steps: Sequence[float], planned: int, trial: Trial, elapsed: float) -> int:
-    """Return the number of steps after which a trial is stopped: those that end before the target of its time."""
-    target = trial.time_limit.target_s if trial.time_limit else None
-    if target is None or len(steps) < MIN_STEPS:
-        return planned
-    return steps_in_time(steps, planned, target - elapsed)
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """A trial that runs in `folder`, and the `best` trial so far."""
 
+    platform: Platform
+    trial: Trial
+    folder: str
+    best: Trial | None
 
-def _is_too_long(steps: Sequence[float], platform: Platform, trial: Trial, elapsed: float) -> bool:
-    """Return whether a trial has finished its first step, and the second one would end after its time limit.
+    @property
+    def control(self) -> Control:
+        return self.platform.task.spec.control
 
-    On an accelerator, the first step compiles kernels, so the second one may take only as long as predicted.
-    """
-    spec = platform.task.spec
-    if not isinstance(spec.work, TrainSpec) or len(steps) != 1 or spec.control.train_iters < MIN_STEPS:
-        return False
-    next_s = steps[0] if platform.support.shared_devices else min(steps[0], _predicted_step(trial) or 0.0)
-    return trial.time_limit is not None and elapsed + next_s > trial.time_limit.seconds
+    @property
+    def is_training(self) -> bool:
+        return isinstance(self.platform.task.spec.work, TrainSpec)
 
-
-def _comparable(steps: Sequence[float], platform: Platform) -> tuple[float, ...]:
-    """Return the steps that take as long as later ones: on an accelerator all but the first."""
-    return tuple(steps if platform.support.shared_devices else steps[1:])
-
-
-def _with_fewer_steps(trial: Trial, steps: Sequence[float], count: int, control: Control) -> Trial:
-    """Return a trial that ended after `count` steps with its interval, or with the times of its `steps`."""
-    measured, planned, scale = trial.measurement, control.train_iters, trial.scale
-    if measured is None:
-        return replace(trial, finished_steps_s=tuple(scale * each for each in steps))
-    timed = len(measured.step_times_s)
-    if trial.state is not TrialState.MEASURED or measured.warmup_steps is None or count >= planned:
-        return trial
-    if timed >= planned - control.warmup_iters:  # its warm-up ended early
-        return trial
-    spread = (max(steps) - min(steps)) * scale / measured.step_time_s / 2.0 if steps else 0.0
-    share = min(max(FEW_STEPS / math.sqrt(timed), spread), 1.0)
-    low, high = measured.low_s or measured.step_time_s, measured.high_s or measured.step_time_s
-    reason = _few_steps(count, measured.scaled_from or measured.step_time_s, trial, control)
-    return replace(
-        trial,
-        reason=trial.reason or reason,
-        measurement=replace(measured, few_steps=True, low_s=low * (1.0 - share), high_s=high * (1.0 + share)),
-    )
-
-
-def _end_remark(ended: Exit, folder: str, platform: Platform, steps: int, wanted: int) -> str | None:
-    """Return a remark if a measured trial ended too early or failed after its steps, else None."""
-    if steps < wanted:
-        return f"it ended after {steps} of {wanted} steps"
-    if ended.code == 0 and ended.ended_by is None:
-        return None
-    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
-    return f"it failed after all its steps were measured: {failure(ended, folder, patterns)[1]}"[:LONGEST_REASON]
-
-
-def _outcome(
-    ended: Exit,
-    beaten_by: Trial | None,
-    platform: Platform,
-    trial: Trial,
-    folder: str,
-    steps: Sequence[float],
-    *,
-    finished: bool,
-) -> Trial:
-    is_training = isinstance(platform.task.spec.work, TrainSpec)
-    cut_off = ended.ended_by == "timeout" and not finished and is_training and len(steps) >= MIN_STEPS
-    if (ended.code == 0 and ended.ended_by is None) or beaten_by or finished or cut_off:
+    def finished(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
+        """Wait for the trial, and return its outcome."""
+        readings, workload = Readings(self.platform), self.platform.workload
+        progress, limit = workload.progress(self.platform.task, self.folder), workload.step_limit(self.platform.task)
+        start, warmup, wanted = time.monotonic(), self.control.warmup_iters, limit
+        stopped = slower = too_long = False
         try:
-            partial = cut_off or beaten_by is not None
-            measured = platform.workload.read(engine_task(platform.task), trial.candidate, folder, partial=partial)
+            while (ended := running.wait(POLL_SECONDS)) is None:
+                on_poll()
+                steps, elapsed = progress(), time.monotonic() - start
+                if limit is not None:
+                    warmup = warmup_steps(steps, self.control.warmup_iters)
+                    wanted = self._steps_to_run(steps, limit - self.control.warmup_iters + warmup, elapsed)
+                readings.take(in_steps=len(steps) > warmup)
+                stopped = wanted is not None and len(steps) >= wanted
+                slower = not stopped and self._is_slower_than_best(steps[warmup:])
+                too_long = not stopped and self._is_too_long(steps, elapsed)
+                if stopped or slower or too_long:
+                    ended = running.stop()
+                    break
+        except BaseException:
+            running.stop()
+            raise
+        steps = progress()
+        done = wanted is not None and len(steps) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
+        if too_long:
+            ended = replace(ended, ended_by="timeout")
+        outcome = self._stopped_early() if slower else self._outcome(ended, steps, has_all_steps=stopped or done)
+        if wanted and outcome.state is TrialState.MEASURED and not stopped:
+            outcome = replace(outcome, reason=self._end_remark(ended, len(steps), wanted))
+        if self.is_training:
+            outcome = self._with_fewer_steps(outcome, steps)
+        if outcome.measurement:
+            outcome = replace(outcome, measurement=with_readings(outcome.measurement, readings, self.platform))
+        else:
+            outcome = replace(outcome, telemetry=readings.summary())
+        return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
+
+    def _steps_to_run(self, steps: Sequence[float], planned: int, elapsed: float) -> int:
+        """Return the number of steps after which the trial is stopped: those that end before the target of its time."""
+        target = self.trial.time_limit.target_s if self.trial.time_limit else None
+        if target is None or len(steps) < MIN_STEPS:
+            return planned
+        return steps_in_time(steps, planned, target - elapsed)
+
+    def _is_slower_than_best(self, timed_steps: Sequence[float]) -> bool:
+        if len(timed_steps) < 2 or self.best is None or self.best.measurement is None:
+            return False
+        scale = self.trial.shortened.low if self.trial.shortened else 1.0
+        return scale * min(timed_steps) > early_stop_ratio(self.best) * self.best.measurement.step_time_s
+
+    def _is_too_long(self, steps: Sequence[float], elapsed: float) -> bool:
+        """Return whether the trial has finished its first step, and the second one would end after its time limit.
+
+        On an accelerator, the first step compiles kernels, so the second one may take only as long as predicted.
+        """
+        limit = self.trial.time_limit
+        if not self.is_training or len(steps) != 1 or self.control.train_iters < MIN_STEPS or limit is None:
+            return False
+        is_shared = self.platform.support.shared_devices
+        next_s = steps[0] if is_shared else min(steps[0], _predicted_step(self.trial) or 0.0)
+        return elapsed + next_s > limit.seconds
+
+    def _measurement(self, *, partial: bool) -> Measurement:
+        """Return the measurement, scaled to whole steps. Raises FlagError."""
+        task, trial = engine_task(self.platform.task), self.trial
+        measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
+        return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)
+
+    def _failed(self, error: FlagError) -> Trial:
+        return replace(self.trial, state=TrialState.FAILED, reason=str(error))
+
+    def _stopped_early(self) -> Trial:
+        assert self.best is not None
+        assert self.best.measurement is not None
+        try:
+            partial = self._measurement(partial=True)
         except FlagError as error:
-            return replace(trial, state=TrialState.FAILED, reason=str(error))
-        measured = trial.shortened.scaled(measured) if trial.shortened else measured
-        if beaten_by:
-            measured = replace(measured, partial=True)
-            return replace(
-                trial, state=TrialState.STOPPED, reason=_early_stop_reason(measured, beaten_by), measurement=measured
-            )
-        return _checked(platform, replace(trial, measurement=replace(measured, partial=cut_off)))
-    patterns = (*platform.failure_patterns, *platform.workload.failure_patterns())
-    state, reason = failure(ended, folder, patterns, trial.time_limit)
-    if state is TrialState.TIMED_OUT and is_training:
-        reason = _timeout_reason(reason, steps, trial, platform.task.spec.control)
-    return replace(trial, state=state, reason=reason, inconclusive=ended.ended_by == "host", lost_host=ended.lost_host)
+            return self._failed(error)
+        reason = (
+            f"slower than the best: its fastest step took {min(partial.step_times_s):.4g} s, more than "
+            f"{early_stop_ratio(self.best):.3g} times the {self.best.measurement.step_time_s:.4g} s of trial "
+            f"{self.best.number}"
+        )
+        return replace(self.trial, state=TrialState.STOPPED, reason=reason, measurement=partial)
 
+    def _outcome(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
+        cut_off = ended.ended_by == "timeout" and not has_all_steps and self.is_training and len(steps) >= MIN_STEPS
+        if (ended.code == 0 and ended.ended_by is None) or has_all_steps or cut_off:
+            try:
+                return self._checked(self._measurement(partial=cut_off))
+            except FlagError as error:
+                return self._failed(error)
+        state, reason = failure(ended, self.folder, self._failure_patterns, self.trial.time_limit)
+        if state is TrialState.TIMED_OUT and self.is_training:
+            reason = self._timeout_reason(reason, steps)
+        is_lost = ended.ended_by == "host"
+        return replace(self.trial, state=state, reason=reason, inconclusive=is_lost, lost_host=ended.lost_host)
 
-def _timeout_reason(reason: str, steps: Sequence[float], trial: Trial, control: Control) -> str:
-    """Return why a trial ended without a measurement, with its only finished step if it has one."""
-    if not steps or trial.time_limit is None:
-        return f"no step finished: {reason}"[:LONGEST_REASON]
-    line = f"{_few_steps(len(steps), steps[0], trial, control)}; there is no time for a second one"
-    return f"{line}: {trial.time_limit.seconds:.0f} s ({trial.time_limit.because})"[:LONGEST_REASON]
+    @property
+    def _failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return (*self.platform.failure_patterns, *self.platform.workload.failure_patterns())
 
+    def _checked(self, measured: Measurement) -> Trial:
+        """Return the trial as measured, or as failed if its measurement is invalid."""
+        group, trial = self.platform.task.cluster.groups[0], replace(self.trial, measurement=measured)
+        checks_ranks = self.platform.support.shared_devices and self.is_training
+        budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
+        if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
+            used_bytes = measured.device_used_bytes
+            reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
+            return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
+        if any(loss is None for loss in measured.losses):
+            return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
+        batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
+        for knob, requested in (*trial.candidate.items, *batch):
+            if (actual := measured.effective.get(knob, requested)) != requested:
+                reason = f"the engine ran with {knob} = {actual} instead of {requested}"[:LONGEST_REASON]
+                return replace(trial, state=TrialState.INVALID, reason=reason)
+        return replace(trial, state=TrialState.MEASURED)
 
-def _few_steps(count: int, step_s: float, trial: Trial, control: Control) -> str:
-    """Return the number of steps of a trial, and their measured and predicted time."""
-    predicted = _predicted_step(trial)
-    text = f"{count} of {control.train_iters} steps: {step_s:.3g} s"
-    return f"{text}, predicted {predicted:.3g} s" if predicted else text
+    def _end_remark(self, ended: Exit, steps: int, wanted: int) -> str | None:
+        """Return a remark if a measured trial ended too early or failed after its steps, else None."""
+        if steps < wanted:
+            return f"it ended after {steps} of {wanted} steps"
+        if ended.code == 0 and ended.ended_by is None:
+            return None
+        reason = failure(ended, self.folder, self._failure_patterns)[1]
+        return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
+
+    def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:
+        """Return the outcome of a trial that ended before its last step with its interval, or with its step times."""
+        measured, planned, count = outcome.measurement, self.control.train_iters, len(steps)
+        # On an accelerator, the first step takes longer than later ones: it compiles kernels.
+        steps = steps if self.platform.support.shared_devices else steps[1:]
+        if measured is None:
+            return replace(outcome, finished_steps_s=tuple(outcome.scale * each for each in steps))
+        timed = len(measured.step_times_s)
+        if outcome.state is not TrialState.MEASURED or measured.warmup_steps is None or count >= planned:
+            return outcome
+        if timed >= planned - self.control.warmup_iters:  # its warm-up ended early
+            return outcome
+        spread = (max(steps) - min(steps)) * outcome.scale / measured.step_time_s / 2.0 if steps else 0.0
+        share = min(max(FEW_STEPS / math.sqrt(timed), spread), 1.0)
+        low, high = measured.low_s or measured.step_time_s, measured.high_s or measured.step_time_s
+        return replace(
+            outcome,
+            reason=outcome.reason or self._few_steps(count, measured.scaled_from or measured.step_time_s),
+            measurement=replace(measured, few_steps=True, low_s=low * (1.0 - share), high_s=high * (1.0 + share)),
+        )
+
+    def _timeout_reason(self, reason: str, steps: Sequence[float]) -> str:
+        """Return why the trial ended without a measurement, with its only finished step if it has one."""
+        limit = self.trial.time_limit
+        if not steps or limit is None:
+            return f"no step finished: {reason}"[:LONGEST_REASON]
+        line = f"{self._few_steps(len(steps), steps[0])}; there is no time for a second one"
+        return f"{line}: {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON]
+
+    def _few_steps(self, count: int, step_s: float) -> str:
+        """Return the number of steps of the trial, and their measured and predicted time."""
+        predicted = _predicted_step(self.trial)
+        text = f"{count} of {self.control.train_iters} steps: {step_s:.3g} s"
+        return f"{text}, predicted {predicted:.3g} s" if predicted else text
 
 
 def _predicted_step(trial: Trial) -> float | None:
@@ -197,52 +239,6 @@ def _predicted_step(trial: Trial) -> float | None:
     return trial.predicted_step_s / trial.scale if trial.predicted_step_s else None
 
 
-def _checked(platform: Platform, trial: Trial) -> Trial:
-    """Return a finished trial as measured, or as failed if its measurement is invalid."""
-    measured, group = trial.measurement, platform.task.cluster.groups[0]
-    assert measured is not None
-    checks_ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
-    budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
-    if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
-        used_bytes = measured.device_used_bytes
-        reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
-        return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
-    if any(loss is None for loss in measured.losses):
-        return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
-    if difference := _difference(trial, measured):
-        return replace(trial, state=TrialState.INVALID, reason=difference)
-    return replace(trial, state=TrialState.MEASURED)
-
-
-def _difference(trial: Trial, measured: Measurement) -> str | None:
-    """Return a description of the first value with which the engine ran instead of the requested one, or None."""
-    batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
-    for knob, requested in (*trial.candidate.items, *batch):
-        actual = measured.effective.get(knob, requested)
-        if actual != requested:
-            return f"the engine ran with {knob} = {actual} instead of {requested}"[:LONGEST_REASON]
-    return None
-
-
-def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float) -> bool:
-    timed_steps = steps[warmup:]
-    return (
-        len(timed_steps) >= 2
-        and best.measurement is not None
-        and scale * min(timed_steps) > early_stop_ratio(best) * best.measurement.step_time_s
-    )
-
-
 def early_stop_ratio(best: Trial) -> float:
     """Return the ratio of a trial's fastest step to the step of `best` above which the trial is stopped early."""
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
-
-
-def _early_stop_reason(partial: Measurement, best: Trial) -> str:
-    """Return why a trial was stopped early."""
-    assert best.measurement is not None
-    fastest, step = min(partial.step_times_s), best.measurement.step_time_s
-    return (
-        f"slower than the best: its fastest step took {fastest:.4g} s, more than {early_stop_ratio(best):.3g} times "
-        f"the {step:.4g} s of trial {best.number}"
-    )

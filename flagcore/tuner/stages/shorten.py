@@ -22,7 +22,7 @@ from flagcore.contracts import Platform, PruningRule
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.trial import Shortened, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical
@@ -201,7 +201,7 @@ class SmallerTask:
     def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
         """Return the candidate of one row as it runs in trials."""
         small = self.columns(columns)
-        return Candidate(tuple((axis.knob, axis.decode(int(small[axis.knob][0]))) for axis in axes))
+        return as_candidate(axes, small)
 
     def rule(self) -> Rule:
         """Return the rule that a candidate can run in trials."""

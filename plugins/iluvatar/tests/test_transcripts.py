@@ -1,4 +1,4 @@
-"""Output of ixsmi on real machines (tests/smi), complete, truncated and garbled, in addition to the kit's checks."""
+"""Output of ixsmi on real machines (tests/smi) and other layouts derived from it, in addition to the kit's checks."""
 
 from pathlib import Path
 
@@ -31,3 +31,48 @@ def test_the_table_of_nvidia_is_rejected() -> None:
 
 def test_uuids_are_listed_by_index() -> None:
     assert smi.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
+
+
+TABLE = text("ixsmi-5.txt")
+
+
+def test_a_name_without_the_vendor_is_unchanged() -> None:
+    named = TABLE.replace("Iluvatar MR-V100 DUO", "BI-V100             ")
+    assert {row.device.chip for row in smi.read(named).rows} == {"BI-V100"}
+
+
+def test_a_device_whose_memory_is_an_error_is_left_out_and_reported() -> None:
+    listing = smi.read(TABLE.replace("68MiB / 32768MiB     |", "ERR!                 |", 1))
+    assert [row.device.index for row in listing.rows] == [1]
+    assert ["00000000:35:00.0" in line for line in listing.left_out] == [True]
+
+
+def test_a_device_that_hangs_is_left_out_and_reported() -> None:
+    # the line of such a device in dillonfzw/utils house_clean_gpus_iluvatar.sh, in the table of ixsmi-6.txt
+    whole = text("ixsmi-6.txt")
+    hangs = whole.replace(
+        "| 0%   31C   P0    57W / 250W   | 513MiB / 32768MiB    | 0%        Default    |",
+        "| 0%   0C    P0    65535W / 250 | 513MiB / 32768MiB    | 100%      Default    |",
+    )
+    listing = smi.read(hangs)
+    assert 5 not in [row.device.index for row in listing.rows]
+    assert ["65535 W" in line for line in listing.left_out] == [True]
+    assert smi.read(whole).rows[5].reading["power_watts"] == 57
+
+
+def test_a_query_is_read_by_its_header() -> None:
+    rows = smi.read(
+        "index, name, memory.total [MiB], gpu.power.draw [W], clocks.max.sm [MHz]\n"
+        "0, Iluvatar BI-V150, 32768 MiB, N/A, 1500 MHz\n"
+        "1, Iluvatar BI-V150, 32768 MiB, 93 W, 1500 MHz\n"
+        "2, NVIDIA A100, 32768 MiB, 93 W, 1500 MHz\n"
+    ).rows
+    assert [(row.device.chip, row.device.memory_bytes) for row in rows] == [("Iluvatar BI-V150", 32768 << 20)] * 2
+    assert [dict(row.reading) for row in rows] == [{}, {"power_watts": 93}]
+
+
+def test_a_list_reports_names_and_uuids() -> None:
+    rows = smi.read("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n").rows
+    assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
+    assert [row.device.chip for row in smi.read("GPU   0: BI150 (UUID: GPU-0f8b)\n").rows] == ["BI150"]
+    assert smi.read("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n").rows == ()

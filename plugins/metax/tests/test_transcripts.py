@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 from flagcore_metax import smi
+from flagcore_metax.discover import DETECTOR
 from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
+from flagcore_testing import fakes
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
@@ -129,3 +131,11 @@ def test_the_shipped_all_reduce_matches_the_log() -> None:
     logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]
     assert [int(words[0]) for words in logged] == curve["payload_bytes"]
     assert [float(words[5]) for words in logged] == pytest.approx([each * 1e6 for each in curve["seconds"]], rel=1e-4)
+
+
+def test_uuids_are_queried_if_visible_devices_use_them() -> None:
+    table = fakes.prints(text("mx-smi-1.txt"))
+    lines = "\n".join(f"GPU#{index}  MXC500  0000:2b:00.0  Available (UUID: GPU-{index}abc)" for index in range(8))
+    script = f'if [ "$1" = -L ]; then\n{fakes.prints(lines)}\nelse\n{table}\nfi'
+    with fakes.machine({"mx-smi": script}, CUDA_VISIBLE_DEVICES="GPU-5abc,GPU-1abc"):
+        assert [device.index for device in DETECTOR.devices()] == [5, 1]

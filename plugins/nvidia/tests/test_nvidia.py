@@ -13,43 +13,6 @@ def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
     assert row.device.memory_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA B300", "B300"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
-        ("NVIDIA GB300", "GB300"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
-        ("NVIDIA H200 NVL", "H200-NVL"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A30", "A30"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A6000", "A6000"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L40S", "L40S"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"),
-        ("Tesla V100-SXM2-32GB", "V100-32GB"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
-        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-    ],
-)
-def test_a_driver_name_identifies_one_chip(driver: str, name: str) -> None:
-    assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name(driver)] == [name]
-
-
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     chip = plugin.flagcore_chips()[0]
     groups = (NodeGroup(chip=chip, nodes=1, devices_per_node=devices) for devices in (1, 2, 8))

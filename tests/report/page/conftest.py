@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,9 @@ from flagcore.i18n import choose
 from tests.cli.conftest import MODEL, Project
 from tests.report.page.reading import Read, read
 
-SERVER = Path(__file__).parents[2] / "engines" / "serving" / "trial" / "server.py"
 EXPERTS = {**MODEL, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
 HOSTILE = "</script><script>alert('log')</script> <img src=x onerror=alert(1)> a|b `c` \x1b[31mred\x1b[0m \x07"
 BROKEN = f"""\
-import sys
 print({HOSTILE!r})
 sys.exit("ValueError: </pre><b>it is</b> | broken")
 """
@@ -140,28 +137,8 @@ class Runs:
         self.serving(where, ["llamacpp", "vllm"])
 
     def serving(self, where: Path, engine: object = "llamacpp") -> None:
-        project = self.project(where)
-        (project.folder / "weights.gguf").touch()
-        spec = {
-            "model": MODEL,
-            "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
-            "serve": {
-                "engine": engine,
-                "command": [sys.executable, str(SERVER), "known"],
-                "weights": "weights.gguf",
-                "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
-                "slo": {"ttft_s": {"p99": 100.0}},
-            },
-            "auto_tuner": {
-                "strategy": "predicted",
-                "baseline": {"parallel": 1},
-                "space": {"parallel": [1, 2, 4]},
-                "control": {"max_time_per_task": 60, "repeats": 0},
-            },
-            "envs": {"TEST_MARK": project.mark, "HF_TOKEN": "a-secret-of-mine"},
-        }
-        (project.folder / "spec.yaml").write_text(yaml.safe_dump(spec))
-        api.tune(project.folder / "spec.yaml", run_dir=where)
+        serve, envs = {"slo": {"ttft_s": {"p99": 100.0}}}, {"HF_TOKEN": "a-secret-of-mine"}
+        api.tune(self.project(where).served(engine=engine, serve=serve, envs=envs), run_dir=where)
 
 
 @pytest.fixture(scope="session")

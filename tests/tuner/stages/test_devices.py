@@ -63,13 +63,10 @@ def serving(cards: int | None) -> Task:
     return replace(task, spec=replace(task.spec, work=ServeSpec(engine="llamacpp", loads=(), cards=cards)))
 
 
-def test_servers_share_the_cores_of_a_cpu_with_their_load() -> None:
-    assert len(divide(platform(task=serving(2), shared_devices=True))[0]) == 1
-
-
-def test_servers_that_use_two_cards_run_side_by_side() -> None:
+def test_servers_that_use_two_cards_run_side_by_side_but_not_on_a_cpu() -> None:
     assert selected(divide(platform(task=serving(2)))[0]) == ["0,1", "2,3", "4,5", "6,7"]
     assert len(divide(platform(task=serving(None)))[0]) == 1
+    assert len(divide(platform(task=serving(2), shared_devices=True))[0]) == 1  # their load needs its cores
 
 
 def test_groups_of_hosts() -> None:
@@ -128,23 +125,38 @@ def busy(readers: Sequence[Any], need: float = 0.0, **extra: Any) -> str:
     return wait_for_devices(node(readers, **extra), need, 0.0)
 
 
-def test_idle_devices_are_free() -> None:
-    assert busy([Reads(0.8), Says(0.5)]) == ""
+SMALL_BUDGET = {"task": small.task(devices=2, memory_bytes=40 * GIB)}
+CORES = [Reads(79.0, free_bytes=3 * GIB), Reads(79.0)]
 
 
-def test_memory_in_use_is_named_with_device_gib_and_process() -> None:
-    found = busy([Reads(0.1), Reads(20.5, processes=("4711 python (20.5 GiB)",))])
-    assert "device 1" in found
-    assert "20.5 of 80.0 GiB" in found
-    assert "4711 python" in found
-    assert "device 0" not in found
-    assert "20.5" in busy([Says(20.5), Says(0.0)])
-
-
-def test_a_device_is_free_if_the_budget_fits_next_to_other_processes() -> None:
-    small_budget = small.task(devices=2, memory_bytes=40 * GIB)
-    assert busy([Reads(30.0), Reads(0.0)], task=small_budget) == ""
-    assert "device 0" in busy([Reads(50.0), Reads(0.0)], task=small_budget)
+@pytest.mark.parametrize(
+    ("readers", "extra", "words"),
+    [
+        ([Reads(0.8), Says(0.5)], {}, []),
+        (
+            [Reads(0.1), Reads(20.5, processes=("4711 python (20.5 GiB)",))],
+            {},
+            ["device 1", "20.5 of 80.0 GiB", "4711 python"],
+        ),
+        ([Says(20.5), Says(0.0)], {}, ["20.5"]),
+        ([Reads(30.0), Reads(0.0)], SMALL_BUDGET, []),  # the budget fits next to other processes
+        ([Reads(50.0), Reads(0.0)], SMALL_BUDGET, ["device 0"]),
+        ([Reads(0.0), Reads(0.0), Reads(70.0)], {}, []),  # the trial uses two devices
+        ([Reads(0.0, blocked="is in compute mode Prohibited"), Reads(0.0)], {}, ["Prohibited"]),
+        ([Reads(0.0), Reads(LookupError("gone"))], {}, ["device 1 does not respond"]),
+        ([Reads(90.0), Reads(0.0)], {}, ["device 0 reports 90.0 of 80.0 GiB"]),
+        (CORES, {"need": 2.0 * GIB, "shared_devices": True}, []),
+        (CORES, {"need": 4.0 * GIB, "shared_devices": True}, ["3.0 GiB", "4.0 GiB"]),
+        ([Reads(79.0)], {"need": 4.0 * GIB, "shared_devices": True}, []),
+    ],
+)
+def test_only_a_device_that_a_trial_cannot_use_is_named_with_the_reason(
+    readers: Sequence[Any], extra: dict[str, Any], words: list[str]
+) -> None:
+    found = busy(readers, **extra)
+    assert bool(found) == bool(words)
+    assert all(word in found for word in words)
+    assert found.count("device ") <= 1
 
 
 def test_a_device_with_only_the_memory_of_its_driver_in_use_is_free() -> None:
@@ -156,20 +168,10 @@ def test_a_device_with_only_the_memory_of_its_driver_in_use_is_free() -> None:
     assert "device 0" not in found
 
 
-def test_a_device_that_the_trial_does_not_use_may_be_busy() -> None:
-    assert busy([Reads(0.0), Reads(0.0), Reads(70.0)]) == ""
+def test_the_devices_of_a_trial_are_those_of_its_platform() -> None:
     platform = node([Reads(0.0), Reads(0.0), Reads(70.0)])
     selected = replace(platform, devices=(platform.devices[2], platform.devices[1]))
     assert "device 2" in wait_for_devices(selected, 0.0, 0.0)
-
-
-def test_a_compute_mode_that_forbids_processes_is_the_reason() -> None:
-    assert "Prohibited" in busy([Reads(0.0, blocked="is in compute mode Prohibited"), Reads(0.0)])
-
-
-def test_a_device_that_no_longer_answers_is_dead_if_others_do() -> None:
-    assert "device 1 does not respond" in busy([Reads(0.0), Reads(LookupError("gone"))])
-    assert "device 0 reports 90.0 of 80.0 GiB" in busy([Reads(90.0), Reads(0.0)])
 
 
 @pytest.mark.parametrize("problem", [LookupError("no tool"), RuntimeError("broken"), None])
@@ -177,15 +179,6 @@ def test_devices_without_telemetry_are_free(problem: Exception | None) -> None:
     assert busy([Reads(problem), Reads(problem)]) == ""
     assert busy([Reads(0.0), Reads(None if isinstance(problem, LookupError) else problem)]) == ""
     assert wait_for_devices(small.platform(TASK), 0.0, 0.0) == ""
-
-
-def test_cores_of_a_cpu_need_free_memory_only() -> None:
-    readers = [Reads(79.0, free_bytes=3 * GIB), Reads(79.0)]
-    assert busy(readers, need=2.0 * GIB, shared_devices=True) == ""
-    found = busy(readers, need=4.0 * GIB, shared_devices=True)
-    assert "3.0 GiB" in found
-    assert "4.0 GiB" in found
-    assert busy([Reads(79.0)], need=4.0 * GIB, shared_devices=True) == ""
 
 
 def test_it_waits_until_the_devices_are_free_and_reports_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.i18n import choose, from_record
+from flagcore.tuner.stages.build import build
 from flagcore.tuner.stages.limit import (
     SLACK,
     START_SLACK,
@@ -106,11 +107,11 @@ def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
 @pytest.mark.parametrize("max_time", [None, 100.0])
 def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     task = small.task(control=Control(train_iters=5, max_trials=2, max_time=max_time, max_step_time=3.0))
-    rows = np.arange(2)
     predictions = WORKLOAD.predict(task, WORKLOAD.columns(task, {}), small.costs(task))
     several = replace(predictions.take(np.zeros(3, dtype=np.int64)), step_time_s=np.array([1.0, 4.0, 9.0]))
     several = replace(several, high_s=several.step_time_s * 2)
-    found = search_time(small.platform(task), several, rows)
+    space = replace(build(WORKLOAD.axes(task), (), ()), rows=np.arange(3))
+    found = search_time(small.problem(small.platform(task), space, several))
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.steps_s == 5 * (1.0 + 3.0 + repeats * 4.0)

@@ -32,6 +32,8 @@ from flagcore.tuner.strategies.learned import MIN_GAIN, STRATEGY, believed
 from tests import small as made_up
 from tests.tuner.strategies.contexts import SPACE, TASK, WORKLOAD, distorted, predictions, search_context, trial_of
 
+KNOWN = predictions()
+
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
     """Run the strategy to its end against a made-up ground truth."""
@@ -52,41 +54,37 @@ def best_of(trials: list[Trial]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_it_ends_near_the_best_after_few_trials(seed: int) -> None:
-    known = predictions()
-    real = distorted(known, seed, spread=0.01)
-    trials = search(known, real)
+    real = distorted(KNOWN, seed, spread=0.01)
+    trials = search(KNOWN, real)
     assert len(trials) <= 0.2 * len(SPACE)
     assert best_of(trials) <= 1.02 * real.min()
 
 
 def test_a_model_off_by_a_factor_of_three_ends_near_the_best() -> None:
-    known = predictions()
-    real = distorted(known, 1, spread=0.01, times=3.0)
-    trials = search(known, real)
+    real = distorted(KNOWN, 1, spread=0.01, times=3.0)
+    trials = search(KNOWN, real)
     assert len(trials) <= 0.3 * len(SPACE)
     assert best_of(trials) <= 1.02 * real.min()
 
 
 @pytest.mark.slow
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
-    known = predictions()
     unknown = np.full(len(SPACE), np.nan)
-    untimed = replace(known, step_time_s=unknown, low_s=unknown, high_s=unknown)
+    untimed = replace(KNOWN, step_time_s=unknown, low_s=unknown, high_s=unknown)
     trials: list[Trial] = []
     for number in range(25):
         row = STRATEGY.next(search_context(untimed, trials)).row
         if row is None:
             break
-        trials.append(trial_of(row, float(known.step_time_s[row]), number))
-    mean_best = np.random.default_rng(0).choice(known.step_time_s, (200, 25)).min(axis=1).mean()
+        trials.append(trial_of(row, float(KNOWN.step_time_s[row]), number))
+    mean_best = np.random.default_rng(0).choice(KNOWN.step_time_s, (200, 25)).min(axis=1).mean()
     assert best_of(trials) <= mean_best
 
 
 @pytest.mark.slow
 def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
-    known = predictions()
-    capacity = float(np.quantile(known.device_used_bytes, 0.5))
-    known = replace(known, capacity_bytes=capacity)
+    capacity = float(np.quantile(KNOWN.device_used_bytes, 0.5))
+    known = replace(KNOWN, capacity_bytes=capacity)
     real = distorted(known, 2, spread=0.01)
     fits = 1.3 * known.device_used_bytes <= capacity
     trials = search(known, real, capacity, memory=1.3)
@@ -96,30 +94,27 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
 
 
 def test_it_reports_the_probability_of_a_further_gain_when_it_ends() -> None:
-    known = predictions()
-    trials = search(known, known.step_time_s)
-    reported = STRATEGY.next(search_context(known, trials))
+    trials = search(KNOWN, KNOWN.step_time_s)
+    reported = STRATEGY.next(search_context(KNOWN, trials))
     assert reported.row is None
     assert "the chance that an untried candidate is more than 1% faster than the best is" in reported.because
 
 
 def test_a_choice_reports_its_corrected_prediction() -> None:
-    known = predictions()
-    first = int(np.argmin(known.step_time_s))
-    chosen = STRATEGY.next(search_context(known, [trial_of(first, 2.0 * float(known.step_time_s[first]), 0)]))
+    first = int(np.argmin(KNOWN.step_time_s))
+    chosen = STRATEGY.next(search_context(KNOWN, [trial_of(first, 2.0 * float(KNOWN.step_time_s[first]), 0)]))
     assert chosen.row is not None
     step = chosen.belief["step_time_s"]
     assert isinstance(step, dict)
     assert step["low"] < step["value"] < step["high"]
-    assert step["value"] == pytest.approx(2.0 * known.step_time_s[chosen.row], rel=0.25)
+    assert step["value"] == pytest.approx(2.0 * KNOWN.step_time_s[chosen.row], rel=0.25)
 
 
 def test_pending_trials_make_similar_candidates_less_attractive() -> None:
-    known = predictions()
-    real = distorted(known, spread=0.0)
-    order = np.argsort(known.step_time_s, kind="stable")
+    real = distorted(KNOWN, spread=0.0)
+    order = np.argsort(KNOWN.step_time_s, kind="stable")
     trials = [trial_of(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
-    context, pending, rows = search_context(known, trials), list[Trial](), list[int]()
+    context, pending, rows = search_context(KNOWN, trials), list[Trial](), list[int]()
     for _ in range(4):
         busy = replace(context, pending=pending, open_rows=np.setdiff1d(context.open_rows, rows))
         chosen = STRATEGY.next(busy)
@@ -128,7 +123,7 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
         pending.append(replace(trial_of(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
     sure = expected_times(replace(context, pending=pending), observed_times(context))
-    assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
+    assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / KNOWN.step_time_s[rows], rel=0.3)
     assert len(expected_times(context, observed_times(context))) == 0
     before, after = (believed(replace(context, pending=some), rows[0]) for some in ((), pending))
     assert spread(after) < spread(before)
@@ -143,10 +138,9 @@ def probed(row: int, seconds: float | None, number: int, used: float | None = No
 
 
 def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
-    known = predictions()
-    step, needed = known.step_time_s, known.device_used_bytes
+    step, needed = KNOWN.step_time_s, KNOWN.device_used_bytes
     probes = (probed(3, 1.5 * step[3], 0, 2 * needed[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
-    seen = replace(search_context(known, [trial_of(4, 1.2 * step[4], 3)]), probes=probes)
+    seen = replace(search_context(KNOWN, [trial_of(4, 1.2 * step[4], 3)]), probes=probes)
     times = observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
     assert times.noise.tolist() == [MIN_NOISE, PROBE_NOISE]
@@ -157,8 +151,7 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
 
 
 def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> None:
-    known = predictions()
-    trials = [trial_of(row, float(known.step_time_s[row]), row) for row in range(4)]
+    trials = [trial_of(row, float(KNOWN.step_time_s[row]), row) for row in range(4)]
 
     def with_spread(trial: Trial, spread: float, count: int) -> Trial:
         step = trial.measurement.step_time_s
@@ -171,17 +164,16 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
     interrupted = replace(
         interrupted, state=TrialState.STOPPED, measurement=replace(interrupted.measurement, partial=True)
     )
-    noise = observed_times(search_context(known, [even, noisy, default, interrupted])).noise
+    noise = observed_times(search_context(KNOWN, [even, noisy, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
-    assert observed_times(search_context(known, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
+    assert observed_times(search_context(KNOWN, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
-    known = predictions()
     trials = [
-        trial_of(row, float(known.step_time_s[row]), at) for at, row in enumerate(np.argsort(known.step_time_s)[:2])
+        trial_of(row, float(KNOWN.step_time_s[row]), at) for at, row in enumerate(np.argsort(KNOWN.step_time_s)[:2])
     ]
-    context = search_context(known, [])
+    context = search_context(KNOWN, [])
     assert STRATEGY.next(replace(context, trials=trials)).row is not None
 
     def planned(steps: int) -> SearchContext:
@@ -195,42 +187,38 @@ def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_
 
 
 def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_slightly() -> None:
-    known = predictions()
-    row = int(np.argmax(known.device_used_bytes))
+    row = int(np.argmax(KNOWN.device_used_bytes))
     bounds = []
     for share in (0.9, 0.01):
-        small = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
+        small = replace(KNOWN, capacity_bytes=float(KNOWN.device_used_bytes[row]) / share)
         bounds.append(observed_memory(search_context(small, [trial_of(row, None, 0)])).log_ratio[0])
     assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
 
 
 def test_before_the_first_run_probes_determine_the_fastest_candidate() -> None:
-    known = predictions()
-    first = STRATEGY.next(search_context(known)).row
+    first = STRATEGY.next(search_context(KNOWN)).row
     assert first is not None
     slow = STRATEGY.next(
-        replace(search_context(known), probes=[probed(first, 3.0 * float(known.step_time_s[first]), 0)])
+        replace(search_context(KNOWN), probes=[probed(first, 3.0 * float(KNOWN.step_time_s[first]), 0)])
     )
-    assert slow.belief["step_time_s"]["value"] > 1.5 * known.step_time_s[slow.row]  # type: ignore[index]
+    assert slow.belief["step_time_s"]["value"] > 1.5 * KNOWN.step_time_s[slow.row]  # type: ignore[index]
 
 
 def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
-    known = predictions()
-    seen = search_context(known, [trial_of(0, float(known.step_time_s[0]), 0)])
+    seen = search_context(KNOWN, [trial_of(0, float(KNOWN.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
     alike = made_up.with_task(seen, task)
-    costs = [full_trial_seconds(each, np.log(known.step_time_s)) for each in (seen, alike)]
+    costs = [full_trial_seconds(each, np.log(KNOWN.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
 
 
 @pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED])
 def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: TrialState) -> None:
-    known = predictions()
-    first = trial_of(0, float(known.step_time_s[0]), 0)
-    broken = replace(trial_of(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
-    assert observed_times(search_context(known, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
+    first = trial_of(0, float(KNOWN.step_time_s[0]), 0)
+    broken = replace(trial_of(1, 0.1 * float(KNOWN.step_time_s[1]), 1), state=state)
+    assert observed_times(search_context(KNOWN, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
 
 
 def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int) -> list[Trial]:
@@ -249,17 +237,15 @@ def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int
     ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
 )
 def test_a_value_that_always_fails_is_detected_after_three_failures(knob: str, value: int) -> None:
-    known = predictions()
-    real = distorted(known, 5, spread=0.01)
+    real = distorted(KNOWN, 5, spread=0.01)
     fails = SPACE.columns()[knob] == value
-    trials = broken_by(known, real, fails, 25)
+    trials = broken_by(KNOWN, real, fails, 25)
     assert sum(trial.measurement is None for trial in trials) <= 3
     assert best_of(trials) <= 1.05 * real[~fails].min()
 
 
 def test_expensive_failures_make_the_search_more_cautious() -> None:
-    known = predictions()
-    known = replace(known, capacity_bytes=float(np.quantile(known.device_used_bytes, 0.4)))
+    known = replace(KNOWN, capacity_bytes=float(np.quantile(KNOWN.device_used_bytes, 0.4)))
     tried = int(np.argmax(known.step_time_s))
     fit = trial_of(tried, 1.5 * float(known.step_time_s[tried]), 0, float(known.device_used_bytes[tried]))
     out = int(np.argmax(known.device_used_bytes))
@@ -285,21 +271,19 @@ def certain_experience() -> PastMeasurements:
     ids=["one measurement", "two as expected", "two, one slower", "three"],
 )
 def test_experience_ends_a_run_after_two_measurements_that_confirm_it(factors: tuple[float, ...], stops: bool) -> None:
-    known = predictions()
-    rows = np.argsort(known.step_time_s)
+    rows = np.argsort(KNOWN.step_time_s)
     trials = [
-        trial_of(int(row), factor * float(known.step_time_s[row]), number)
+        trial_of(int(row), factor * float(KNOWN.step_time_s[row]), number)
         for number, (row, factor) in enumerate(zip(rows, factors, strict=False))
     ]
-    choice = STRATEGY.next(search_context(known, trials, past=certain_experience()))
+    choice = STRATEGY.next(search_context(KNOWN, trials, past=certain_experience()))
     assert (choice.row is None) == stops
 
 
 def test_a_part_of_the_step_that_no_trial_measured_keeps_a_confirmed_search_going() -> None:
-    known = predictions()
-    rows = np.argsort(known.step_time_s)
-    bubble = np.where(np.isin(np.arange(len(SPACE)), rows[:2]), 0.0, 0.5) * known.step_time_s
-    known = replace(known, time_s={"compute_s": known.step_time_s - bubble, "bubble_s": bubble})
+    rows = np.argsort(KNOWN.step_time_s)
+    bubble = np.where(np.isin(np.arange(len(SPACE)), rows[:2]), 0.0, 0.5) * KNOWN.step_time_s
+    known = replace(KNOWN, time_s={"compute_s": KNOWN.step_time_s - bubble, "bubble_s": bubble})
     trials = [trial_of(int(row), float(known.step_time_s[row]), number) for number, row in enumerate(rows[:2])]
     assert STRATEGY.next(search_context(known, trials, past=certain_experience())).row is not None
 
@@ -311,9 +295,8 @@ def test_the_reason_has_no_nan_if_nothing_fits() -> None:
 
 
 def test_no_trial_starts_that_takes_longer_than_the_remaining_time() -> None:
-    known = predictions()
-    first = int(np.argmax(known.step_time_s))
-    seen = search_context(known, [trial_of(first, float(known.step_time_s[first]), 0)])
+    first = int(np.argmax(KNOWN.step_time_s))
+    seen = search_context(KNOWN, [trial_of(first, float(KNOWN.step_time_s[first]), 0)])
     assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
     reported = STRATEGY.next(replace(seen, seconds_left=1e-6))
     assert reported.row is None
@@ -370,7 +353,6 @@ def test_the_search_ends_if_no_candidate_is_likely_to_meet_the_limits() -> None:
     assert "meets the limits" in choice.because
 
 
-KNOWN = predictions()
 NEAR = np.argsort(KNOWN.step_time_s)[:100]
 
 

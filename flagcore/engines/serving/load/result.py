@@ -10,48 +10,6 @@ FEWEST_ANSWERS = 8
 """Fewest requests of a load that ends early. With several in flight, it is at least as many as these: every one of them
 has then ended once, so that neither fast nor slow answers are missing. Chosen: a mean of eight varies a third as much
 as a single request."""
-SURE, SURE_BY_EVENTS = 1.5, 4.0
-"""A load is given up if it is estimated to take this multiple of its time. Without a complete answer, the estimate
-counts events as tokens, but an event may have several tokens, as with speculation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """The requests with a first token, `seconds` after the first send of a load.
-
-    Their answers have `tokens`; `left` events have not arrived, and `events_per_s` arrive since all have begun (0: not
-    known yet). The first of them began after `first_s`. If a request `waits`, it was sent and has no token.
-    """
-
-    seconds: float
-    count: int
-    tokens: float
-    first_s: float = 0.0
-    left: float = 0.0
-    events_per_s: float = 0.0
-    waits: bool = False
-    answered: int = 0
-
-    def guess_s(self, tokens: float) -> float | None:
-        """Return `needed_s` or, if that is unknown, an estimate from the events so far; None without any."""
-        events = self.tokens - self.left
-        return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
-
-    def needed_s(self, tokens: float) -> float | None:
-        """Return the seconds after the first send in which requests with `tokens` are answered, None if unknown.
-
-        If a request waits, the rate at which requests began counts, without the time of the first one, which may
-        include initializations of the server. Else all requests that were sent end first.
-        """
-        if self.waits:
-            if not self.answered or self.count < 2:
-                return None
-            one = self.tokens / self.count
-            return self.seconds + (self.seconds - self.first_s) * max(0.0, tokens - self.tokens) / (self.tokens - one)
-        if not self.count or (self.left and not self.events_per_s):
-            return None
-        end_s = self.seconds + (self.left / self.events_per_s if self.left else 0.0)
-        return end_s * max(1.0, tokens / self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

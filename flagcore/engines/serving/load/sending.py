@@ -7,13 +7,10 @@ import gc
 import math
 import resource
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,21 +19,17 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.highest import LimitCheck
+from flagcore.engines.serving.load.progress import Watch
 from flagcore.engines.serving.load.result import (
     CHAT,
     COMPLETIONS,
-    SURE,
-    SURE_BY_EVENTS,
-    Answer,
-    Begun,
     LoadResult,
     ProblemKind,
-    Progress,
     RequestFailed,
     Target,
 )
 from flagcore.engines.serving.load.routing import Pairs, Prefixes, pieces_of
-from flagcore.engines.serving.load.steady import PRECISION, SteadyState, Window, cut
+from flagcore.engines.serving.load.steady import PRECISION, SteadyState
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import (
@@ -58,8 +51,6 @@ LATE_S = 0.1
 
 CHECK_S = 0.25
 """Seconds between two checks whether a load can end in its time."""
-MIN_EVENTS = 2
-"""Events of each answer since all have begun that give their rate."""
 GRACE_S = 0.5
 """Seconds after the first failure during which further failures are collected."""
 
@@ -123,13 +114,14 @@ def measure(
 
         async with session() as http:
             if warmup:
-                sender = _LoadSender(http, targets, warmup, 0.0, LimitCheck({}, len(warmup)), pairs=pairs)
+                sender = _LoadSender(http, targets, warmup, _watch(warmup, {}), pairs=pairs)
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
                     return sender.result(requests.notes, None)
             prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
-            check = LimitCheck(limits or {}, len(main))
-            sender = _LoadSender(http, targets, main, load.think_time_s, check, steady, prefixes, fewest, pairs)
+            watch = _watch(main, limits or {}, steady, fewest)
+            think_s = load.think_time_s
+            sender = _LoadSender(http, targets, main, watch, think_s=think_s, prefixes=prefixes, pairs=pairs)
             gc.collect()
             meter = Meter()
             await sender.send(load.concurrency, deadline, share_s)
@@ -152,6 +144,16 @@ class _Request:
     pieces: tuple[int, ...] = ()
 
 
+def _watch(
+    requests: Sequence[_Request],
+    limits: Mapping[str, float],
+    steady: SteadyState | None = None,
+    fewest: int | None = None,
+) -> Watch:
+    outputs, arrivals = [each.output_tokens for each in requests], [each.arrive_s for each in requests]
+    return Watch(outputs, arrivals, LimitCheck(limits, len(requests)), steady, fewest)
+
+
 class _LoadSender:
     """Sends the requests of one load."""
 
@@ -160,50 +162,39 @@ class _LoadSender:
         http: aiohttp.ClientSession,
         targets: Sequence[Target],
         requests: Sequence[_Request],
-        think_s: float,
-        check: LimitCheck,
-        steady: SteadyState | None = None,
+        watch: Watch,
+        *,
+        think_s: float = 0.0,
         prefixes: Prefixes | None = None,
-        fewest: int | None = None,
         pairs: Pairs | None = None,
     ) -> None:
-        self._prefixes, self._pairs = prefixes, pairs
-        self._http, self._requests, self._think_s, self._check, self._steady = http, requests, think_s, check, steady
-        self._needed = steady.enough if steady else len(requests)
-        self._fewest = None if fewest is None else min(fewest, self._needed)
-        self._outputs = list(accumulate(request.output_tokens for request in requests))
-        self._window: Window | None = None
-        self._progress: Progress | None = None
-        self._unanswered = dict[int, tuple[float, Stream]]()
-        """The start of each request in flight and its answer, the oldest first."""
-        self._targets = targets
+        self._http, self._targets, self._requests, self._watch = http, targets, requests, watch
+        self._think_s, self._prefixes, self._pairs = think_s, prefixes, pairs
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
-        self._answers: list[Answer] = []
-        self._failed = self._stopped = self._ended = False
-        self._start = self._late_s = self._last_s = 0.0
+        self._failed, self._late_s = False, 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float, share_s: float = math.inf) -> None:
         """Send all requests; return when all are answered, one fails, `deadline` passes, or they cannot be answered
         until then. After `share_s`, return as soon as enough are answered.
         """
-        self._start = time.perf_counter()
+        watch, start = self._watch, time.perf_counter()
+        watch.start = start
         tasks = [asyncio.create_task(work) for work in self._tasks(concurrency)]
         end = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
-        timeout_s = max(0.0, deadline - self._start)
+        timeout_s = max(0.0, deadline - start)
         while not end.done():
-            left_s = self._start + timeout_s - time.perf_counter()
-            if left_s <= 0 or (timeout_s - left_s > share_s and self._is_cut()) or self._is_hopeless(timeout_s):
+            left_s = start + timeout_s - time.perf_counter()
+            if left_s <= 0 or (timeout_s - left_s > share_s and watch.is_cut()) or watch.is_hopeless(timeout_s):
                 break
             await asyncio.wait([end], timeout=min(left_s, CHECK_S))
         end.cancel()
         waiting = [task for task in tasks if not task.done()]
         if self._failed and waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
-        elif waiting and not self._ended and not self._is_cut():
-            begun, unanswered = self._begun(), len(self._requests) - len(self._answers)
-            self._progress = self._progress_of(begun)
-            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {begun.seconds:.1f} s"] += unanswered
+        elif waiting and not watch.has_ended and not watch.is_cut():
+            problem = f"{ProblemKind.TIMED_OUT.value}: not answered within {watch.time_out().seconds:.1f} s"
+            self.problems[problem] += len(self._requests) - len(watch.answers)
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -232,7 +223,7 @@ class _LoadSender:
                 await self._send_one(request)
 
     async def _send_at_arrival(self, conversation: Sequence[_Request], slots: asyncio.Semaphore) -> None:
-        due = self._start + (conversation[0].arrive_s or 0.0)
+        due = self._watch.start + (conversation[0].arrive_s or 0.0)
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
         for request in conversation:
@@ -247,7 +238,7 @@ class _LoadSender:
     async def _send_one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import send_request
 
-        if self._failed or self._ended:
+        if self._failed or self._watch.has_ended:
             return
         if self._prefixes is not None:
             target = self._prefixes.choose(request.pieces, self._in_flight)
@@ -255,8 +246,8 @@ class _LoadSender:
             target = min(range(len(self._targets)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
         self._sent[target] += 1
-        number, stream = sum(self._sent), Stream(request.output_tokens)
-        self._unanswered[number] = time.perf_counter() - self._start, stream
+        stream = Stream(request.output_tokens)
+        self._watch.sent(stream)
         try:
             if self._pairs is not None:
                 sent = await self._pairs.send(self._http, self._targets[target], request.body, stream)
@@ -264,7 +255,7 @@ class _LoadSender:
                 sent = await send_request(self._http, self._targets[target].address, request.body, stream)
             answer = stream.answer(
                 sent_s=sent,
-                start_s=sent - self._start,
+                start_s=sent - self._watch.start,
                 input_tokens=request.input_tokens,
                 output_tokens=request.output_tokens,
                 target=target,
@@ -274,86 +265,22 @@ class _LoadSender:
             raise
         finally:
             self._in_flight[target] -= 1
-        del self._unanswered[number]
-        self._answers.append(answer)
-        self._last_s = max(self._last_s, answer.start_s)
-        self._stopped = self._check.exceeded(answer)
-        if self._steady is not None:
-            self._window = self._steady.reached(self._answers, self._answered_until_s)
-        self._ended = self._stopped or self._window is not None
-        if self._ended:
+        self._watch.answered(stream, answer)
+        if self._watch.has_ended:
             raise _Ended
 
-    @property
-    def _answered_until_s(self) -> float:
-        """The time before which all requests that were sent are answered, at most that of the last request."""
-        return next((start_s for start_s, _ in self._unanswered.values()), self._last_s)
-
-    def _begun(self) -> Begun:
-        now, streams = time.perf_counter(), [stream for _, stream in self._unanswered.values()]
-        begun = [stream for stream in streams if stream.times]
-        firsts = [stream.times[0] - self._start for stream in begun]
-        latest = max(firsts, default=0.0) + self._start
-        events = sum(len(stream.times) - bisect_right(stream.times, latest) for stream in begun)
-        is_known = events >= MIN_EVENTS * len(begun)
-        return Begun(
-            seconds=now - self._start,
-            count=len(begun) + len(self._answers),
-            tokens=sum(each.output_tokens for each in self._answers) + sum(each.requested for each in begun),
-            first_s=min([*firsts, *(each.start_s + each.ttft_s for each in self._answers)], default=0.0),
-            left=sum(max(0.0, each.requested - len(each.times)) for each in begun),
-            events_per_s=events / (now - latest) if is_known and begun else 0.0,
-            waits=len(begun) < len(streams),
-            answered=len(self._answers),
-        )
-
-    def _is_hopeless(self, timeout_s: float) -> bool:
-        """Return whether the fewest requests with figures are certain to need more time."""
-        if self._fewest is None or len(self._answers) >= self._fewest:
-            return False
-        if arrive_s := self._requests[self._fewest - 1].arrive_s:
-            return arrive_s > timeout_s
-        needed_s = self._begun().needed_s(self._outputs[self._fewest - 1])
-        return needed_s is not None and needed_s > (SURE if self._answers else SURE_BY_EVENTS) * timeout_s
-
-    def _progress_of(self, begun: Begun) -> Progress:
-        each_s = fmean(answer.e2e_s for answer in self._answers) if self._answers else None
-        all_s = max(
-            self._requests[self._needed - 1].arrive_s or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0
-        )
-        return Progress(
-            answered=begun.answered,
-            requests=self._needed,
-            seconds=begun.seconds,
-            each_s=each_s,
-            has_tokens=begun.count > 0,
-            all_s=(all_s or None) if self._fewest is not None else None,
-        )
-
-    def _is_cut(self) -> bool:
-        """End a load that is not complete, and return whether it has figures."""
-        if not self._ends_steadily() and self._fewest is not None:
-            self._window = cut(self._answers, self._answered_until_s, self._fewest)
-            self._progress = self._progress_of(self._begun()) if self._window else None
-        return self._window is not None
-
-    def _ends_steadily(self) -> bool:
-        """End a load without precise figures, and return whether it has a steady state."""
-        if self._steady is not None and self._window is None and self._answers:
-            self._window = self._steady.window(self._answers, self._answered_until_s)
-        return self._window is not None
-
     def result(self, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
-        answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
+        watch = self._watch
+        answers = tuple(sorted(watch.answers, key=lambda answer: answer.start_s))
         figures, error = dict[str, float](), 0.0
-        if meter is not None and not self.problems and not self._stopped:
+        if meter is not None and not self.problems and not watch.is_stopped:
             client_load = meter.figures()
-            if self._steady is not None and not self._ends_steadily():
+            if watch.steady is not None and not watch.ends_steadily():
                 notes = (*notes, "the load has no steady state: latencies changed until its end")
-            figures = steady_figures(answers, self._window) if self._window else figures_of(answers)
-            if self._window:
-                answers = self._window.counted(answers)
-                error = self._window.error if self._window.error > PRECISION else 0.0
+            figures = steady_figures(answers, watch.window) if watch.window else figures_of(answers)
+            if watch.window:
+                answers = watch.window.counted(answers)
+                error = watch.window.error if watch.window.error > PRECISION else 0.0
             if error:
                 notes = (*notes, f"the load ended with figures that are precise to {error:.0%}")
             figures |= client_load
@@ -364,18 +291,18 @@ class _LoadSender:
                 notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         return LoadResult(
             figures=figures,
-            duration_s=duration_s(answers) if figures and self._window is None else time.perf_counter() - self._start,
+            duration_s=duration_s(answers) if figures and watch.window is None else time.perf_counter() - watch.start,
             completed=len(answers),
             failed=self.problems.total(),
             problems=tuple(
                 f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
             ),
-            requests=answers if figures or self._stopped else (),
+            requests=answers if figures or watch.is_stopped else (),
             notes=notes,
-            stopped=self._stopped,
-            window=None if self._window is None else (self._window.begin_s, self._window.end_s),
+            stopped=watch.is_stopped,
+            window=None if watch.window is None else (watch.window.begin_s, watch.window.end_s),
             error=error,
-            progress=self._progress,
+            progress=watch.progress,
         )
 
 

@@ -221,7 +221,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
     visits = np.ones(kinds.owner.size) if kinds.role is None else np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
     count = kinds.total(np.where(visits < 1.0, 0.0, 1.0)) if kinds.role is not None else kinds.total(visits)
-    raw = parts(context.times, context.overheads, loop, running)
+    raw = parts(loop, running)
     found = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
     if kinds.role is not None:
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
@@ -237,6 +237,8 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     return ClosedLoop(
+        costs=context.times,
+        overheads=context.overheads,
         flight=np.maximum(float(load.flight(1)) / context.kinds.lanes, 1.0),
         prompt=prompt,
         output=output,
@@ -260,7 +262,7 @@ def _mean_encoding(context: Candidates, load: SimulatedLoad) -> FloatArray:
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
     """Return the metrics of the steady state, with means in place of percentiles."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.lanes
-    state = steady_state(context.times, context.overheads, loop)
+    state = steady_state(loop)
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)
 

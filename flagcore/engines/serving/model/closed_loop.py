@@ -26,11 +26,14 @@ MAX_BUSY = 0.95
 class ClosedLoop:
     """One lane of each candidate and its load: `flight` requests of `prompt` and `output` tokens.
 
+    `costs` and `overheads` are those of the iterations and of the engine.
     `budget` (tokens of an iteration), `running` (sequences) and `cache_tokens` are totals over all `ranks` and
     `stages`. A lane whose `role` is 1 only computes prompts, with role 2 it only decodes. The vision tower takes
     `encode` seconds for the images of a request.
     """
 
+    costs: IterationCosts
+    overheads: Overheads
     flight: FloatArray
     prompt: FloatArray
     output: FloatArray
@@ -42,6 +45,26 @@ class ClosedLoop:
     role: IntArray | None = None
     encode: FloatArray | float = 0.0
 
+    @property
+    def front_end(self) -> FloatArray:
+        """The seconds that a request takes to reach the scheduler."""
+        return self.costs.crowding * (self.overheads.request + self.overheads.entry)
+
+    def reads(self, decoding: FloatArray) -> FloatArray:
+        """Return the seconds in which an iteration of `decoding` sequences reads their cache."""
+        ranks, context = self.ranks * self.stages, self.prompt + 0.5 * self.output
+        return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
+
+    def device(self, decoding: FloatArray) -> FloatArray:
+        """Return the seconds of an iteration of `decoding` sequences on the device."""
+        costs, per_rank = self.costs, decoding / (self.ranks * self.stages)
+        return (
+            interpolate(costs.local, per_rank)
+            + interpolate(costs.shared, decoding / self.stages)
+            + interpolate(costs.sampled, per_rank)
+            + self.reads(decoding)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
@@ -52,11 +75,12 @@ class SteadyState:
     rate: FloatArray
 
 
-def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) -> SteadyState:
+def steady_state(loop: ClosedLoop) -> SteadyState:
     """Return the mean latencies and the rate of a closed loop.
 
     Lanes that only compute prompts have the rate of output tokens that their prompts lead to, and no TPOT.
     """
+    overheads = loop.overheads
     decodes_only = np.zeros(loop.flight.shape, dtype=np.bool_) if loop.role is None else loop.role == 2
     context = loop.prompt + 0.5 * loop.output
     room = np.maximum(loop.cache_tokens / context, 1.0)
@@ -64,7 +88,7 @@ def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) 
     decoding = limit.copy()
     decode_steps = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
-        plain, mixed, prompt_tokens = _iterations(costs, overheads, loop, decoding, context)
+        plain, mixed, prompt_tokens = _iterations(loop, decoding)
         prompt_share = (
             decoding * loop.prompt / (loop.output * prompt_tokens)
         )  # iterations with prompts for each that decodes
@@ -73,43 +97,29 @@ def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) 
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = _front_end(costs, overheads) + np.where(decodes_only, tpot, wait + pieces * mixed)
+        ttft = loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed)
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
     state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return state if loop.role is None else _with_prompts_only(costs, overheads, loop, state, context)
+    return state if loop.role is None else _with_prompts_only(loop, state)
 
 
-def _with_prompts_only(
-    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, state: SteadyState, context: FloatArray
-) -> SteadyState:
+def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
     """Return the state with that of lanes that only compute prompts, one after the other."""
-    _, mixed, tokens = _iterations(costs, overheads, loop, np.full_like(loop.flight, 1e-9), context)
+    _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, loop.role == 1
     return SteadyState(
-        np.where(prefills, _front_end(costs, overheads) + seconds, state.ttft),
+        np.where(prefills, loop.front_end + seconds, state.ttft),
         np.where(prefills, 0.0, state.tpot),
         np.where(prefills, loop.output / seconds, state.rate),
     )
 
 
-def _front_end(costs: IterationCosts, overheads: Overheads) -> FloatArray:
-    return costs.crowding * (overheads.request + overheads.entry)
-
-
-def _iterations(
-    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decoding: FloatArray, context: FloatArray
-) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the seconds of an iteration without and with prompts, and the prompt tokens of the latter."""
-    ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
-    per_rank, reads = decoding / ranks, costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
-    plain = (
-        interpolate(costs.local, per_rank)
-        + interpolate(costs.shared, batch)
-        + interpolate(costs.sampled, per_rank)
-        + reads
-    )
+    costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
+    plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
     chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
@@ -130,23 +140,16 @@ PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
 """Parts of a request's time in the order of reports."""
 
 
-def parts(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
+def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
     """Return the seconds that a request spends in each part on its lane, without waits for a slot and other prompts.
 
     `decoding` is the mean number of decoding sequences of a lane. The time of a prompt assumes that it runs alone, the
     time of an answer that it runs only with decoding sequences.
     """
     role = np.zeros(loop.flight.shape, dtype=np.int64) if loop.role is None else loop.role
-    ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
-    per_rank, context = decoding / ranks, loop.prompt + 0.5 * loop.output
+    costs, batch, per_rank = loop.costs, decoding / loop.stages, decoding / (loop.ranks * loop.stages)
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
-    reads = costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
-    device = (
-        interpolate(costs.local, per_rank)
-        + interpolate(costs.shared, batch)
-        + interpolate(costs.sampled, per_rank)
-        + reads
-    )
+    device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
     launch_wait = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
@@ -156,13 +159,13 @@ def parts(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decodin
         costs.sampled, np.ones_like(piece)
     )
     prompt = np.where(role == 2, 0.0, prompt + costs.pair * 0.5 * loop.prompt**2 + loop.encode)
-    is_eager = (piece > costs.captured) | (not overheads.mixes)
+    is_eager = (piece > costs.captured) | (not loop.overheads.mixes)
     prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
     return {
         "prefill_s": prompt - prefill_comm,
         "decode_s": decode_steps * (device - decode_comm),
         "collectives_s": prefill_comm + decode_steps * decode_comm,
-        "host_s": _front_end(costs, overheads)
+        "host_s": loop.front_end
         + prefill_wait
         + pieces * costs.fixed
         + decode_steps * (costs.fixed + costs.sequence * decoding + launch_wait),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, w
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
 """Bytes of a log that are read at its start and at its end."""
 MAX_LINE = 2000
+QUIET_SECONDS, LONGEST_SECONDS = 0.5, 5.0
 NAMED_ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY_ERROR = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
 HARMLESS = re.compile(
@@ -61,6 +63,16 @@ def log_text(file: Path, begin: int = 0) -> str:
             return text.decode("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def wait_until_quiet(file: Path) -> None:
+    """Wait until nothing was written to a log for QUIET_SECONDS, at most LONGEST_SECONDS.
+
+    Engines may write their log in a thread of its own (llama.cpp): when they answer, lines are still missing.
+    """
+    end = time.monotonic() + LONGEST_SECONDS
+    while file.exists() and time.time() - file.stat().st_mtime < QUIET_SECONDS and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState | None, str]:

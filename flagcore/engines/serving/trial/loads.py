@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ OVERLOADED = re.compile(r"refused: HTTP (429|503)\b")
 """The failure of a load that a server does not accept."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
+TAIL_LENGTH = 300
+"""Number of characters of a client's last output in its failure."""
 
 
 class LoadRunner:
@@ -116,7 +119,7 @@ class LoadRunner:
             measurement: dict[str, Any] | None
             try:
                 if job.client is not None:
-                    measurement = self._run_client(job.client, f"client-{repeat}", name)
+                    measurement = self._run_client(job.client, self.folder / f"client-{repeat}", name)
                 else:
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
             except TrialFailure as failure:
@@ -203,11 +206,38 @@ class LoadRunner:
                 raise
             self._warm_up(1)
 
-    def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
-        client_folder = self.folder / folder
-        figures, duration_s = run_client(
-            command, self.job.report, self.client_url, self.model, client_folder, self.deadline, name
-        )
+    def _run_client(self, command: Sequence[str], folder: Path, name: str) -> dict[str, Any]:
+        """Run a client in its own folder, and return the metrics of its report and its run time in seconds.
+
+        `{url}`, `{model}` and `{report}` in `command` are replaced. Raises TrialFailure with the client's last output.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        report, log_file = folder / self.job.report, folder / CLIENT_LOG
+        report.unlink(missing_ok=True)
+        values, start = {"{url}": self.client_url, "{model}": self.model, "{report}": str(report)}, time.monotonic()
+        words = [reduce(lambda word, value: word.replace(*value), values.items(), word) for word in command]
+        with log_file.open("wb") as output:
+            try:
+                process = subprocess.run(
+                    words,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(1.0, self.deadline - start),
+                )
+            except subprocess.TimeoutExpired:
+                raise TrialFailure(TrialState.TIMED_OUT, f"the client of {name} did not end in time") from None
+            except OSError as error:
+                reason = f"serve.client.command: {words[0]} cannot be started: {error.strerror or error}"
+                raise TrialFailure(TrialState.INVALID, reason) from None
+        if code := process.returncode:
+            output_tail = " ".join(log_text(log_file).split())[-TAIL_LENGTH:]
+            raise TrialFailure(TrialState.FAILED, f"the client of {name} ended with {code}: {output_tail}")
+        try:
+            figures, duration_s = read_report(report), time.monotonic() - start
+        except UsageError as error:
+            raise TrialFailure(TrialState.FAILED, f"the client of {name}: {error}") from None
         check_all_alive(self.all, f"during {name}")
         return {"figures": figures, "duration_s": duration_s}
 
@@ -349,49 +379,3 @@ def counters(reports: ServerReports, servers: Sequence[Served]) -> dict[str, flo
     names = dict.fromkeys(name for each in found for name in each)
     combined = {name: combine(name, [each[name] for each in found if name in each]) for name in names}
     return {name: value for name, value in combined.items() if math.isfinite(value)}
-
-
-TAIL_LENGTH = 300
-"""Number of characters of a client's last output in its failure."""
-
-
-def run_client(
-    command: Sequence[str], report: str, url: str, model: str, folder: Path, deadline: float, name: str
-) -> tuple[dict[str, float], float]:
-    """Run a client in its own folder, and return the metrics of its report and its run time in seconds.
-
-    `{url}`, `{model}` and `{report}` in `command` are replaced. Raises TrialFailure with the client's last output.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    report_file, log = folder / report, folder / CLIENT_LOG
-    report_file.unlink(missing_ok=True)
-    start = time.monotonic()
-    with log.open("wb") as output:
-        words = [_fill_placeholders(word, url=url, model=model, report=str(report_file)) for word in command]
-        try:
-            process = subprocess.run(
-                words,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=max(1.0, deadline - start),
-            )
-        except subprocess.TimeoutExpired:
-            raise TrialFailure(TrialState.TIMED_OUT, f"the client of {name} did not end in time") from None
-        except OSError as error:
-            reason = f"serve.client.command: {words[0]} cannot be started: {error.strerror or error}"
-            raise TrialFailure(TrialState.INVALID, reason) from None
-    if process.returncode:
-        output_tail = " ".join(log_text(log).split())[-TAIL_LENGTH:]
-        raise TrialFailure(TrialState.FAILED, f"the client of {name} ended with {process.returncode}: {output_tail}")
-    try:
-        return read_report(report_file), time.monotonic() - start
-    except UsageError as error:
-        raise TrialFailure(TrialState.FAILED, f"the client of {name}: {error}") from None
-
-
-def _fill_placeholders(word: str, **values: str) -> str:
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word

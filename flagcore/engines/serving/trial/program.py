@@ -18,7 +18,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.job import SHARED_FOLDER, Job, log_name
 from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.launch.server import ROUTER_HEALTH
-from flagcore.engines.serving.trial.failures import TrialFailure, log_text
+from flagcore.engines.serving.trial.failures import TrialFailure, log_text, wait_until_quiet
 from flagcore.engines.serving.trial.loads import LoadRunner, counters
 from flagcore.engines.serving.trial.servers import (
     INVALID_ANSWERS,
@@ -108,6 +108,7 @@ def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> d
     """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
     reported: list[Mapping[str, KnobValue]] = []
     for server, instance in zip(servers, job.instances, strict=True):
+        wait_until_quiet(server.log)
         try:
             values = reports.effective(server.fetch, log_text(server.log))
         except INVALID_ANSWERS as error:

@@ -22,6 +22,7 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.placement import placements
+from flagcore.engines.serving.trial.failures import wait_until_quiet
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Running:
             except OSError:
                 time.sleep(0.05)
             else:
+                wait_until_quiet(self.file)
                 return None
         assert self.process.poll() is not None, self.log
         return self.process.poll()

@@ -11,7 +11,8 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.figures import figures_of, steady_figures
-from flagcore.engines.serving.load.result import Answer, Begun, LoadResult, Target
+from flagcore.engines.serving.load.progress import Begun
+from flagcore.engines.serving.load.result import Answer, LoadResult, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.load.steady import CUT_ERROR, cut
 from tests.engines.serving.load.servers import Behaviour, Body, Wire, finish, pieces, serving, well

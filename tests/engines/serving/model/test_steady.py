@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
+from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.simulation import simulate
 from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import OVER, times
 
 
-def loop(flight: float, prompt: float, output: float, cache: float) -> ClosedLoop:
+def loop(costs: IterationCosts, flight: float, prompt: float, output: float, cache: float) -> ClosedLoop:
     sizes = {"flight": flight, "prompt": prompt, "output": output, "cache_tokens": cache}
     limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0, "stages": 1.0}
-    return ClosedLoop(**{name: np.array([value]) for name, value in {**sizes, **limits}.items()})
+    columns = {name: np.array([value]) for name, value in {**sizes, **limits}.items()}
+    return ClosedLoop(costs=costs, overheads=OVER, **columns)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +38,13 @@ def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: in
     ]
     tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
     rate = flight * output / np.mean([each.end - each.arrival for each in requests])
-    found = steady_state(costs, OVER, loop(flight, prompt, output, cache))
+    found = steady_state(loop(costs, flight, prompt, output, cache))
     assert found.tpot[0] == pytest.approx(tpot, rel=0.12)
     assert found.rate[0] == pytest.approx(rate, rel=0.12)
 
 
 def test_more_concurrency_raises_throughput_and_latency() -> None:
     costs = times()
-    found = [steady_state(costs, OVER, loop(flight, 1024.0, 256.0, 1e9)) for flight in (1.0, 8.0, 64.0)]
+    found = [steady_state(loop(costs, flight, 1024.0, 256.0, 1e9)) for flight in (1.0, 8.0, 64.0)]
     assert np.diff([float(each.rate[0]) for each in found]).min() > 0
     assert np.diff([float(each.tpot[0]) for each in found]).min() > 0

@@ -1,0 +1,247 @@
+"""States of combinations and of single candidates, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.candidate_parser import values_of
+from flagcore.api.explaining.subject import Subject, best_of
+from flagcore.api.inputs import SpecLike
+from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
+from flagcore.api.runs import RESULT, Run, no_best_error, unreadable_error
+from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
+from flagcore.domain.plan import Counts, count, failed_repeats
+from flagcore.domain.search_state import DOES_NOT_FIT, rivals
+from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
+from flagcore.errors import NothingFits
+from flagcore.i18n import N_, _
+from flagcore.report.candidate_report import differs_text, seconds_text
+from flagcore.report.explanation import Explanation, needs_text
+from flagcore.report.formats import shown
+from flagcore.report.result import stop_reason
+from flagcore.report.text import candidate_text, scaled_text, state_name
+from flagcore.tuner.feasibility import require_candidate
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.prune import needed_share
+
+ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
+RAN, OPEN = N_("ran"), N_("open")
+"""States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
+be tried."""
+LEGAL = {
+    True: N_("it would be legal, and would fit"),
+    False: N_("it would be legal, but would not fit"),
+    None: N_("it would be legal; whether it would fit is unknown"),
+}
+"""Text for a candidate outside the space, by whether it is predicted to fit."""
+
+
+def state_of(subject: Subject) -> tuple[str, list[str], list[Mapping[str, Any]]]:
+    """Return the state of a candidate, the reasons, and the rules behind it."""
+    snapshot, predicted = subject.snapshot, subject.predicted
+    if predicted is None:
+        return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
+    if subject.row is None:
+        not_listed = [_("not in the space: no combination of the values of the spec gives it")]
+        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted["memory"].get("fits")])]
+        pruned_by = snapshot.pruned_by(subject.columns)
+        lines += [needs_text(predicted["memory"]), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
+        return OUTSIDE, lines, []
+    rules = _pruning_rules(snapshot, subject.row)
+    if any(trial.fidelity == snapshot.fidelity and trial.role is not Role.IMPORTED for trial in subject.trials):
+        ends = [_end_of_trial(snapshot, trial) for trial in subject.trials]
+        return RAN, [*ends, *_all_runs(subject), *_why_best(subject)], rules
+    probes = [_end_of_trial(snapshot, trial) for trial in subject.trials if trial.fidelity != ESTIMATE]
+    if rules:
+        return REMOVED, [*probes, *(_removal(subject, each) for each in rules)], rules
+    return OPEN, [*probes, *_why_open(subject)], []
+
+
+def account_of(subject: Subject) -> dict[str, Any]:
+    """Return the fields of a candidate that its report and a comparison share."""
+    state, because, rules = state_of(subject)
+    cluster = subject.snapshot.task.cluster
+    return {
+        "name": subject.name,
+        "where": str(subject.snapshot.where),
+        "candidate": subject.candidate.as_dict(),
+        "chip": cluster.chips,
+        "devices": cluster.devices,
+        "state": state,
+        "because": tuple(because),
+        "rules": tuple(rules),
+        "predicted": subject.predicted,
+        "believed": None if state == RAN else subject.believed,
+    }
+
+
+def _broken_rule(rule: Mapping[str, Any]) -> str:
+    values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
+    return f"{rule['rule']}: {rule['message']}" + (f" ({values})" if values else "")
+
+
+def _values_outside_space(subject: Subject) -> Iterator[str]:
+    values = subject.candidate.as_dict()
+    for axis in subject.snapshot.problem.space.axes:
+        if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.extra_values):
+            listed = {"knob": axis.knob, "value": value, "values": values_of(axis)}
+            yield _("not in the space: {knob} = {value}; {values}", **listed)
+
+
+def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
+    """Return a sentence on the end of a trial: its measurement compared with the best, or the reason of its failure."""
+    state, measured, shortened = snapshot.search_state, trial.measurement, trial.shortened
+    kind, role = _("probe") if trial.fidelity == PROBE else _("trial"), "imported" if trial.source else trial.role.value
+    line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
+    if measured is None or trial.state.failed:
+        return line + (f": {trial.reason}" if trial.reason else "")
+    line += f": {_seconds(snapshot, measured.step_time_s)}"
+    if measured.scaled_from is not None and shortened:
+        bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
+        line += f", {scaled_text(measured.scaled_from, shortened.nodes, shortened.of_nodes)} "
+        part, whole = shortened.global_batch_size, shortened.whole
+        line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=part, whole=whole, **bounds)
+    if trial.role is Role.IMPORTED:
+        return line + ", " + _("on another machine ({source})", source=trial.source)
+    if measured.broken:
+        line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
+    if state.best is not None:
+        runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
+        if state.best.candidate != trial.candidate:
+            best = f"{_('trial')} {state.best.number}: {_seconds(snapshot, best_s)}"
+            best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
+            share = measured.step_time_s / best_s - 1.0
+            line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=best)
+        elif runs == 1:
+            line += "; " + _("it is the best")
+    if not trial.reason:
+        return line
+    was_stopped = trial.state is TrialState.STOPPED
+    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
+
+
+def _seconds(snapshot: Snapshot, seconds: float) -> str:
+    return seconds_text(snapshot.task.spec.objective, seconds)
+
+
+def _all_runs(subject: Subject) -> Iterator[str]:
+    """Yield the median of several runs and, if the best has repeats, whether the candidate may be as fast."""
+    state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
+    if len(subject.runs) > 1 and subject.measured_s:
+        seconds = _seconds(subject.snapshot, subject.measured_s)
+        line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
+        yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
+    has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
+    if has_repeats and any(trial.candidate == subject.candidate for trial in rivals(state)):
+        yield _("not significantly slower than the best")
+
+
+def _why_best(subject: Subject) -> Iterator[str]:
+    """Yield a comparison of the best with the second candidate within the limits, and with the baseline."""
+    state = subject.snapshot.search_state
+    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
+    others = [each for each in measured if each.candidate != subject.candidate and state.keeps_limits(each.candidate)]
+    if state.best is None or state.best.candidate != subject.candidate or not others:
+        return
+
+    def share(other: Trial) -> float:
+        return state.speed_of(other.candidate) / state.speed_of(subject.candidate) - 1.0
+
+    second, compared = max(others, key=share), []
+    if second != state.baseline:
+        text = N_("{share:+.1%} in time vs the second (trial {number})")
+        compared.append(_(text, share=share(second), number=second.number))
+    if state.baseline in others:
+        text = N_("{share:+.1%} in time vs the baseline (trial {number})")
+        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
+    text = N_("the fastest of {count} measured candidates")
+    if subject.snapshot.task.spec.limits:
+        text = N_("the fastest of {count} measured candidates within the limits")
+    yield f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"
+
+
+def _pruning_rules(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
+    """Return the rule of the stage `prune` that removed a row; empty if no rule removed it."""
+    code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
+    if not code:
+        return []
+    name = snapshot.pruned.rules[code - 1]
+    message = snapshot.problem.messages.get(name, "")
+    return [{"rule": name, "message": message, "values": {}, "trial": trial if trial >= 0 else None}]
+
+
+def _removal(subject: Subject, rule: Mapping[str, Any]) -> str:
+    snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
+    if rule["rule"] == DOES_NOT_FIT:
+        assert subject.predicted is not None
+        line = f"{DOES_NOT_FIT}: {needs_text(subject.predicted['memory'])}"
+        least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
+        needed_gib = float(predictions.device_used_bytes[subject.row]) * least_share / 2**30
+        return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
+    line = f"{rule['rule']}: {rule['message']}"
+    if rule["trial"] is None:
+        return line
+    trial = next(each for each in all_trials(snapshot.run) if each.number == rule["trial"])
+    differences = differs_text(subject.differing(trial.candidate), snapshot.problem.knobs)
+    return f"{line}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
+
+
+def _why_open(subject: Subject) -> list[str]:
+    order, run = rows_by_time(subject.snapshot.problem), subject.snapshot.run
+    places = (np.flatnonzero(order == subject.row) + 1).tolist()
+    lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
+    if run is None:
+        return lines or [_("no rule removed it")]
+    if run.stopped_because:
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
+    return [_("untried: the run has not ended"), *lines]
+
+
+def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Report the outcome of every combination of a spec file, or of a run with its trials.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    snapshot = load_snapshot(where, chip, without)
+    problem, run, nothing_fits = snapshot.problem, snapshot.run, None
+    try:
+        require_candidate(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(
+        counts=_counts(snapshot, run) if run else before_trials(problem),
+        messages=problem.messages,
+        ended_because=stop_reason(run.data) if run and run.stopped_because else None,
+        nothing_fits=nothing_fits,
+        knobs=tuple(knob_record(snapshot.task, knob) for knob in problem.platform.knobs),
+        notes=plugin_notes(problem.platform),
+        lost_repeats=failed_repeats(run.repeats) if run else {},
+        fidelity=snapshot.fidelity,
+        causes=_causes_of_best(snapshot),
+        no_best=str(no_best_error(run)) if run and not run.best else None,
+    )
+
+
+def _causes_of_best(snapshot: Snapshot) -> str:
+    """Return why the best is faster than the baseline; empty without a best."""
+    best = best_of(snapshot)
+    row = None if best is None else snapshot.problem.space.find(best)
+    if best is None or row is None or not (text := Subject.of_row(snapshot, row).causes):
+        return ""
+    return f"{_('Best')}: {candidate_text(best, snapshot.problem.knobs)}. {text}"
+
+
+def _counts(snapshot: Snapshot, run: Run) -> Counts:
+    """Return the counts that a run saved at its end, or those of a run in progress. Raises RunError."""
+    if run.in_progress:
+        return count(snapshot.problem.space, snapshot.pruned, snapshot.search_state)
+    try:
+        counts = Counts(**run.data["counts"])
+        if not counts.balanced:
+            raise ValueError("its counts do not add up")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise unreadable_error(run.folder / RESULT, error) from None
+    return counts

@@ -1,0 +1,311 @@
+"""A candidate of a spec or run with its figures, and the candidates that could replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
+from flagcore.api.runs import no_best_error
+from flagcore.api.snapshot import Snapshot, all_trials
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, as_candidate
+from flagcore.domain.trial import Trial, TrialState, step_value
+from flagcore.errors import UsageError
+from flagcore.i18n import _
+from flagcore.report.candidate_report import causes_text, figure_pairs
+from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.build import canonical
+from flagcore.tuner.strategies.learned import believed
+
+UNSET = 0.25
+"""Distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on others."""
+STEP = 1 / 64
+"""Additional distance per factor of two in the value of a knob. It only orders candidates with equally many
+differences.
+"""
+NEAR = 2.75
+"""Maximum distance of a nearby candidate: two knobs, because the parallel sizes depend on each other."""
+MAX_MATCHES = 5
+"""Maximum number of further candidates with the given knobs."""
+CHUNK = 1 << 18
+
+
+class Subject:
+    """A candidate of a snapshot.
+
+    `requested` is the candidate as it was asked for, `candidate` the equivalent one that the engine runs, `columns` its
+    columns, and `row` its position in the space, None outside of it. `broken` are the legality rules that it breaks; if
+    there are any, `predicted` is None. `trials` are its trials, and `runs` its measured runs. `named` are the knobs in
+    its `name`. If they are too few for a candidate of the space, it is the fastest with them, and `others` are the rows
+    of the next ones.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        columns: Columns,
+        name: str = "",
+        named: frozenset[str] = frozenset(),
+        others: Sequence[int] = (),
+    ) -> None:
+        problem, axes = snapshot.problem, snapshot.problem.space.axes
+        self.snapshot, self.name, self.named, self.others = snapshot, name, named, others
+        self.broken = broken_rules_of(problem, columns)
+        self.columns = columns if self.broken else canonical(columns, problem.legality.merges)
+        self.requested, self.candidate = as_candidate(axes, columns), as_candidate(axes, self.columns)
+        self.row = None if self.broken else problem.space.find(self.candidate)
+        self.predicted = None if self.broken else snapshot.record(self.columns)
+        self.predicted_s = step_value(self.predicted)
+        self.trials = [trial for trial in all_trials(snapshot.run) if trial.candidate == self.candidate]
+        self.runs = snapshot.search_state.runs_of(self.candidate)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, name: str) -> Subject:
+        """Return the candidate with a name, see `explain_candidate`. Raises UsageError."""
+        columns, named = named_columns(snapshot, name)
+        columns, others = _completed(snapshot, columns, named)
+        typed, kind = name.strip().casefold(), "trial" if snapshot.run else "candidate"
+        shown_name = "the candidate" if named else f"{kind} {typed}" if typed.isdecimal() else typed
+        return cls(snapshot, columns, shown_name, named, others.tolist())
+
+    @classmethod
+    def of_row(cls, snapshot: Snapshot, row: int) -> Subject:
+        """Return the candidate at a position in the space."""
+        return cls(snapshot, snapshot.problem.space.columns(np.array([row])))
+
+    @property
+    def measured_s(self) -> float | None:
+        """The median seconds of a step of the runs; None without one."""
+        speed = self.snapshot.search_state.speed_of(self.candidate)
+        return 1.0 / speed if speed else None
+
+    @cached_property
+    def believed(self) -> Mapping[str, Any] | None:
+        """The prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
+        snapshot, row = self.snapshot, self.row
+        has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
+        return believed(snapshot.context, row) if snapshot.run and row is not None and has_trials else None
+
+    @cached_property
+    def scaled_s(self) -> float | None:
+        """The seconds of a step, scaled by measured over predicted times of the trials; None without a time."""
+        if self.row is None:
+            return self.predicted_s and self.predicted_s * scale(self.snapshot)
+        seconds = float(scaled_times(self.snapshot)[self.row])
+        return seconds if np.isfinite(seconds) else None
+
+    @cached_property
+    def expected_s(self) -> float | None:
+        """The seconds of a step as measured, else as corrected by trials, else as predicted.
+
+        The time of a stopped trial is a lower bound.
+        """
+        if self.row is None or self.measured_s:
+            return self.measured_s or self.scaled_s
+        least = _stopped_at(self.snapshot, self.candidate)
+        predicted_s = self.snapshot.problem.predictions.row(self.row).step_time_s
+        step = step_value(self.believed) if self.believed else predicted_s
+        return max((each for each in (step, least) if each is not None), default=None)
+
+    def differing(self, other: Candidate) -> dict[str, tuple[KnobValue, KnobValue]]:
+        """Return the knobs in which this and another candidate differ, with the value of each."""
+        mine, others = self.candidate.as_dict(), other.as_dict()
+        knobs = dict.fromkeys([*mine, *others])
+        return {knob: (mine.get(knob), others.get(knob)) for knob in knobs if mine.get(knob) != others.get(knob)}
+
+    @property
+    def causes(self) -> str:
+        """A paragraph that compares the candidate with the best, or the best with the baseline; empty if unknown."""
+        best, baseline = best_of(self.snapshot), self.snapshot.problem.baseline
+        is_best = self.candidate == best
+        candidate, name = (baseline, _("the baseline")) if is_best else (best, _("the best"))
+        known = None if candidate == self.candidate else candidate
+        row = None if known is None else self.snapshot.problem.space.find(known)
+        if row is None or self.predicted is None or self.expected_s is None:
+            return ""
+        other = Subject.of_row(self.snapshot, row)
+        if other.expected_s is None:
+            return ""
+        are_measured = bool(self.measured_s and other.measured_s)
+        expected = _("expected after trials") if self.snapshot.run else _("predicted")
+        return causes_text(
+            self.snapshot.task.spec.objective,
+            name,
+            (other.expected_s, self.expected_s),
+            (other.predicted_s, self.predicted_s),
+            figure_pairs(*((each.predicted or {}).get("time", {}) for each in (other, self))),
+            _("measured") if are_measured else expected,
+            has_rounds=is_best and are_measured,
+        )
+
+    def nearest_measured(self) -> Trial | None:
+        """Return the nearest measured trial of another candidate; None without one."""
+        axes = self.snapshot.problem.space.axes
+        others = [
+            trial
+            for trial in self.snapshot.search_state.trials
+            if trial.state is TrialState.MEASURED and trial.candidate != self.candidate
+        ]
+        columns = (columns_of(self.snapshot, trial.candidate) for trial in others)
+        distances = [_distances(axes, self.columns, each)[0] for each in columns]
+        return others[int(np.argmin(distances))] if others else None
+
+    def changes(self) -> dict[str, int]:
+        """Return rows that are alternatives to the candidate, by kind.
+
+        `allowed` is the nearest row that may be tried, `faster` the fastest nearby row with a scaled time below its
+        own, and `fastest` the fastest of all rows.
+        """
+        space, rows = self.snapshot.problem.space, allowed_rows(self.snapshot)
+        rows = rows[rows != (-1 if self.row is None else self.row)]
+        if not rows.size:
+            return {}
+        pieces = (space.columns(rows[start : start + CHUNK]) for start in range(0, rows.size, CHUNK))
+        distances = np.concatenate([_distances(space.axes, self.columns, piece) for piece in pieces])
+        time, own_s = scaled_times(self.snapshot)[rows], np.inf if self.scaled_s is None else self.scaled_s
+        places = {"allowed": int(np.lexsort((time, distances))[0])}
+        near = np.flatnonzero((distances <= NEAR) & (time < own_s))
+        if near.size:
+            places["faster"] = int(near[np.argmin(time[near])])
+        if time.min() < own_s:
+            places["fastest"] = int(np.lexsort((distances, time))[0])
+        return {kind: int(rows[place]) for kind, place in places.items()}
+
+
+def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
+    """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
+    candidate = _by_name(snapshot, name.strip().casefold())
+    if candidate is None:
+        return parse_candidate(name, snapshot.problem)
+    return columns_of(snapshot, candidate), frozenset()
+
+
+def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
+    """Return the columns of one candidate."""
+    values, axes = candidate.as_dict(), snapshot.problem.space.axes
+    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
+
+
+def best_of(snapshot: Snapshot) -> Candidate | None:
+    """Return the best of a run, or the fastest predicted candidate of a spec."""
+    if snapshot.run is not None:
+        return snapshot.run.best.candidate if snapshot.run.best else None
+    order = rows_by_time(snapshot.problem)
+    return snapshot.problem.space.candidate(int(order[0])) if order.size else None
+
+
+def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
+    """Return the candidate with a name; None if the name is a list of knobs."""
+    run, where = snapshot.run, snapshot.where
+    if name == "baseline":
+        return snapshot.problem.baseline
+    if name == "best":
+        if best := best_of(snapshot):
+            return best
+        if run is not None:
+            raise no_best_error(run)
+        raise UsageError(_("{where} has no best: {reason}", where=where, reason=_("no candidate is left")))
+    digits = name.removeprefix("trial").strip()
+    if not digits.isdecimal() or len(digits) > 9:
+        return None
+    number = int(digits)
+    if run is not None:
+        trials = {trial.number: trial for trial in all_trials(run)}
+        if number in trials:
+            return trials[number].candidate
+        known = ", ".join(map(str, trials)) or _("none")
+        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
+    order = rows_by_time(snapshot.problem)
+    if not 1 <= number <= order.size:
+        numbers = {"number": number, "last": order.size}
+        raise UsageError(_("{where} has no candidate {number}; it has 1 to {last:,}", where=where, **numbers))
+    return snapshot.problem.space.candidate(int(order[number - 1]))
+
+
+def _completed(snapshot: Snapshot, columns: Columns, named: frozenset[str]) -> tuple[Columns, IntArray]:
+    """Return the columns of the fastest candidate of the space with the named knobs, and the rows of the next ones.
+
+    The columns are returned unchanged if they are a candidate of the space, or if the space has no such candidate.
+    """
+    space, rows = snapshot.problem.space, np.array([], dtype=np.int64)
+    canonical_columns = canonical(columns, snapshot.problem.legality.merges)
+    if not named or space.find(as_candidate(space.axes, canonical_columns)) is not None:
+        return columns, rows
+    for chunk in space.chunks(CHUNK):
+        values = space.columns(chunk)
+        found = np.flatnonzero(np.all([values[knob] == columns[knob] for knob in named], axis=0))
+        rows = np.concatenate((rows, chunk.start + found))
+    if not rows.size:
+        return columns, rows
+    order = rows[np.lexsort((scaled_times(snapshot)[rows], snapshot.pruned.rule[rows] != 0))]
+    return space.columns(order[:1]), order[1 : 1 + MAX_MATCHES]
+
+
+def _distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> FloatArray:
+    """Return the distances of the rows of `others` from the only row of `candidate`: about the number of differing
+    knobs.
+    """
+    total = np.zeros(next(iter(others.values())).shape)
+    for axis in axes:
+        value, other = candidate[axis.knob], others[axis.knob]
+        unset = (axis.neutral is None) & ((value == 0) | (other == 0))
+        is_size = not (axis.words or axis.is_flag)
+        ratio = np.abs(np.log2((1.0 + np.abs(other)) / (1.0 + np.abs(value)))) if is_size else 1.0
+        total += (value != other) * (np.where(unset, UNSET, 1.0) + STEP * np.minimum(ratio, 8.0))
+    return total
+
+
+def allowed_rows(snapshot: Snapshot) -> IntArray:
+    """Return the rows that could be the best: measured rows, and rows that no rule removed and no trial ruled out.
+
+    All rows meet the latency limits. A rule that follows from a later trial does not remove a measured row.
+    """
+    space, state, rows = snapshot.problem.space, snapshot.search_state, snapshot.pruned.open_rows
+    failed = [each for each in state.trials if each.state.failed and each.state is not TrialState.INTERRUPTED]
+    excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
+    measured = [(state.keeps_limits(trial.candidate), row) for trial, row in _measured(snapshot)]
+    excluded += [row for is_kept, row in measured if not is_kept]
+    within_limits = snapshot.problem.predictions.keeps_limits(snapshot.task.spec.limits)
+    open_rows: IntArray = np.setdiff1d(rows[within_limits[rows]], np.array(excluded, dtype=np.int64))
+    return np.union1d(open_rows, np.array([row for is_kept, row in measured if is_kept], dtype=np.int64))
+
+
+def scaled_times(snapshot: Snapshot) -> FloatArray:
+    """Return the step time of each row in seconds: as measured, else the scaled prediction, else infinity.
+
+    The scale is the median of measured over predicted; without trials it is 1. The time of a stopped trial is a lower
+    bound.
+    """
+    times = np.nan_to_num(snapshot.problem.predictions.step_time_s * scale(snapshot), nan=np.inf)
+    for trial in snapshot.search_state.trials:
+        least, row = _stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
+        if least is not None and row is not None:
+            times[row] = max(times[row], least) if np.isfinite(times[row]) else least
+    for trial, row in _measured(snapshot):
+        times[row] = 1.0 / snapshot.search_state.speed_of(trial.candidate)
+    return times
+
+
+def scale(snapshot: Snapshot) -> float:
+    """Return the median of measured over predicted step times, 1 without a measurement."""
+    predicted_s = snapshot.problem.predictions.step_time_s
+    measured = ((trial.measurement, predicted_s[row]) for trial, row in _measured(snapshot))
+    ratios = [each.step_time_s / seconds for each, seconds in measured if each and np.isfinite(seconds)]
+    return float(np.median(ratios)) if ratios else 1.0
+
+
+def _stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
+    """Return the step time of a candidate's trial that was stopped early, in seconds; None without such a trial."""
+    trial = snapshot.search_state.by_candidate.get(candidate)
+    is_stopped = trial is not None and trial.state is TrialState.STOPPED
+    return trial.measurement.step_time_s if trial and is_stopped and trial.measurement else None
+
+
+def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
+    """Return the measured trials that are in the space, each with its row."""
+    trials = (each for each in snapshot.search_state.trials if each.state is TrialState.MEASURED and each.measurement)
+    return [(trial, row) for trial in trials if (row := snapshot.problem.space.find(trial.candidate)) is not None]

@@ -1,0 +1,165 @@
+"""Watches the progress of a load: which requests are answered, and whether it can end before all are."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+
+from flagcore.engines.serving.load.highest import LimitCheck
+from flagcore.engines.serving.load.result import Answer, Progress
+from flagcore.engines.serving.load.steady import SteadyState, Window, cut
+from flagcore.engines.serving.load.stream import Stream
+
+MIN_EVENTS = 2
+"""Events of each answer since all have begun that give their rate."""
+SURE, SURE_BY_EVENTS = 1.5, 4.0
+"""A load is given up if it is estimated to take this multiple of its time. Without a complete answer, the estimate
+counts events as tokens, but an event may have several tokens, as with speculation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The requests with a first token, `seconds` after the first send of a load.
+
+    Their answers have `tokens`; `left` events have not arrived, and `events_per_s` arrive since all have begun (0: not
+    known yet). The first of them began after `first_s`. If a request `waits`, it was sent and has no token.
+    """
+
+    seconds: float
+    count: int
+    tokens: float
+    first_s: float = 0.0
+    left: float = 0.0
+    events_per_s: float = 0.0
+    waits: bool = False
+    answered: int = 0
+
+    def guess_s(self, tokens: float) -> float | None:
+        """Return `needed_s` or, if that is unknown, an estimate from the events so far; None without any."""
+        events = self.tokens - self.left
+        return self.needed_s(tokens) or (self.seconds * tokens / events if events else None)
+
+    def needed_s(self, tokens: float) -> float | None:
+        """Return the seconds after the first send in which requests with `tokens` are answered, None if unknown.
+
+        If a request waits, the rate at which requests began counts, without the time of the first one, which may
+        include initializations of the server. Else all requests that were sent end first.
+        """
+        if self.waits:
+            if not self.answered or self.count < 2:
+                return None
+            one = self.tokens / self.count
+            return self.seconds + (self.seconds - self.first_s) * max(0.0, tokens - self.tokens) / (self.tokens - one)
+        if not self.count or (self.left and not self.events_per_s):
+            return None
+        end_s = self.seconds + (self.left / self.events_per_s if self.left else 0.0)
+        return end_s * max(1.0, tokens / self.tokens)
+
+
+class Watch:
+    """The answers of a load and its requests in flight, which have `outputs` tokens and arrive at `arrivals`.
+
+    The load `has_ended` when it is certain to exceed a limit of `check` (`is_stopped`) or its figures are precise. It
+    has a `window` if it has a steady state or was cut off, and `progress` if it did not end in its time.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[int],
+        arrivals: Sequence[float | None],
+        check: LimitCheck,
+        steady: SteadyState | None = None,
+        fewest: int | None = None,
+    ) -> None:
+        self.steady, self._check, self._arrivals = steady, check, arrivals
+        self._outputs = list(accumulate(outputs))
+        self._needed = steady.enough if steady else len(outputs)
+        self._fewest = None if fewest is None else min(fewest, self._needed)
+        self._unanswered = dict[Stream, float]()
+        """The requests in flight and their starts, the oldest first."""
+        self.answers: list[Answer] = []
+        self.window: Window | None = None
+        self.progress: Progress | None = None
+        self.is_stopped = self.has_ended = False
+        self.start = self._last_s = 0.0
+
+    def sent(self, stream: Stream) -> None:
+        """Store that a request was sent whose answer goes to `stream`."""
+        self._unanswered[stream] = time.perf_counter() - self.start
+
+    def answered(self, stream: Stream, answer: Answer) -> None:
+        """Store an answer, and find out whether the load has ended."""
+        del self._unanswered[stream]
+        self.answers.append(answer)
+        self._last_s = max(self._last_s, answer.start_s)
+        self.is_stopped = self._check.exceeded(answer)
+        if self.steady is not None:
+            self.window = self.steady.reached(self.answers, self._answered_until_s)
+        self.has_ended = self.is_stopped or self.window is not None
+
+    def is_hopeless(self, timeout_s: float) -> bool:
+        """Return whether the fewest requests with figures are certain to need more time."""
+        if self._fewest is None or len(self.answers) >= self._fewest:
+            return False
+        if arrive_s := self._arrivals[self._fewest - 1]:
+            return arrive_s > timeout_s
+        needed_s = self._begun().needed_s(self._outputs[self._fewest - 1])
+        return needed_s is not None and needed_s > (SURE if self.answers else SURE_BY_EVENTS) * timeout_s
+
+    def is_cut(self) -> bool:
+        """End a load that is not complete, and return whether it has figures."""
+        if not self.ends_steadily() and self._fewest is not None:
+            self.window = cut(self.answers, self._answered_until_s, self._fewest)
+            self.progress = self._progress() if self.window else None
+        return self.window is not None
+
+    def ends_steadily(self) -> bool:
+        """End a load without precise figures, and return whether it has a steady state."""
+        if self.steady is not None and self.window is None and self.answers:
+            self.window = self.steady.window(self.answers, self._answered_until_s)
+        return self.window is not None
+
+    def time_out(self) -> Progress:
+        """End a load without figures, and return its progress."""
+        self.progress = self._progress()
+        return self.progress
+
+    @property
+    def _answered_until_s(self) -> float:
+        """The time before which all requests that were sent are answered, at most that of the last request."""
+        return next(iter(self._unanswered.values()), self._last_s)
+
+    def _begun(self) -> Begun:
+        now, streams = time.perf_counter(), list(self._unanswered)
+        begun = [stream for stream in streams if stream.times]
+        firsts = [stream.times[0] - self.start for stream in begun]
+        latest = max(firsts, default=0.0) + self.start
+        events = sum(len(stream.times) - bisect_right(stream.times, latest) for stream in begun)
+        is_known = events >= MIN_EVENTS * len(begun)
+        return Begun(
+            seconds=now - self.start,
+            count=len(begun) + len(self.answers),
+            tokens=sum(each.output_tokens for each in self.answers) + sum(each.requested for each in begun),
+            first_s=min([*firsts, *(each.start_s + each.ttft_s for each in self.answers)], default=0.0),
+            left=sum(max(0.0, each.requested - len(each.times)) for each in begun),
+            events_per_s=events / (now - latest) if is_known and begun else 0.0,
+            waits=len(begun) < len(streams),
+            answered=len(self.answers),
+        )
+
+    def _progress(self) -> Progress:
+        begun = self._begun()
+        each_s = fmean(answer.e2e_s for answer in self.answers) if self.answers else None
+        all_s = max(self._arrivals[self._needed - 1] or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0)
+        return Progress(
+            answered=begun.answered,
+            requests=self._needed,
+            seconds=begun.seconds,
+            each_s=each_s,
+            has_tokens=begun.count > 0,
+            all_s=(all_s or None) if self._fewest is not None else None,
+        )
