@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
@@ -60,24 +60,37 @@ class Begun:
         return end_s * max(1.0, tokens / self.tokens)
 
 
-class Watch:
-    """The answers of a load and its requests in flight, which have `outputs` tokens and arrive at `arrivals`.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request; `input_tokens` is 0 for a text, whose tokens the server counts. If it `follows` the one before, it is
+    sent the think time of the load after that answer.
+    """
 
-    The load `has_ended` when it is certain to exceed a limit of `check` (`is_stopped`) or its figures are precise. It
+    body: bytes
+    input_tokens: int
+    output_tokens: int
+    arrive_s: float | None
+    follows: bool = False
+    pieces: tuple[int, ...] = ()
+
+
+class Watch:
+    """The answers of a load and its requests in flight, of the `requests`.
+
+    The load `has_ended` when it is certain to exceed one of `limits` (`is_stopped`) or its figures are precise. It
     has a `window` if it has a steady state or was cut off, and `progress` if it did not end in its time.
     """
 
     def __init__(
         self,
-        outputs: Sequence[int],
-        arrivals: Sequence[float | None],
-        check: LimitCheck,
+        requests: Sequence[Request],
+        limits: Mapping[str, float],
         steady: SteadyState | None = None,
         fewest: int | None = None,
     ) -> None:
-        self.steady, self._check, self._arrivals = steady, check, arrivals
-        self._outputs = list(accumulate(outputs))
-        self._needed = steady.enough if steady else len(outputs)
+        self.steady, self._requests, self._check = steady, requests, LimitCheck(limits, len(requests))
+        self._outputs = list(accumulate(request.output_tokens for request in requests))
+        self._needed = steady.enough if steady else len(requests)
         self._fewest = None if fewest is None else min(fewest, self._needed)
         self._unanswered = dict[Stream, float]()
         """The requests in flight and their starts, the oldest first."""
@@ -105,7 +118,7 @@ class Watch:
         """Return whether the fewest requests with figures are certain to need more time."""
         if self._fewest is None or len(self.answers) >= self._fewest:
             return False
-        if arrive_s := self._arrivals[self._fewest - 1]:
+        if arrive_s := self._requests[self._fewest - 1].arrive_s:
             return arrive_s > timeout_s
         needed_s = self._begun().needed_s(self._outputs[self._fewest - 1])
         return needed_s is not None and needed_s > (SURE if self.answers else SURE_BY_EVENTS) * timeout_s
@@ -154,7 +167,9 @@ class Watch:
     def _progress(self) -> Progress:
         begun = self._begun()
         each_s = fmean(answer.e2e_s for answer in self.answers) if self.answers else None
-        all_s = max(self._arrivals[self._needed - 1] or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0)
+        all_s = max(
+            self._requests[self._needed - 1].arrive_s or 0.0, begun.guess_s(self._outputs[self._needed - 1]) or 0.0
+        )
         return Progress(
             answered=begun.answered,
             requests=self._needed,

@@ -9,7 +9,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ import psutil
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of, steady_figures
-from flagcore.engines.serving.load.highest import LimitCheck
-from flagcore.engines.serving.load.progress import Watch
+from flagcore.engines.serving.load.progress import Request, Watch
 from flagcore.engines.serving.load.result import (
     CHAT,
     COMPLETIONS,
@@ -114,12 +113,12 @@ def measure(
 
         async with session() as http:
             if warmup:
-                sender = _LoadSender(http, targets, warmup, _watch(warmup, {}), pairs=pairs)
+                sender = _LoadSender(http, targets, warmup, Watch(warmup, {}), pairs=pairs)
                 await sender.send(load.concurrency or len(warmup), deadline)
                 if sender.problems:
                     return sender.result(requests.notes, None)
             prefixes = Prefixes(len(targets)) if prefix_aware and pairs is None else None
-            watch = _watch(main, limits or {}, steady, fewest)
+            watch = Watch(main, limits or {}, steady, fewest)
             think_s = load.think_time_s
             sender = _LoadSender(http, targets, main, watch, think_s=think_s, prefixes=prefixes, pairs=pairs)
             gc.collect()
@@ -130,30 +129,6 @@ def measure(
     return asyncio.run(run())
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request; `input_tokens` is 0 for a text, whose tokens the server counts. If it `follows` the one before, it is
-    sent the think time of the load after that answer.
-    """
-
-    body: bytes
-    input_tokens: int
-    output_tokens: int
-    arrive_s: float | None
-    follows: bool = False
-    pieces: tuple[int, ...] = ()
-
-
-def _watch(
-    requests: Sequence[_Request],
-    limits: Mapping[str, float],
-    steady: SteadyState | None = None,
-    fewest: int | None = None,
-) -> Watch:
-    outputs, arrivals = [each.output_tokens for each in requests], [each.arrive_s for each in requests]
-    return Watch(outputs, arrivals, LimitCheck(limits, len(requests)), steady, fewest)
-
-
 class _LoadSender:
     """Sends the requests of one load."""
 
@@ -161,7 +136,7 @@ class _LoadSender:
         self,
         http: aiohttp.ClientSession,
         targets: Sequence[Target],
-        requests: Sequence[_Request],
+        requests: Sequence[Request],
         watch: Watch,
         *,
         think_s: float = 0.0,
@@ -216,13 +191,13 @@ class _LoadSender:
         slots = asyncio.Semaphore(concurrency or len(self._requests))
         return (self._send_at_arrival(conversation, slots) for conversation in conversations)
 
-    async def _run_slot(self, queue: Iterator[Sequence[_Request]]) -> None:
+    async def _run_slot(self, queue: Iterator[Sequence[Request]]) -> None:
         for conversation in queue:
             for request in conversation:
                 await self._think(request)
                 await self._send_one(request)
 
-    async def _send_at_arrival(self, conversation: Sequence[_Request], slots: asyncio.Semaphore) -> None:
+    async def _send_at_arrival(self, conversation: Sequence[Request], slots: asyncio.Semaphore) -> None:
         due = self._watch.start + (conversation[0].arrive_s or 0.0)
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
@@ -231,11 +206,11 @@ class _LoadSender:
             async with slots:
                 await self._send_one(request)
 
-    async def _think(self, request: _Request) -> None:
+    async def _think(self, request: Request) -> None:
         if request.follows and self._think_s:
             await asyncio.sleep(self._think_s)
 
-    async def _send_one(self, request: _Request) -> None:
+    async def _send_one(self, request: Request) -> None:
         from flagcore.engines.serving.load.client import send_request
 
         if self._failed or self._watch.has_ended:
@@ -312,14 +287,14 @@ class _Ended(Exception):
 
 def _requests(
     model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str], uris: Sequence[Sequence[str]]
-) -> list[_Request]:
+) -> list[Request]:
     arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
     counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
     follows = [False] * len(prompts) if requests.follows is None else (requests.follows >= 0).tolist()
     images = uris or [()] * len(prompts)
     columns = zip(prompts, images, counts, requests.output_len.tolist(), arrive_s, follows, strict=True)
     return [
-        _Request(body(model, prompt, output_len, path, each), count, output_len, *others)
+        Request(body(model, prompt, output_len, path, each), count, output_len, *others)
         for prompt, each, count, output_len, *others in columns
     ]
 

@@ -69,17 +69,19 @@ class Traffic:
         """Return the first `count` requests, all for None. If there are fewer, all are returned with a note."""
         available = self.input_len.size
         notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
-        return replace(
-            self,
-            input_len=self.input_len[:count],
-            output_len=self.output_len[:count],
-            arrive_s=None if self.arrive_s is None else self.arrive_s[:count],
-            blocks=self.blocks[:count],
-            texts=self.texts[:count],
-            follows=None if self.follows is None else self.follows[:count],
-            images=self.images[:count],
-            notes=(*self.notes, *notes),
-        )
+        requests = self.selected(range(available if count is None else min(count, available)))
+        return replace(requests, notes=(*self.notes, *notes))
+
+    def selected(self, indices: Sequence[int]) -> Traffic:
+        """Return the requests with these indices, in their order."""
+        places, columns = np.array(indices, dtype=np.int64), dict[str, Any]()
+        for name in ("input_len", "output_len", "arrive_s", "follows"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[places]
+        for name in ("blocks", "texts", "images"):
+            column = getattr(self, name)
+            columns[name] = [column[index] for index in indices] if column else ()
+        return replace(self, **columns)
 
 
 @lru_cache(maxsize=4)
@@ -227,10 +229,8 @@ def _texts(rows: Sequence[Mapping[str, Any]], turns: int, output_len: int, folde
         images=[turn.images for turn in requests],
         notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
     )
-    trace = replace(trace, is_estimated=bool(estimated))
-    if max(follows, default=-1) < 0:
-        return trace
-    return replace(trace, follows=np.array(follows))
+    turns_follow = np.array(follows) if max(follows, default=-1) >= 0 else None
+    return replace(trace, is_estimated=bool(estimated), follows=turns_follow)
 
 
 def estimated_tokens(text: str) -> int:
@@ -241,7 +241,7 @@ def estimated_tokens(text: str) -> int:
 def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> list[_Turn]:
     """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
     known = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
-    output = _optional_count(row, number)
+    output = _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
     name = next((name for name in _TEXT[:2] if row.get(name) is not None), "")
     if name:
         if not isinstance(row[name], str):
@@ -270,10 +270,6 @@ _PARTS = ("value", "content", "text")
 """Keys of the text of a turn."""
 
 
-def _optional_count(row: Mapping[str, Any], number: int) -> int | None:
-    return _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
-
-
 def _trace(
     inputs: Iterable[int],
     outputs: Iterable[int],
@@ -283,23 +279,21 @@ def _trace(
     images: RequestImages = (),
     notes: tuple[str, ...] = (),
 ) -> Traffic:
-    lengths, answers = np.array(list(inputs), dtype=np.int64), np.array(list(outputs), dtype=np.int64)
-    images = images if any(images) else ()
+    trace = Traffic(
+        input_len=np.array(list(inputs), dtype=np.int64),
+        output_len=np.array(list(outputs), dtype=np.int64),
+        blocks=blocks,
+        texts=texts,
+        images=images if any(images) else (),
+        notes=notes,
+    )
     if times is None:
-        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, texts=texts, images=images, notes=notes)
+        return trace
     arrivals = np.array(list(times), dtype=np.float64)
     if arrivals.size and np.ptp(arrivals) > MAX_SPAN_S:
         raise _InvalidRow("its timestamps span more than a year")
-    order = np.argsort(arrivals, kind="stable")
-    return Traffic(
-        input_len=lengths[order],
-        output_len=answers[order],
-        arrive_s=arrivals[order] - arrivals.min(initial=np.inf) if arrivals.size else arrivals,
-        blocks=[blocks[i] for i in order] if blocks else (),
-        texts=[texts[i] for i in order] if texts else (),
-        images=[images[i] for i in order] if images else (),
-        notes=notes,
-    )
+    trace = replace(trace, arrive_s=arrivals - arrivals.min(initial=np.inf) if arrivals.size else arrivals)
+    return trace.selected(np.argsort(arrivals, kind="stable").tolist())
 
 
 def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:

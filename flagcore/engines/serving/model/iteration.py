@@ -215,17 +215,9 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
         batch: float, queries: float, keys: float, groups: FloatArray, dim: float, heads: FloatArray = heads
     ) -> FloatArray:
         ones = np.ones_like(heads)
-        return kernels.attention_seconds(
-            AttentionShape(
-                batch=batch * ones,
-                heads=heads,
-                groups=groups,
-                queries=queries * ones,
-                keys=keys * ones,
-                head_dim=dim * ones,
-            ),
-            serving.wide_precision,
-        )
+        sizes = {"batch": batch, "queries": queries, "keys": keys, "head_dim": dim}
+        shape = AttentionShape(heads=heads, groups=groups, **{name: size * ones for name, size in sizes.items()})
+        return kernels.attention_seconds(shape, serving.wide_precision)
 
     difference = seconds(64.0, 1.0, 2.0 * REFERENCE_TOKENS, groups, dim) - seconds(
         64.0, 1.0, REFERENCE_TOKENS, groups, dim

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,17 @@ from flagcore.engines.serving.launch.server import PORT
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.placement import placements
 from flagcore.engines.serving.trial.failures import wait_until_quiet
+
+SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
+"""The shape of `tiny_model`."""
+
+
+def tiny_model(folder: Path) -> str:
+    """Return the file of a llama of random weights."""
+    maker, file = Path(__file__).parents[4] / "examples/tiny_gguf.py", folder / "tiny.gguf"
+    sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+    subprocess.run([sys.executable, str(maker), str(file), *sizes], check=True, timeout=60)
+    return str(file)
 
 
 @dataclass

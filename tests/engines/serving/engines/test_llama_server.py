@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
-from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.starting import SIZES, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
@@ -21,16 +19,10 @@ pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a m
 
 pytestmark = pytest.mark.slow
 
-MAKER = Path(__file__).parents[4] / "examples/tiny_gguf.py"
-SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-    subprocess.run([sys.executable, str(MAKER), str(file), *sizes], check=True, timeout=60)
-    return str(file)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:

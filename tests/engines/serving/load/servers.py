@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.serving.load.result import Answer
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.result import Answer, LoadResult, Target
+from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.load.stream import Stream
 
 Body = dict[str, Any]
@@ -154,6 +156,25 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
             served.stop()
         thread.join()
         loop.close()
+
+
+def send(*urls: str, load: Load, seed: int = 0, timeout_s: float = 60.0, **given: Any) -> LoadResult:
+    """Send a load to servers."""
+    targets = [Target(url) for url in urls]
+    return measure(targets, load, **{"model": "m", "vocab_size": 1000, "seed": seed, "timeout_s": timeout_s, **given})
+
+
+def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0, 1.0)) -> Answer:
+    """An answer with one more token than `gaps` to a prompt of 10."""
+    return Answer(
+        start_s=start,
+        ttft_s=ttft,
+        tpot_s=sum(gaps) / len(gaps) if gaps else None,
+        e2e_s=ttft + sum(gaps),
+        gaps_s=gaps,
+        input_tokens=10,
+        output_tokens=len(gaps) + 1,
+    )
 
 
 def after_each_answer(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:

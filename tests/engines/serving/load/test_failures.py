@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
-from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.load.result import LoadResult, ProblemKind
 from tests.engines.serving.load.servers import (
     Behaviour,
     Body,
@@ -23,6 +22,7 @@ from tests.engines.serving.load.servers import (
     after_each_answer,
     piece,
     pieces,
+    send,
     serving,
     usage,
     well,
@@ -33,21 +33,17 @@ pytestmark = pytest.mark.slow
 LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)
 
 
-def send(*urls: str, load: Load = LOAD, timeout_s: float = 60.0) -> LoadResult:
-    return measure([Target(url) for url in urls], load, model="m", vocab_size=1000, seed=0, timeout_s=timeout_s)
-
-
 def loaded(behaviour: Behaviour, timeout_s: float = 60.0) -> LoadResult:
     with serving(behaviour) as served:
-        return send(served.url, timeout_s=timeout_s)
+        return send(served.url, load=LOAD, timeout_s=timeout_s)
 
 
-Part = int | bytes | str | dict[str, Any] | Callable[[Body], Body]
+Part = int | float | bytes | str | dict[str, Any] | Callable[[Body], Body]
 DONE, END, HANG_UP = "[DONE]", "the end", "hang up"
 
 
 def sends(*parts: Part, status: str = "200 OK", kind: str = "text/event-stream", chunked: bool = True) -> Behaviour:
-    """A server that sends a head and `parts`: as many pieces of text, bytes, events, END, or HANG_UP."""
+    """A server that sends a head and `parts`: as many pieces, bytes, events, seconds to wait, END, or HANG_UP."""
 
     async def behaviour(body: Body, wire: Wire) -> None:
         await wire.head(status, kind, chunked=chunked)
@@ -58,6 +54,8 @@ def sends(*parts: Part, status: str = "200 OK", kind: str = "text/event-stream",
                 wire.close_connection()
             elif isinstance(part, bytes):
                 await wire.send(part)
+            elif isinstance(part, float):
+                await asyncio.sleep(part)
             elif isinstance(part, int):
                 await pieces(part, wire)
             else:
@@ -89,17 +87,6 @@ def body_of(data: object, end: bytes = b"") -> bytes:
     return json.dumps(data).encode() + end
 
 
-async def bad_chunks_later(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await asyncio.sleep(0.2)
-    await wire.raw(b"zz\r\nnot a chunk\r\n")
-
-
-async def bad_chunks(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await wire.raw(b"zz\r\nnot a chunk\r\n")
-
-
 async def never_stops(body: Body, wire: Wire) -> None:
     await wire.head()
     while True:
@@ -113,6 +100,7 @@ async def answers_without_streaming(body: Body, wire: Wire) -> None:
 
 
 STREAM, JSON = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n", "application/json"
+CHUNKED = STREAM + b"Transfer-Encoding: chunked\r\n\r\n"
 PACKED = gzip.compress(b"data: [DONE]\n\n")
 TOO_LONG = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
 LOST, BROKEN, NO_USAGE = ProblemKind.CONNECTION_LOST, ProblemKind.BROKEN, ProblemKind.NO_USAGE
@@ -144,8 +132,8 @@ MISBEHAVING: list[tuple[Behaviour, ProblemKind, str]] = [
     (raw(STREAM + b"Content-Length: 999\r\n\r\ndata: {"), LOST, "after 0 events"),
     (raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), BROKEN, "does not answer in HTTP"),
     (raw(), LOST, "after 0 events"),
-    (bad_chunks, BROKEN, "does not answer in HTTP"),
-    (bad_chunks_later, BROKEN, "does not answer in HTTP"),
+    (raw(CHUNKED, b"zz\r\nnot a chunk\r\n"), BROKEN, "does not answer in HTTP"),
+    (raw(CHUNKED, 0.2, b"zz\r\nnot a chunk\r\n"), BROKEN, "does not answer in HTTP"),
     (never_stops, WRONG, "max_tokens was ignored"),
     (sends(7, *finished(made=5)), NO_USAGE, "counts 5 tokens, but 7 events have text"),
     (sends({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]}), BROKEN, "several choices"),
@@ -255,23 +243,16 @@ def test_one_wrong_answer_among_right_ones_voids_the_load() -> None:
 def test_a_missing_server_is_not_reached() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        result = send(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        result = send(f"http://127.0.0.1:{unused.getsockname()[1]}", load=LOAD)
     assert result.problems[0].startswith("not reached: http://127.0.0.1")
     assert "Connect call failed" in result.problems[0] or "refused" in result.problems[0].lower()
 
 
 def test_an_invalid_url_is_reported() -> None:
-    assert send("http://:99999").problems[0].startswith("not reached: http://:99999/v1/completions")
+    assert send("http://:99999", load=LOAD).problems[0].startswith("not reached: http://:99999/v1/completions")
 
 
-async def never_answers(body: Body, wire: Wire) -> None:
-    await asyncio.sleep(600)
-
-
-async def stops_in_the_middle(body: Body, wire: Wire) -> None:
-    await wire.head()
-    await pieces(2, wire)
-    await asyncio.sleep(600)
+stops_in_the_middle = sends(2, 600.0)
 
 
 async def pings_for_ever(body: Body, wire: Wire) -> None:
@@ -281,7 +262,7 @@ async def pings_for_ever(body: Body, wire: Wire) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("behaviour", [never_answers, stops_in_the_middle, pings_for_ever])
+@pytest.mark.parametrize("behaviour", [raw(600.0), stops_in_the_middle, pings_for_ever])
 def test_an_endless_answer_ends_with_the_load(behaviour: Behaviour) -> None:
     result = loaded(behaviour, timeout_s=0.3)
     assert re.fullmatch(r"timed out: not answered within 0\.\d s \(4 requests\)", *result.problems)
@@ -296,9 +277,7 @@ def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
     assert len(served.bodies) == 1
 
 
-def test_a_server_that_dies_ends_the_load_immediately(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_dies_ends_the_load_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(well) as other, serving(stops_in_the_middle) as served:
         seen: Sequence[Body] = other.bodies
 
@@ -307,14 +286,8 @@ def test_a_server_that_dies_ends_the_load_immediately(
                 served.stop()
 
         after_each_answer(monkeypatch, stop)
-        result = measure(
-            [Target(served.url), Target(other.url)],
-            Load(input_len=8, output_len=5, num_prompts=10_000, concurrency=4),
-            model="m",
-            vocab_size=1000,
-            seed=0,
-            timeout_s=600,
-        )
+        load = Load(input_len=8, output_len=5, num_prompts=10_000, concurrency=4)
+        result = send(served.url, other.url, load=load, timeout_s=600)
     assert result.problems[0].startswith("connection lost")
     assert result.failed >= 1
     assert len(seen) < 9_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,20 +19,7 @@ from flagcore.engines.serving.load.figures import (
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.sending import Meter
 from flagcore.engines.serving.load.steady import Window
-
-
-def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> Answer:
-    tokens = changes.pop("tokens", len(gaps) + 1)
-    return Answer(
-        start_s=start,
-        ttft_s=ttft,
-        tpot_s=sum(gaps) / (tokens - 1) if tokens > 1 else None,
-        e2e_s=ttft + sum(gaps),
-        gaps_s=gaps,
-        input_tokens=changes.pop("read", 10),
-        output_tokens=tokens,
-        **changes,
-    )
+from tests.engines.serving.load.servers import answer
 
 
 def result(*answers: Answer) -> LoadResult:
@@ -61,14 +48,12 @@ def test_latencies_have_a_value_per_request_and_gaps_are_pooled() -> None:
     assert figures["e2e_s.p99"] == pytest.approx(2.99)
 
 
-def test_a_latency_without_values_is_left_out() -> None:
+def test_an_answer_of_one_token_counts_for_the_first_token_only() -> None:
     figures = figures_of([answer(gaps=()), answer(1.0, gaps=())])
     assert not [name for name in figures if name.startswith(("tpot_s", "itl_s"))]
     assert figures["ttft_s.p50"] == 1.0
-
-
-def test_one_token_does_not_lower_the_time_per_token() -> None:
     assert figures_of([answer(gaps=()), answer()])["tpot_s.mean"] == 1.0
+    assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]
 
 
 def slots(count: int, waves: int, gap: float) -> list[Answer]:
@@ -85,35 +70,28 @@ def test_a_steady_state_leaves_out_the_first_wave_and_the_tail() -> None:
     assert figures["e2e_s.p99"] == pytest.approx(4.0)
 
 
-def test_goodput_counts_requests_that_keep_all_limits_a_second() -> None:
-    got = result(answer(), answer(ttft=5.0), answer(gaps=(4.0, 4.0)), answer(6.0))
-    assert got.duration_s == 9.0
-    assert goodput(got, {"ttft_s.p99": 2.0, "tpot_s.p99": 2.0}) == pytest.approx(2 / 9)
-    assert goodput(got, {"ttft_s": 2.0}) == pytest.approx(3 / 9)
-    assert goodput(got, {"e2e_s.p50": 3.0}) == pytest.approx(2 / 9)
-    assert goodput(got, {}) == pytest.approx(4 / 9)
+VARIED = [answer(), answer(ttft=5.0), answer(gaps=(4.0, 4.0)), answer(6.0)]
 
 
-def test_a_request_exactly_at_the_limit_meets_it() -> None:
-    assert goodput(result(answer()), {"ttft_s.p99": 1.0}) == pytest.approx(1 / 3)
-
-
-def test_with_limits_on_several_statistics_the_widest_applies_to_a_request() -> None:
-    assert goodput(result(answer()), {"ttft_s.p50": 0.5, "ttft_s.p99": 1.5}) == pytest.approx(1 / 3)
-
-
-def test_limit_on_gaps_is_kept_by_the_statistic_of_a_requests_own_gaps() -> None:
-    got = result(answer(gaps=(1.0, 1.0, 4.0)))
-    assert goodput(got, {"itl_s.mean": 2.0, "itl_s.p50": 1.0}) > 0
-    assert goodput(got, {"itl_s.p99": 3.0}) == 0
-
-
-def test_one_token_meets_any_limit_on_later_tokens() -> None:
-    assert goodput(result(answer(gaps=())), {"tpot_s.p99": 0.0, "itl_s.p99": 0.0}) == 1.0
-
-
-def test_a_rate_limit_does_not_apply_to_single_requests() -> None:
-    assert goodput(result(answer()), {"output_tokens_per_s": 0.0}) == pytest.approx(1 / 3)
+@pytest.mark.parametrize(
+    ("answers", "slo", "requests_per_s"),
+    [
+        (VARIED, {"ttft_s.p99": 2.0, "tpot_s.p99": 2.0}, 2 / 9),
+        (VARIED, {"ttft_s": 2.0}, 3 / 9),
+        (VARIED, {"e2e_s.p50": 3.0}, 2 / 9),
+        (VARIED, {}, 4 / 9),
+        ([answer()], {"ttft_s.p99": 1.0}, 1 / 3),  # exactly at the limit
+        ([answer()], {"ttft_s.p50": 0.5, "ttft_s.p99": 1.5}, 1 / 3),  # the widest limit applies to a request
+        ([answer()], {"output_tokens_per_s": 0.0}, 1 / 3),  # a rate is not that of a request
+        ([answer(gaps=(1.0, 1.0, 4.0))], {"itl_s.mean": 2.0, "itl_s.p50": 1.0}, 1 / 7),  # the request's own gaps
+        ([answer(gaps=(1.0, 1.0, 4.0))], {"itl_s.p99": 3.0}, 0.0),
+        ([answer(gaps=())], {"tpot_s.p99": 0.0, "itl_s.p99": 0.0}, 1.0),  # one token has no time between tokens
+    ],
+)
+def test_goodput_counts_requests_that_keep_all_limits_a_second(
+    answers: Sequence[Answer], slo: dict[str, float], requests_per_s: float
+) -> None:
+    assert goodput(result(*answers), slo) == pytest.approx(requests_per_s)
 
 
 def test_load_with_a_problem_has_no_goodput() -> None:
@@ -150,7 +128,3 @@ def test_quantiles_are_a_few_percentiles_of_all_values(count: int) -> None:
             assert np.percentile(values, float(statistic[1:])) == pytest.approx(
                 figures[f"{name}.{statistic}"], rel=1e-12
             )
-
-
-def test_a_latency_without_requests_has_no_quantiles() -> None:
-    assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]

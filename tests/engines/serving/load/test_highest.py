@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +21,16 @@ def answer(seconds: float, *, tpot_s: float | None = 0.01) -> Answer:
     )
 
 
+def limited_by(highest: float) -> tuple[list[float], Callable[[float], bool]]:
+    """Return whether a load is within the limits, and the loads that were asked for."""
+    tried: list[float] = []
+    return tried, lambda load: tried.append(load) or load <= highest  # type: ignore[func-returns-value]
+
+
 @pytest.mark.parametrize("start", [0.01, 3.0, 40.0, 57.0, 60.0, 9000.0])
 @pytest.mark.parametrize("true", [0.02, 57.3, 999.0])
 def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
-    tried: list[float] = []
-
-    def meets_limit(load: float) -> bool:
-        tried.append(load)
-        return load <= true
-
+    tried, meets_limit = limited_by(true)
     found = highest_load(meets_limit, start, minimum=0.001, maximum=10_000)
     assert found is not None
     assert true / RESOLUTION <= found <= true
@@ -38,12 +41,7 @@ def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
 
 @pytest.mark.parametrize("true", [1, 2, 3, 7, 64, 127, 128])
 def test_clients_are_whole_numbers(true: int) -> None:
-    tried: list[float] = []
-
-    def meets_limit(load: float) -> bool:
-        tried.append(load)
-        return load <= true
-
+    tried, meets_limit = limited_by(true)
     found = highest_load(meets_limit, 5.0, minimum=1, maximum=128, is_integer=True)
     assert found is not None
     assert true / RESOLUTION - 1 < found <= true
@@ -81,32 +79,20 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     assert check.exceeded(answer(1.0, tpot_s=0.1))
 
 
-def test_a_load_far_below_its_limits_is_raised_by_their_headroom() -> None:
-    tried: list[float] = []
-
-    def meets_limit(load: float) -> bool:
-        tried.append(load)
-        return load <= 50.0
-
-    found = highest_load(meets_limit, 10.0, minimum=1, maximum=1000, headroom=lambda: (50.0 / tried[-1]) ** 2)
+@pytest.mark.parametrize(
+    ("start", "option", "second"),
+    [
+        (10.0, lambda tried: {"headroom": lambda: (50.0 / tried[-1]) ** 2}, 30.0),  # a load far below its limits
+        (900.0, lambda tried: {"capacity": lambda: 55.0}, 55.0),  # the rate of an overloaded server
+    ],
+)
+def test_the_next_load_follows_from_the_figures_of_the_last_one(start: float, option: Any, second: float) -> None:
+    tried, meets_limit = limited_by(50.0)
+    found = highest_load(meets_limit, start, minimum=1, maximum=1000, **option(tried))
     assert found is not None
     assert 50.0 / RESOLUTION <= found <= 50.0
-    assert tried[1] == 30.0
-    assert len(tried) <= 8
-
-
-def test_the_rate_of_an_overloaded_server_is_tried_next() -> None:
-    tried: list[float] = []
-
-    def meets_limit(load: float) -> bool:
-        tried.append(load)
-        return load <= 50.0
-
-    found = highest_load(meets_limit, 900.0, minimum=1, maximum=1000, capacity=lambda: 55.0)
-    assert found is not None
-    assert 50.0 / RESOLUTION <= found <= 50.0
-    assert tried[1] == 55.0
-    assert len(tried) <= 6
+    assert tried[1] == second
+    assert len(tried) <= (8 if start < 50.0 else 6)
 
 
 def test_the_rate_of_completions_is_that_between_the_first_and_the_last_end() -> None:

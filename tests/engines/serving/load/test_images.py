@@ -15,13 +15,12 @@ import pytest
 
 from flagcore.domain.serving import Images, Load
 from flagcore.engines.serving.load.images import Image, image_tokens
-from flagcore.engines.serving.load.result import RequestFailed, Target
-from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.load.result import RequestFailed
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import read_trace
 from flagcore.engines.serving.load.traffic import image_uris, traffic
 from flagcore.errors import SpecError
-from tests.engines.serving.load.servers import Body, Wire, serving
+from tests.engines.serving.load.servers import Body, Wire, send, serving
 from tests.engines.serving.load.test_traces import written
 from tests.small import VISION
 
@@ -49,7 +48,7 @@ async def chats(body: Body, wire: Wire) -> None:
 
 def sent(load: Load, seed: int = 0) -> list[Body]:
     with serving(chats) as served:
-        result = measure([Target(served.url)], load, model="m", vocab_size=1000, seed=seed, timeout_s=60)
+        result = send(served.url, load=load, seed=seed)
     assert result.problems == ()
     assert {answer.input_tokens for answer in result.requests} == {77}  # as the server counts them
     return served.bodies

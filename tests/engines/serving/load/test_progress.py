@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.figures import figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Begun
-from flagcore.engines.serving.load.result import Answer, LoadResult, Target
-from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.steady import CUT_ERROR, cut
-from tests.engines.serving.load.servers import Behaviour, Body, Wire, finish, pieces, serving, well
+from tests.engines.serving.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 
 TOKENS, FLIGHT, REQUESTS = 64, 16, 512
 
@@ -26,17 +26,7 @@ def closed_loop(spread: float, count: int = REQUESTS) -> list[Answer]:
     for _ in range(count):
         start, e2e = heapq.heappop(slots), float(rng.uniform(1.0 - spread, 1.0 + spread))
         gaps = (0.9 * e2e / (TOKENS - 1),) * (TOKENS - 1)
-        answers.append(
-            Answer(
-                start_s=start,
-                ttft_s=0.1 * e2e,
-                tpot_s=gaps[0],
-                e2e_s=e2e,
-                gaps_s=gaps,
-                input_tokens=8,
-                output_tokens=TOKENS,
-            )
-        )
+        answers.append(answer(start, 0.1 * e2e, gaps))
         heapq.heappush(slots, start + e2e)
     return answers
 
@@ -85,19 +75,10 @@ def test_events_give_a_guess_before_the_first_answer() -> None:
     assert Begun(seconds=8.0, count=0, tokens=0.0, waits=True).guess_s(2048) is None
 
 
-def sent(behaviour: Behaviour, timeout_s: float, fewest: int, share_s: float = 1e9, **changes: object) -> LoadResult:
+def sent(behaviour: Behaviour, timeout_s: float, fewest: int, share_s: float = 1e9, **changes: Any) -> LoadResult:
     with serving(behaviour) as served:
-        load = Load(input_len=8, output_len=4, **changes)  # type: ignore[arg-type]
-        return measure(
-            [Target(served.url)],
-            load,
-            model="m",
-            vocab_size=1000,
-            seed=0,
-            timeout_s=timeout_s,
-            fewest=fewest,
-            share_s=share_s,
-        )
+        load = Load(input_len=8, output_len=4, **changes)
+        return send(served.url, load=load, timeout_s=timeout_s, fewest=fewest, share_s=share_s)
 
 
 async def answers_in_10_ms(body: Body, wire: Wire) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.result import LoadResult, Target
-from flagcore.engines.serving.load.sending import LATE_S, measure
+from flagcore.engines.serving.load.result import LoadResult
+from flagcore.engines.serving.load.sending import LATE_S
 from flagcore.errors import SpecError
-from tests.engines.serving.load.servers import Body, Wire, after_each_answer, finish, pieces, serving, well
+from tests.engines.serving.load.servers import Body, Wire, after_each_answer, finish, pieces, send, serving, well
 
 
-def send(urls: list[str], seed: int = 0, **changes: Any) -> LoadResult:
+def sent_to(*urls: str, seed: int = 0, prefix_aware: bool = False, **changes: Any) -> LoadResult:
     load = Load(**{"input_len": 8, "output_len": 5, "num_prompts": 12, "concurrency": 4} | changes)
-    result = measure([Target(url) for url in urls], load, model="m", vocab_size=1000, seed=seed, timeout_s=60)
+    result = send(*urls, load=load, seed=seed, prefix_aware=prefix_aware)
     assert result.problems == ()
     return result
 
@@ -39,7 +39,7 @@ async def in_turn(body: Body, wire: Wire) -> None:
 
 def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids() -> None:
     with serving(well) as served:
-        send([served.url + "/"], num_prompts=1, concurrency=1)
+        sent_to(served.url + "/", num_prompts=1, concurrency=1)
     (request,) = served.bodies
     assert len(request.pop("prompt")) == 8
     assert request == {
@@ -52,10 +52,13 @@ def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids
     }
 
 
-def test_closed_loop_keeps_its_concurrency_and_never_exceeds_it() -> None:
+@pytest.mark.parametrize(
+    ("arrivals", "in_flight"), [({"concurrency": 4}, 4), ({"request_rate": math.inf, "concurrency": 3}, 3)]
+)
+def test_a_load_keeps_its_concurrency_and_never_exceeds_it(arrivals: dict[str, Any], in_flight: int) -> None:
     with serving(in_turn) as served:
-        result = send([served.url])
-    assert served.max_in_flight == 4
+        result = sent_to(served.url, **arrivals)
+    assert served.max_in_flight == in_flight
     assert len(served.bodies) == result.completed == len(result.requests) == 12
 
 
@@ -71,19 +74,13 @@ def test_burst_sends_all_at_once() -> None:
         await well(body, wire)
 
     with serving(waits_for_all) as served:
-        send([served.url], concurrency=None, request_rate=math.inf)
+        sent_to(served.url, concurrency=None, request_rate=math.inf)
     assert served.max_in_flight == 12
-
-
-def test_rate_with_a_concurrency_never_has_more_in_flight() -> None:
-    with serving(in_turn) as served:
-        send([served.url], request_rate=math.inf, concurrency=3)
-    assert served.max_in_flight == 3
 
 
 def test_requests_come_at_their_times_and_the_first_at_once() -> None:
     with serving(well) as served:
-        result = send([served.url], concurrency=None, request_rate=200.0)
+        result = sent_to(served.url, concurrency=None, request_rate=200.0)
     starts = [answer.start_s for answer in result.requests]
     assert starts[-1] >= 11 / 200
     assert len(set(starts)) == 12
@@ -103,20 +100,20 @@ def test_request_goes_to_the_instance_with_the_fewest_in_flight() -> None:
             released.set()
 
     with serving(holds_until_the_other_had_nine) as slow, serving(counts) as quick:
-        result = send([slow.url, quick.url], concurrency=2, num_prompts=10)
+        result = sent_to(slow.url, quick.url, concurrency=2, num_prompts=10)
     assert len(slow.bodies) == 1
     assert sorted(answer.target for answer in result.requests) == [0] + [1] * 9
 
 
 def test_equal_instances_get_equal_shares() -> None:
     with serving(well) as one, serving(well) as other:
-        send([one.url, other.url], concurrency=1)
+        sent_to(one.url, other.url, concurrency=1)
     assert len(one.bodies) == len(other.bodies) == 6
 
 
 def test_warm_up_comes_first_and_does_not_count() -> None:
     with serving(well) as served:
-        result = send([served.url], warmup=3, prefix_len=4)
+        result = sent_to(served.url, warmup=3, prefix_len=4)
     assert len(served.bodies) == 15
     assert result.completed == 12
     prompts = [tuple(request["prompt"]) for request in served.bodies]
@@ -124,21 +121,9 @@ def test_warm_up_comes_first_and_does_not_count() -> None:
     assert len({prompt[:4] for prompt in prompts}) == 1
 
 
-def test_another_seed_changes_prompts_but_not_their_lengths() -> None:
-    def sent(seed: int) -> list[list[int]]:
-        with serving(well) as served:
-            send([served.url], seed, concurrency=1, range_ratio=0.2)
-        return [request["prompt"] for request in served.bodies]
-
-    first, second = sent(1), sent(2)
-    assert sent(1) == first
-    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in second]
-    assert not {tuple(prompt) for prompt in first} & {tuple(prompt) for prompt in second}
-
-
 def test_result_has_figures_of_the_answers_and_of_the_machine() -> None:
     with serving(well) as served:
-        result = send([served.url])
+        result = sent_to(served.url)
     figures = result.figures
     assert figures["output_tokens_per_s"] == pytest.approx(60 / result.duration_s)
     assert figures["total_tokens_per_s"] == pytest.approx((60 + 96) / result.duration_s)
@@ -158,7 +143,7 @@ def test_result_has_figures_of_the_answers_and_of_the_machine() -> None:
 )
 def test_load_that_cannot_be_sent_reports_which_key_is_missing(load: Load, key: str) -> None:
     with pytest.raises(SpecError) as error:
-        measure([Target("http://127.0.0.1:1")], load, model="m", vocab_size=1000, seed=0, timeout_s=1)
+        send("http://127.0.0.1:1", load=load)
     assert error.value.key == key
 
 
@@ -176,7 +161,7 @@ def test_the_limit_of_open_files_is_raised_for_more_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
     try:
         with serving(waits_for_all) as served:
-            send([served.url], num_prompts=80, concurrency=None, request_rate=math.inf)
+            sent_to(served.url, num_prompts=80, concurrency=None, request_rate=math.inf)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert served.max_in_flight == 80
@@ -189,21 +174,14 @@ def test_request_that_is_sent_late_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
     after_each_answer(monkeypatch, block_the_client)
     with serving(well) as served:
-        result = measure(
-            [Target(served.url)],
-            Load(input_len=8, output_len=2, num_prompts=6, request_rate=50.0),
-            model="m",
-            vocab_size=1000,
-            seed=0,
-            timeout_s=60,
-        )
+        result = sent_to(served.url, num_prompts=6, concurrency=None, request_rate=50.0)
     assert [note for note in result.notes if " s late" in note]
 
 
 def test_client_that_may_have_been_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.engines.serving.load.sending.NEAR_LIMIT", 0.0)
     with serving(well) as served:
-        result = send([served.url])
+        result = sent_to(served.url)
     assert [note for note in result.notes if "of its core" in note]
 
 
@@ -216,7 +194,7 @@ def test_texts_are_sent_as_texts_and_their_tokens_are_counted_by_the_server(tmp_
     trace = tmp_path / "a.jsonl"
     trace.write_text('{"prompt": "one two", "max_tokens": 3}\n{"prompt": "one three", "max_tokens": 3}')
     with serving(well) as served:
-        results = [send([served.url], seed, trace=str(trace), num_prompts=2, concurrency=1) for seed in (1, 2)]
+        results = [sent_to(served.url, seed=seed, trace=str(trace), num_prompts=2, concurrency=1) for seed in (1, 2)]
     prompts = [request["prompt"] for request in served.bodies]
     assert [prompt.split("\n")[1] for prompt in prompts] == ["one two", "one three"] * 2
     first, second = ({prompt.split("\n")[0] for prompt in prompts[at : at + 2]} for at in (0, 2))
@@ -228,7 +206,7 @@ def test_texts_are_sent_as_texts_and_their_tokens_are_counted_by_the_server(tmp_
 @pytest.mark.parametrize("arrivals", [{"concurrency": 2}, {"concurrency": None, "request_rate": 200.0}])
 def test_turn_is_sent_after_the_answer_to_the_turn_before(arrivals: dict[str, Any]) -> None:
     with serving(in_turn) as served:
-        result = send([served.url], turns=3, num_prompts=12, think_time_s=0.05, **arrivals)
+        result = sent_to(served.url, turns=3, num_prompts=12, think_time_s=0.05, **arrivals)
     assert result.completed == 12
     by_length = sorted(result.requests, key=lambda answer: (answer.input_tokens, answer.start_s))
     first, second = by_length[:4], by_length[4:8]
@@ -239,10 +217,9 @@ def test_turn_is_sent_after_the_answer_to_the_turn_before(arrivals: dict[str, An
 
 @pytest.mark.parametrize("prefix_aware", [True, False])
 def test_turns_of_a_conversation_go_to_one_instance_if_the_router_is_prefix_aware(prefix_aware: bool) -> None:
-    load = Load(input_len=40, output_len=5, num_prompts=48, turns=6, concurrency=4, think_time_s=0.01)
+    load = {"input_len": 40, "num_prompts": 48, "turns": 6, "think_time_s": 0.01}
     with serving(in_turn) as first, serving(in_turn) as second:
-        targets = [Target(first.url), Target(second.url)]
-        measure(targets, load, model="m", vocab_size=1000, seed=0, timeout_s=60, prefix_aware=prefix_aware)
+        sent_to(first.url, second.url, prefix_aware=prefix_aware, **load)
     starts = [{tuple(body["prompt"][:40]) for body in each.bodies} for each in (first, second)]
     assert bool(starts[0] & starts[1]) != prefix_aware
     assert min(len(each.bodies) for each in (first, second)) >= 12

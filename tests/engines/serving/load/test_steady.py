@@ -9,26 +9,14 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.result import Answer, LoadResult, Target
-from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.steady import BATCHES, MIN_COUNTED, SteadyState, Window
-from tests.engines.serving.load.servers import Body, Wire, finish, pieces, serving
+from tests.engines.serving.load.servers import Body, Wire, answer, finish, pieces, send, serving
 
 
 def answers(e2e_s: list[float], every_s: float = 1.0) -> list[Answer]:
     """Return the answers to requests that are sent one after the other."""
-    return [
-        Answer(
-            start_s=index * every_s,
-            ttft_s=seconds / 2,
-            tpot_s=seconds / 2,
-            e2e_s=seconds,
-            gaps_s=(seconds / 2,),
-            input_tokens=8,
-            output_tokens=2,
-        )
-        for index, seconds in enumerate(e2e_s)
-    ]
+    return [answer(index * every_s, seconds / 2, (seconds / 2,)) for index, seconds in enumerate(e2e_s)]
 
 
 def test_the_slow_start_of_an_open_loop_does_not_count() -> None:
@@ -109,8 +97,7 @@ def measured(delays_s: list[float], **changes: object) -> LoadResult:
 
     with serving(delayed) as served:
         load = Load(input_len=8, output_len=2, num_prompts=None, is_steady=True, **changes)  # type: ignore[arg-type]
-        target = Target(served.url)
-        return measure([target], load, model="m", vocab_size=1000, seed=0, timeout_s=60, asked=("ttft_s.p50",))
+        return send(served.url, load=load, asked=("ttft_s.p50",))
 
 
 @pytest.mark.slow

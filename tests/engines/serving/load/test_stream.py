@@ -26,6 +26,9 @@ def ending(made: int = 3) -> bytes:
     return event("", choice={"finish_reason": "length"}) + line({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 
 
+COUNTS, DONE = {"prompt_tokens": 8, "completion_tokens": 3}, b"data: [DONE]\n\n"
+
+
 def answer(stream: Stream, made: int = 3) -> Answer:
     return stream.answer(sent_s=10.0, start_s=1.0, input_tokens=8, output_tokens=made, target=0)
 
@@ -38,26 +41,32 @@ def fed(*parts: tuple[float, bytes], made: int = 3) -> Answer:
     return answer(stream, made)
 
 
-def test_first_token_is_the_first_piece_with_text_and_not_an_empty_event() -> None:
-    result = fed((10.5, event("")), (11.0, event()), (11.5, event()), (12.0, event()), (12.0, ending()))
-    assert result.ttft_s == 1.0
-    assert result.e2e_s == 2.0
-    assert result.tpot_s == 0.5
-    assert result.gaps_s == (0.5, 0.5)
-    assert (result.start_s, result.end_s) == (1.0, 3.0)
-
-
-def test_tokens_are_counted_from_usage_and_not_from_pieces() -> None:
-    result = fed((11.0, event("ab")), (13.0, event("cd")), (13.0, ending(9)), made=9)
-    assert result.output_tokens == 9
-    assert result.tpot_s == pytest.approx(2.0 / 8)
-    assert result.gaps_s == (2.0,)
-
-
-def test_a_delayed_last_token_ends_with_the_finish_event() -> None:
-    result = fed((11.0, event()), (12.0, event()), (14.0, ending()))
-    assert result.e2e_s == 4.0
-    assert result.tpot_s == 1.5
+@pytest.mark.parametrize(
+    ("parts", "made", "e2e_s", "tpot_s", "gaps_s"),
+    [
+        # an empty event is not the first token
+        ([(10.5, event("")), (11.0, event()), (11.5, event()), (12.0, event() + ending())], 3, 2.0, 0.5, (0.5, 0.5)),
+        # tokens are those of the usage and not the pieces
+        ([(11.0, event("ab")), (13.0, event("cd") + ending(9))], 9, 3.0, 0.25, (2.0,)),
+        # a delayed last token ends with the finish event
+        ([(11.0, event()), (12.0, event()), (14.0, ending())], 3, 4.0, 1.5, (1.0,)),
+        # one token, and an answer in one event, have no time per token
+        ([(11.0, event() + ending(1))], 1, 1.0, None, ()),
+        ([(11.0, event("abc", choice={"finish_reason": "length"}, usage=COUNTS) + DONE)], 3, 1.0, None, ()),
+        # tokens that have no text are timed by their events
+        ([(11.0, event("")), (12.0, event(None)), (13.0, ending())], 3, 3.0, 1.0, (1.0, 1.0)),
+        ([(11.0, event("", choice={"token_ids": [7]})), (12.0, event() + ending())], 3, 2.0, 0.5, (1.0,)),
+        # events after the end are ignored
+        ([(11.0, event() + event()), (12.0, ending() + event() + b"garbage\n")], 3, 2.0, 0.5, (0.0,)),
+    ],
+)
+def test_an_answer_is_timed_by_its_pieces(
+    parts: list[tuple[float, bytes]], made: int, e2e_s: float, tpot_s: float | None, gaps_s: tuple[float, ...]
+) -> None:
+    found = fed(*parts, made=made)
+    assert (found.ttft_s, found.e2e_s, found.tpot_s) == (1.0, e2e_s, tpot_s)
+    assert (found.gaps_s, found.output_tokens) == (gaps_s, made)
+    assert (found.start_s, found.end_s) == (1.0, 1.0 + e2e_s)
 
 
 def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
@@ -67,28 +76,6 @@ def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
     stream.feed(line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}), 15.0)
     stream.feed(b"data: [DONE]\n\n", 16.0)
     assert answer(stream).e2e_s == 2.0
-
-
-def test_one_token_has_no_time_per_token() -> None:
-    result = fed((11.0, event()), (11.0, ending(1)), made=1)
-    assert result.tpot_s is None
-    assert result.gaps_s == ()
-
-
-def test_answer_in_one_event_has_no_time_per_token() -> None:
-    event_ = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
-    assert fed((11.0, event_ + b"data: [DONE]\n\n")).tpot_s is None
-
-
-def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
-    result = fed((11.0, event("")), (12.0, event(None)), (13.0, ending()))
-    assert result.ttft_s == 1.0
-    assert result.gaps_s == (1.0, 1.0)
-
-
-def test_a_chunk_with_token_ids_but_no_text_counts() -> None:
-    result = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
-    assert result.ttft_s == 1.0
 
 
 WHOLE = b"".join(
@@ -168,11 +155,6 @@ def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
     stream = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
     assert stream.output_tokens == 3
     assert stream.gaps_s == (1.0, 1.0)
-
-
-def test_events_after_the_end_are_ignored() -> None:
-    result = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
-    assert len(result.gaps_s) == 1
 
 
 @pytest.mark.parametrize("read", [None, 0, "8", True, float("nan"), 10**400, [8]])

@@ -11,16 +11,15 @@ import aiohttp
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.result import LoadResult, Target
-from flagcore.engines.serving.load.sending import measure
-from tests.engines.serving.load.servers import Body, Wire, serving, well
+from flagcore.engines.serving.load.result import LoadResult
+from tests.engines.serving.load.servers import Body, Wire, send, serving, well
 
 DELAY_S = 0.3
 
 
-def send(url: str, requests: int) -> LoadResult:
+def sent(url: str, requests: int) -> LoadResult:
     load = Load(input_len=8, output_len=5, num_prompts=requests, concurrency=requests)
-    result = measure([Target(url)], load, model="m", vocab_size=1000, seed=0, timeout_s=60)
+    result = send(url, load=load)
     assert result.problems == ()
     return result
 
@@ -34,7 +33,7 @@ def test_time_to_open_a_connection_does_not_count(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(aiohttp.TCPConnector, "connect", slow)
     with serving(well) as served:
-        result = send(served.url, 1)
+        result = sent(served.url, 1)
     assert result.requests[0].e2e_s < DELAY_S
 
 
@@ -71,5 +70,5 @@ def test_answers_that_arrive_together_are_read_before_one_of_them_is_closed(monk
     monkeypatch.setattr(aiohttp.ClientResponse, "release", slow)
     monkeypatch.setattr("flagcore.engines.serving.load.sending.asyncio.wait", wait)
     with serving(both) as served:
-        result = send(served.url, 2)
+        result = sent(served.url, 2)
     assert max(answer.e2e_s for answer in result.requests) < 2 * DELAY_S

@@ -42,17 +42,12 @@ def columns(trace: Traffic) -> tuple[list[int], list[int], list[float] | None]:
     return trace.input_len.tolist(), trace.output_len.tolist(), times
 
 
-def test_mooncake_gives_lengths_seconds_and_blocks(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, MOONCAKE))
+@pytest.mark.parametrize("rows", [MOONCAKE, MOONCAKE[::-1]])
+def test_mooncake_gives_lengths_seconds_and_blocks_by_time(rows: list[Any], tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, rows))
     assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
     assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
     assert trace.notes == ()
-
-
-def test_requests_are_sorted_by_time_with_all_their_fields(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, MOONCAKE[::-1]))
-    assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
-    assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
 
 
 def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:

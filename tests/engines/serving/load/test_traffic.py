@@ -25,25 +25,21 @@ def test_lengths_are_fixed_unless_a_range_is_given() -> None:
     assert sampled.output_len.tolist() == [10] * 5
 
 
-def test_range_ratio_draws_from_a_share_of_the_length_to_the_length() -> None:
-    sampled = traffic(
-        Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.25, prefix_len=5)
-    )
-    assert (sampled.input_len.min(), sampled.input_len.max()) == (30, 105)
-    assert (sampled.output_len.min(), sampled.output_len.max()) == (2, 10)
-    assert sampled.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
-
-
-def test_range_ratio_of_zero_draws_at_least_one_token() -> None:
-    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.0))
-    assert (sampled.input_len.min(), sampled.input_len.max()) == (1, 100)
-
-
-def test_range_spread_draws_around_the_length() -> None:
-    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_spread=0.25))
-    assert (sampled.input_len.min(), sampled.input_len.max()) == (75, 125)
-    assert (sampled.output_len.min(), sampled.output_len.max()) == (7, 13)
-    assert sampled.input_len.mean() == pytest.approx(100, rel=0.02)
+@pytest.mark.parametrize(
+    ("changes", "inputs", "outputs", "mean"),
+    [
+        ({"range_ratio": 0.25, "prefix_len": 5}, (30, 105), (2, 10), 5 + 62.5),
+        ({"range_ratio": 0.0}, (1, 100), (1, 10), 50.5),
+        ({"range_spread": 0.25}, (75, 125), (7, 13), 100.0),
+    ],
+)
+def test_lengths_are_drawn_from_a_range(
+    changes: dict[str, float], inputs: tuple[int, int], outputs: tuple[int, int], mean: float
+) -> None:
+    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, **changes))  # type: ignore[arg-type]
+    assert (sampled.input_len.min(), sampled.input_len.max()) == inputs
+    assert (sampled.output_len.min(), sampled.output_len.max()) == outputs
+    assert sampled.input_len.mean() == pytest.approx(mean, rel=0.02)
 
 
 def test_lognormal_lengths_have_the_given_means() -> None:
@@ -72,17 +68,11 @@ def test_closed_loop_has_no_arrivals() -> None:
     assert traffic(Load(concurrency=3)).arrive_s is None
 
 
-def test_the_mean_rate_is_exact_and_gaps_follow_a_poisson_process() -> None:
-    at = arrivals(request_rate=20.0)
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0, 100.0])
+def test_the_mean_rate_is_exact_and_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
+    at = arrivals(request_rate=20.0, burstiness=burstiness)
     gaps = np.diff(at)
     assert at[0] == 0
-    assert gaps.mean() == pytest.approx(1 / 20)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.1)
-
-
-@pytest.mark.parametrize("burstiness", [0.25, 4.0, 100.0])
-def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
-    gaps = np.diff(arrivals(request_rate=20.0, burstiness=burstiness))
     assert gaps.mean() == pytest.approx(1 / 20)
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.1)
 

@@ -105,7 +105,9 @@ def test_every_figure_of_the_domain_is_predicted() -> None:
         assert found.figures[f"{name}.p50"] <= found.figures[f"{name}.p90"] <= found.figures[f"{name}.p99"]
 
 
-@pytest.mark.parametrize("objective", ["output_tokens_per_s", "requests_per_s", "ttft_s.p99", "e2e_s"])
+@pytest.mark.parametrize(
+    "objective", ["output_tokens_per_s", "output_tokens_per_s_per_device", "requests_per_s", "ttft_s.p99", "e2e_s"]
+)
 def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
     found = predicted(task(objective=objective), tensor=[1, 2])
     expected = [seconds(objective, each) for each in figure(found, figure_name(objective))]
@@ -114,18 +116,31 @@ def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
     assert (found.step_time_s < found.high_s).all()
 
 
-def test_two_instances_generate_more_in_total_but_not_per_device() -> None:
+RATE = "output_tokens_per_s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "low", "high"),
+    [
+        ({"instances": [1, 2]}, RATE, 1.3, 2.0),
+        ({"instances": [4, 1], "pipeline": [1, 4]}, RATE, 0.5, 1.0),  # a prompt in one stage delays the others
+        ({"tensor": [1, 2]}, "tpot_s.mean", 0.0, 1.0),
+        ({"tensor": [2, 4]}, "tpot_s.mean", 0.0, 1.0),
+        ({"max_running": [256, 4]}, RATE, 0.0, 0.5),
+        ({"max_batched_tokens": [8192, 256], "pass_tokens": [8192, 256]}, RATE, 0.0, 1.0),
+        ({"graphs": [1, 0]}, RATE, 0.0, 0.7),
+        ({"max_running": [64, 512], "block_size": [16, 128]}, RATE, 0.999999, 1.000001),  # limits out of reach
+    ],
+)
+def test_knobs_change_a_figure_by_a_factor(arguments: dict[str, list[int]], name: str, low: float, high: float) -> None:
+    before, after = figure(predicted(**arguments), name)
+    assert low < after / before < high
+
+
+def test_rates_per_device_are_those_of_an_instance() -> None:
     found = predicted(instances=[1, 2])
-    one, two = figure(found)
-    assert 1.3 * one < two < 2 * one
-    per_device = figure(found, "output_tokens_per_s_per_device")
-    assert per_device[0] == pytest.approx(one)
-    assert per_device[1] == pytest.approx(two / 2)
-
-
-def test_tensor_parallelism_shortens_answers() -> None:
-    tpot = figure(predicted(tensor=[1, 2, 4]), "tpot_s.mean")
-    assert tpot[0] > tpot[1] > tpot[2]
+    rates, per_device = figure(found), figure(found, "output_tokens_per_s_per_device")
+    assert per_device == pytest.approx([rates[0], rates[1] / 2])
 
 
 def test_pipeline_stages_do_not_speed_up_a_single_client() -> None:
@@ -134,33 +149,16 @@ def test_pipeline_stages_do_not_speed_up_a_single_client() -> None:
     assert two >= one
 
 
-def test_a_prompt_in_one_stage_delays_batches_in_the_others() -> None:
-    instances, stages = figure(predicted(instances=[4, 1], pipeline=[1, 4]))
-    assert 0.5 * instances < stages < instances
-
-
-def test_small_limits_of_sequences_and_tokens_cost_throughput() -> None:
-    found = figure(
-        predicted(max_running=[256, 4, 256], max_batched_tokens=[8192, 8192, 256], pass_tokens=[8192, 8192, 256])
-    )
-    assert found[1] < 0.5 * found[0]
-    assert found[2] < found[0]
-
-
-def test_eager_mode_costs_throughput() -> None:
-    graphs, eager = figure(predicted(graphs=[1, 0]))
-    assert eager < 0.7 * graphs
-
-
 def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
     burst = task(replace(LOAD, concurrency=None, request_rate=float("inf")))
     few = task(replace(LOAD, concurrency=4))
     assert figure(predicted(burst), "ttft_s.p50")[0] > 5 * figure(predicted(few), "ttft_s.p50")[0]
 
 
-def test_requests_that_come_slowly_are_answered_as_they_come() -> None:
-    slow = task(replace(LOAD, concurrency=None, request_rate=2.0))
-    assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+@pytest.mark.parametrize(("rate", "count"), [(2.0, 64), (5.0, None)])
+def test_requests_that_come_slowly_are_answered_as_they_come(rate: float, count: int | None) -> None:
+    slow = task(replace(LOAD, concurrency=None, request_rate=rate, num_prompts=count))
+    assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(rate, rel=0.1)
 
 
 def test_a_cached_prefix_shortens_prefill() -> None:
@@ -169,13 +167,13 @@ def test_a_cached_prefix_shortens_prefill() -> None:
     assert cached < 0.5 * without
 
 
-def test_the_best_load_that_meets_the_limit_is_used() -> None:
+def test_the_best_load_that_meets_the_limit_is_used_or_the_nearest_one() -> None:
     loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
-    free = predicted(task(*loads))
-    middle = figure(predicted(task(loads[1])), "tpot_s.p99")[0]
-    bound = predicted(task(*loads, slo={"tpot_s.p99": 1.01 * middle}))
-    assert figure(free) == figure(predicted(task(loads[2])))
-    assert figure(bound) == figure(predicted(task(loads[1])))
+    lightest, middle, heaviest = (predicted(task(each)) for each in loads)
+    limit = 1.01 * figure(middle, "tpot_s.p99")[0]
+    assert figure(predicted(task(*loads))) == figure(heaviest)
+    assert figure(predicted(task(*loads, slo={"tpot_s.p99": limit}))) == figure(middle)
+    assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(lightest)
 
 
 def test_the_highest_load_within_the_limits_is_a_figure() -> None:
@@ -192,11 +190,6 @@ def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
     loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
     found = predicted(task(*loads, objective="ttft_s.p99"))
     assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
-
-
-def test_an_impossible_limit_reports_the_nearest_load() -> None:
-    loads = [replace(LOAD, concurrency=clients) for clients in (4, 32)]
-    assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(predicted(task(loads[0])))
 
 
 def test_goodput_counts_requests_that_keep_the_limits() -> None:
@@ -318,26 +311,11 @@ def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.Monkey
     assert np.abs(np.log(ranked.step_time_s / all_simulated.step_time_s)).max() < 0.5
 
 
-def test_unreachable_limits_do_not_change_the_candidate() -> None:
-    found = predicted(max_running=[64, 512], block_size=[16, 128])
-    assert figure(found)[0] == figure(found)[1]
-
-
-def test_tokens_a_second_and_device_can_be_the_objective() -> None:
-    found = predicted(task(objective="output_tokens_per_s_per_device"), tensor=[1, 2])
-    assert found.step_time_s == pytest.approx(1 / found.figures["output_tokens_per_s_per_device"])
-
-
 def test_a_published_server_that_hardly_fits_used_a_larger_memory_share() -> None:
     crowded = task(precision="bf16", engine="sglang")
     crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
     assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
     assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
-
-
-def test_requests_that_come_at_a_rate_without_end_are_answered_at_that_rate() -> None:
-    endless = task(replace(LOAD, concurrency=None, request_rate=5.0, num_prompts=None))
-    assert figure(predicted(endless), "requests_per_s")[0] == pytest.approx(5.0, rel=0.1)
 
 
 def test_an_unlimited_number_of_clients_equals_a_large_one() -> None:
@@ -372,9 +350,6 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
 
 
-STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
-
-
 def test_parts_of_a_requests_time_add_up() -> None:
     crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
@@ -386,9 +361,7 @@ def test_parts_of_a_requests_time_add_up() -> None:
     assert share["collectives_s"][2] > 0.0
 
 
-def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = {
         "closed loop": replace(LOAD, concurrency=48, num_prompts=5000),
         "burst": replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=3000),
@@ -401,14 +374,7 @@ def test_an_unbounded_load_costs_at_most_a_fully_simulated_load(
     monkeypatch.setattr(simulated_load, "MAX_REQUESTS", 600)
     for name, load in loads.items():
         short = predicted(task(load), max_running=[64]).figures
-        for figure_of in (
-            "output_tokens_per_s",
-            "requests_per_s",
-            "ttft_s.mean",
-            "ttft_s.p99",
-            "tpot_s.p50",
-            "e2e_s.p50",
-        ):
+        for figure_of in (RATE, "requests_per_s", "ttft_s.mean", "ttft_s.p99", "tpot_s.p50", "e2e_s.p50"):
             assert short[figure_of][0] == pytest.approx(full[name][figure_of][0], rel=0.06), (name, figure_of)
 
 

@@ -191,11 +191,6 @@ def test_gaps_are_all_tokens_after_the_first() -> None:
     assert sum(count for _, count in outcome.gaps) == 5 * 29
 
 
-def test_equal_requests_give_equal_times() -> None:
-    lengths = [(300, 50)] * 20
-    assert ends(simulate(price_of(), lengths, None, 4)) == ends(simulate(price_of(), lengths, None, 4))
-
-
 def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:
     lengths = [(1000, 1), (500, 1), (1000, 1)]
     first = [each.first for each in simulate(price_of(prompt_token=1e-2), lengths, [0.0] * 3, 3).requests]

@@ -64,22 +64,27 @@ def test_the_highest_load_of_a_search_is_a_figure(tmp_path: Path) -> None:
     assert read(tmp_path, where, point(8, rate(90)), point(9, rate(95, ttft=2.0))).figures["highest_load"] == 8
 
 
-def test_notes_of_the_load_are_kept(tmp_path: Path) -> None:
-    noted = point(4, rate(100), rate(110))
+def test_notes_of_the_load_are_kept_and_the_uncertainty_of_one_that_ended_early_is_its_spread(tmp_path: Path) -> None:
+    noted = point(4, rate(100), rate(100))
     for repeat in noted["repeats"]:
-        repeat["notes"] = ["the client was busy"]
-    assert read(tmp_path, task(), noted).notes == ("the client was busy",)
+        repeat |= {"notes": ["the client was busy"], "error": 0.2}
+    found = read(tmp_path, task(), noted)
+    assert found.notes == ("the client was busy",)
+    assert found.spread_s == pytest.approx(0.2 / 100)
 
 
-def test_the_uncertainty_of_a_load_that_ended_early_is_its_spread(tmp_path: Path) -> None:
-    short = point(4, rate(100))
-    short["repeats"][0]["error"] = 0.2
-    assert read(tmp_path, task(), short).spread_s == pytest.approx(0.2 / 100)
-
-
-def test_tokens_read_together_give_no_time_per_token(tmp_path: Path) -> None:
-    with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0"):
-        read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
+@pytest.mark.parametrize(
+    ("objective", "figures", "problem"),
+    [
+        ("tpot_s.mean", rate(100) | {"tpot_s.mean": 0.0}, "tpot_s.mean is 0"),  # the tokens were read together
+        ("output_tokens_per_s", rate(0.0), "not a positive number"),
+    ],
+)
+def test_a_figure_of_zero_is_not_a_measurement(
+    objective: str, figures: dict[str, float], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NoMetrics, match=problem):
+        read(tmp_path, task(objective), point(8, figures))
 
 
 def test_if_no_load_point_meets_the_slo_the_nearest_is_reported_with_its_broken_limits(tmp_path: Path) -> None:
@@ -113,11 +118,6 @@ def test_invalid_metrics_are_reported(text: str | None, tmp_path: Path) -> None:
         (tmp_path / "metrics.json").write_text(text)
     with pytest.raises(NoMetrics, match=r"metrics\.json"):
         LLAMACPP.read(task(), Candidate.of(LLAMACPP.defaults(task())), str(tmp_path))
-
-
-def test_a_rate_of_zero_is_not_a_measurement(tmp_path: Path) -> None:
-    with pytest.raises(NoMetrics, match="not a positive number"):
-        read(tmp_path, task(), point(8, rate(0.0)))
 
 
 def on_cores(**arguments: Any) -> Task:

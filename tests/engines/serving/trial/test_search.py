@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +43,7 @@ class Runner(LoadRunner):
     def _warm_up(self, most: int = 1) -> None:
         pass
 
-    def _measure(
-        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
-    ) -> dict[str, Any] | None:
+    def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
         assert load.request_rate is not None
         self.tried.append(load.request_rate)
         self.seeds.append(seed)
@@ -85,17 +82,14 @@ def test_a_search_without_time_for_lower_loads_reports_what_it_tried() -> None:
     assert "20" in str(failure.value)
 
 
-def test_a_search_without_time_for_lower_loads_measures_the_lowest_that_fits() -> None:
-    runner = Runner(200.0, tuple(range(1000)), repeats=1)
-    runner.deadline = time.monotonic() + 2.0
+@pytest.mark.parametrize(("start", "seconds", "lowest"), [(200.0, 2.0, 50.0), (20.0, math.inf, 0.0)])
+def test_if_no_load_is_within_the_limits_the_lowest_for_which_there_is_time_is_measured(
+    start: float, seconds: float, lowest: float
+) -> None:
+    runner = Runner(start, tuple(range(1000)), repeats=1)
+    runner.deadline = time.monotonic() + seconds
     (point,) = runner._search("request_rate")
-    assert point["load"]["request_rate"] == min(runner.tried) > 50.0
-
-
-def test_no_load_within_the_limits_leaves_the_lowest() -> None:
-    runner = Runner(20.0, tuple(range(1000)), repeats=1)
-    (point,) = runner._search("request_rate")
-    assert point["load"]["request_rate"] == min(runner.tried)
+    assert point["load"]["request_rate"] == min(runner.tried) > lowest
 
 
 class Sent(LoadRunner):
@@ -106,15 +100,7 @@ class Sent(LoadRunner):
         self.reports, self.servers, self.all, self.is_cut_off = LLAMACPP.reports, (), (), False
         self.names = list[str]()
 
-    def _send(
-        self,
-        load: Load,
-        name: str,
-        seed: int,
-        limits: Mapping[str, float] | None = None,
-        *,
-        fewest: int | None = None,
-    ) -> LoadResult:
+    def _send(self, load: Load, name: str, *others: Any, **options: Any) -> LoadResult:
         self.names.append(name)
         return LoadResult(figures={"ttft_s.p99": 0.1}, duration_s=1.0, completed=1, failed=0, window=(0.2, 0.8))
 
@@ -135,9 +121,7 @@ def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
     monkeypatch.setattr(loads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     class Timed(Runner):
-        def _measure(
-            self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
-        ) -> dict[str, Any] | None:
+        def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
             clock[0] += 1.0
             return {}
 
@@ -149,9 +133,7 @@ def test_a_repeat_that_takes_longer_than_the_time_left_is_not_sent(
 
 def test_repeats_that_do_not_end_in_time_leave_those_before_them() -> None:
     class Late(Runner):
-        def _measure(
-            self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
-        ) -> dict[str, Any] | None:
+        def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
             self.seeds.append(seed)
             if len(self.seeds) > self.measured:
                 raise TrialFailure(TrialState.TIMED_OUT, "too slow")
@@ -176,9 +158,7 @@ class Refusing(Runner):
     failure = TrialFailure(TrialState.FAILED, "1 of 9 requests: refused: HTTP 429 Too Many Requests: slow down")
     lowest = TRUE
 
-    def _measure(
-        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
-    ) -> dict[str, Any] | None:
+    def _measure(self, load: Load, name: str, seed: int, limits: Any = None) -> dict[str, Any] | None:
         assert load.request_rate is not None
         self.tried.append(load.request_rate)
         if load.request_rate > self.lowest:
@@ -212,16 +192,8 @@ def test_a_load_that_does_not_end_in_time_leaves_those_before_it(state: TrialSta
 
 def test_a_warm_up_that_is_refused_is_sent_with_fewer_requests() -> None:
     class Small(Sent):
-        def _send(
-            self,
-            load: Load,
-            name: str,
-            seed: int,
-            limits: Mapping[str, float] | None = None,
-            *,
-            fewest: int | None = None,
-        ) -> LoadResult:
-            super()._send(load, f"{load.concurrency}", seed, limits)
+        def _send(self, load: Load, name: str, *others: Any, **options: Any) -> LoadResult:
+            super()._send(load, f"{load.concurrency}")
             if load.concurrency == STEADY.concurrency:
                 raise Refusing.failure
             return LoadResult(figures={}, duration_s=1.0, completed=1, failed=0)
