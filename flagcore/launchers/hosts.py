@@ -260,6 +260,9 @@ class HostsRunning:
 
         A lost host is the reason, even if the program failed on another host earlier.
         """
+        for each in self.connections:
+            if each.exit and each.exit.ended_by == "request":  # as Slurm at the end of a step: no stop was sent yet
+                each.problem = each.problem or "the trial was ended from outside, for example by the scheduler"
         lost = next((each for each in self.connections if each.problem), None)
         failed = next((each for each in self.connections if _has_failed(each.exit)), None)
         client = Exit(**self._client.stop()) if self._client else None

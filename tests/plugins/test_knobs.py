@@ -337,10 +337,10 @@ def test_serving_engines_have_knobs_of_plugins(install: Install, tmp_path: Path)
     assert found[True]["step_time_s"]["value"] == pytest.approx(2 * found[False]["step_time_s"]["value"])
     assert found[True]["tpot_s"]["p50"] == pytest.approx(2 * found[False]["tpot_s"]["p50"])
     assert found[True]["output_tokens_per_s"] == pytest.approx(found[False]["output_tokens_per_s"] / 2)
-    file.write_text(yaml.safe_dump(spec | {"auto_tuner": {"space": {"wholly_else": True}}}))
+    file.write_text(yaml.safe_dump(spec | {"auto_tuner": {"space": {"acme_slo": True}}}))
     with pytest.raises(SpecError) as error:
         api.estimate(file)
-    assert error.value.key == "auto_tuner.space.wholly_else"
+    assert error.value.key == "auto_tuner.space.acme_slo"
     assert "acme_slow" in error.value.fix
 
 
