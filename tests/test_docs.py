@@ -21,7 +21,7 @@ from docs.site import cli_page, docstrings, engine_tables, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.domain.search_state import LEARNED_MESSAGES
-from flagcore.engines.megatron.launch.reading import METRICS, STEPS
+from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.engines.serving.engine import Engine
 from flagcore.physics.schedules.catalogue import SCHEDULES
