@@ -175,5 +175,5 @@ def read_spec(
     if chip is None:
         return spec
     if spec.cluster.groups:
-        raise UsageError(_("--chip {chip} needs a spec of one chip; {file} has cluster.groups", chip=chip, file=file))
+        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
     return replace(spec, cluster=replace(spec.cluster, chip=chip))

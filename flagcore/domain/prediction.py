@@ -24,7 +24,7 @@ PART_NAMES = {
     "cp_comm_s": N_("context parallel"),
     "ep_comm_s": N_("expert parallel"),
     "pp_bubble_s": N_("bubble"),
-    "pp_comm_s": N_("pipeline exchange"),
+    "pp_comm_s": N_("pipeline point-to-point"),
     "dp_comm_exposed_s": N_("gradient exchange"),
     "optimizer_s": N_("optimizer"),
 }

@@ -31,7 +31,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements on `devices` devices of one chip. `rows` are measured kernels and collectives, as plain data.
+    """Measurements on `devices` devices of a chip. `rows` are measured kernels and collectives, as plain data.
 
     `aliases` are the aliases of the chip at that time; for a CPU they name the processor. `how` is the tool, `date` is
     ISO 8601. `others` is the share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.

@@ -68,7 +68,7 @@ def probe(
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
-        raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
+        raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=spec_file))
     workload = plugins.workload_of(spec.work)
     workload.ready_to_probe(spec)
     if seconds is not None:
