@@ -8,16 +8,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from flagcore.contracts.chip import PruningRule
-from flagcore.contracts.platform import Costs, Platform
+from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.contracts.workload import Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Features, PastMeasurements, features
 from flagcore.domain.knob import Knobs
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
 from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
-from flagcore.domain.space import IntArray, Legality, Space
+from flagcore.domain.space import Candidate, IntArray, Legality, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial
 

@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts.chip import PruningRule
 from flagcore.contracts.exchange import ExportJob, ImportNote, ServerGroups
-from flagcore.contracts.platform import Costs, Platform
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
-from flagcore.domain.probe import RankMeasurement
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.prediction import (
+    Components,
+    Labels,
+    ModelPart,
+    Passes,
+    Predictions,
+    RankMeasurement,
+    RankPrediction,
+)
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError

@@ -18,22 +18,25 @@ from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.physics.collectives.costs import Collectives, topology_of
+from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import (
+from flagcore.plugins.loader import (
     BadPlugin,
+    Plugin,
     PluginFailure,
     capture_warnings,
     installed,
     load_only,
+    make_plugin,
     one_line,
     origins,
+    plugin_name,
     stdout_to_stderr,
+    wrap_objects,
 )
-from flagcore.plugins.loader import Plugin, make_plugin, plugin_name, wrap_objects
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0

@@ -19,9 +19,9 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable
-from flagcore.plugins.installed import BadPlugin
+from flagcore.physics.collective_costs import Collectives
+from flagcore.physics.collective_curves import KINDS, CollectiveTable
+from flagcore.plugins.loader import BadPlugin
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.devices import disturbances
+from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left

@@ -22,10 +22,10 @@ from flagcore.contracts import (
     TrialStore,
     Workload,
 )
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
+from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError

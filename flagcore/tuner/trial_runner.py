@@ -14,8 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from flagcore.contracts import Launcher, Platform, Problem, TrialStore
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.space import BoolArray
+from flagcore.domain.space import BoolArray, Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import LaunchError, UsageError

@@ -15,14 +15,13 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.physics.collectives.costs import topology_of
-from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collective_costs import topology_of
+from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines
 from flagcore.vendorkit.fields import S, applicable
-from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Note, read_quirks
+from flagcore.vendorkit.quirks import Note, read_maturity, read_quirks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
     SearchState,
@@ -13,6 +12,7 @@ from flagcore.domain.search_state import (
     seconds_left,
     stop_reason,
 )
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.domain.objective import pareto
+from flagcore.domain.spec import pareto
 
 
 def test_the_front_has_the_points_that_no_other_point_exceeds_in_both() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import gains
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
@@ -23,6 +22,7 @@ from flagcore.domain.search_state import (
     rivals,
     significant,
 )
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn

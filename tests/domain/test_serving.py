@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
 from flagcore.domain.serving import nest_statistics
+from flagcore.domain.spec import figure_name, is_rate, objective_value, seconds
 from flagcore.domain.trial import Measurement
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=1e-6, efficiency=1.0)

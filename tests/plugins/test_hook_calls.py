@@ -18,7 +18,7 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))

@@ -15,8 +15,8 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
+from flagcore.domain.prediction import features
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.page.assembly import result_text

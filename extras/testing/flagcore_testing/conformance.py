@@ -12,7 +12,7 @@ import pytest
 
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, LoadedPlugins, PluginFailure
-from flagcore.plugins.installed import installed, load_only, one_line
+from flagcore.plugins.loader import installed, load_only, one_line
 from flagcore_testing.checks import CHECKS
 from flagcore_testing.kit import Check, Subject, run
 from flagcore_testing.package import read_source

@@ -18,7 +18,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.plugins.installed import installed, origin
+from flagcore.plugins.loader import installed, origin
 from flagcore_testing.package import read_source
 
 SECONDS = 600.0

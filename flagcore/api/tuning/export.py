@@ -14,9 +14,7 @@ from typing import Any
 from flagcore.api.tuning.run_best import RENDEZVOUS
 from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import DEVICES_OF_HOST
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
     is_secret,
@@ -26,7 +24,8 @@ from flagcore.domain.secrets import (
     secrets_in_data,
     secrets_in_environment,
 )
-from flagcore.domain.spec import KIND, TrainSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import KIND, TrainSpec, is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _

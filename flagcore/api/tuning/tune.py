@@ -41,10 +41,10 @@ from flagcore.contracts import (
     TrialStore,
     Workload,
 )
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.objective import figure_name, objective_value, seconds
 from flagcore.domain.plan import DAY, TDP
 from flagcore.domain.serving import nest_statistics
+from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.candidate_report import causes_text, figure_pairs

@@ -8,8 +8,7 @@ from typing import Any
 from flagcore.domain.prediction import Passes, idle_of, longest
 from flagcore.errors import NotModelled
 from flagcore.i18n import _
-from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.replay import ExecutedPass, simulate, step_seconds
+from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.page.blocks import (
     Block,

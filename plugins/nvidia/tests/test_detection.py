@@ -5,7 +5,7 @@ from pathlib import Path
 from flagcore_nvidia.discover import DETECTOR
 from flagcore_testing import fakes
 
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.chip import DeviceUse
 
 QUERY = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.physics.schedules.replay import simulate
+from flagcore.physics.pipelines import simulate
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.rendering import as_html
 from tests.report.page.conftest import KINDS, Runs

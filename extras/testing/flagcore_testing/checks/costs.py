@@ -11,8 +11,8 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, Mem
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
-from flagcore.physics.collectives.costs import topology_of
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
+from flagcore.physics.collective_costs import topology_of
+from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import workload
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore_testing.examples import group_of, task_on

@@ -13,8 +13,7 @@ from importlib.resources import files
 import numpy as np
 
 from flagcore.contracts import Platform, PruningRule
-from flagcore.domain.chip import Device
-from flagcore.domain.devices import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED
+from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Device
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Space

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, largest_matches, settings_in
 from flagcore.engines.serving.launch.server import Fetch
 from flagcore.engines.serving.load.result import GENERATE

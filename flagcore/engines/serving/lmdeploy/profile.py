@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address

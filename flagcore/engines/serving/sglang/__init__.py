@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, settings_in
 from flagcore.engines.serving.launch.server import Fetch
 

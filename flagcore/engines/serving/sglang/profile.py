@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import Merge, Rule
+from flagcore.domain.space import KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import (

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 from urllib.parse import urlsplit
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.job import SHARED_FOLDER, Job, log_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, labels, settings_in
 from flagcore.engines.serving.launch.server import Fetch
 

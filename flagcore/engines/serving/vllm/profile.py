@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import (

@@ -10,7 +10,7 @@ import pytest
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
-from flagcore.spec.gguf import context_length, shape
+from flagcore.spec.models import context_length, shape
 from tests.engines.serving.engines.starting import SIZES, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
 
