@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flagcore.domain.trial import Trial
 from flagcore.i18n import _
@@ -111,11 +112,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
     slowdowns = [(max(map(_seconds, knob["values"])) / fastest_s - 1.0, knob) for knob in knobs]
     slowdowns.sort(key=lambda pair: -pair[0])
     names = [knob_of(str(knob["knob"]), run.knobs).title for _slower, knob in slowdowns]
-    rows = []
+    rows = list[list[Any]]()
     for (_slower, knob), name in zip(slowdowns, names, strict=True):
         for value in knob["values"]:
             figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
-            row = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
+            row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
     text = _(
