@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -142,7 +141,7 @@ def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
     report = runs(kind)
     rows = report.page.rows("step", "Parts of the step time")
     prediction = report.result["best"]["predicted"]
-    parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
+    parts = [row["~best, s"].value or 0.0 for row in rows if row["part"].text not in ("predicted", "measured")]
     assert sorted(parts) == sorted(prediction["time"].values())
     assert sum(parts) == pytest.approx(prediction["step_time_s"]["value"])
 
@@ -177,9 +176,6 @@ def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     (limited,) = [chart for chart in report.page.charts if _x(chart) == "p99 TTFT, s"]
     limit = report.result["limits"]["ttft_s.p99"]
     assert limited["layout"]["shapes"][0]["x0"] == limit
-    axis = limited["layout"]["xaxis"]
-    low, high = axis["range"]
-    assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
     fronts = [each for chart in report.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
     assert all(len(front["x"]) > 1 for front in fronts)
 
