@@ -17,12 +17,12 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.launch.job import read_job
+from flagcore.engines.serving.launch.server import read_job
 from flagcore.engines.serving.load.result import Target
 from flagcore.engines.serving.load.sending import measure
+from flagcore.engines.serving.trial.__main__ import running_servers
 from flagcore.engines.serving.trial.failures import log_text
 from flagcore.engines.serving.trial.loads import LoadRunner, shares
-from flagcore.engines.serving.trial.program import running_servers
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
