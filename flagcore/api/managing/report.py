@@ -32,8 +32,7 @@ from flagcore.i18n import N_, _
 from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.report.formats import lookup
 from flagcore.report.page.assembly import page
-from flagcore.report.page.html import as_html
-from flagcore.report.page.markdown import as_markdown
+from flagcore.report.page.rendering import as_html, as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult

@@ -18,7 +18,7 @@ from flagcore.api.runs import INTERRUPTED, RUNNING, UNREADABLE, state_of_ended
 from flagcore.domain.space import KnobValue
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import _
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file, predicted
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import heading

@@ -31,7 +31,7 @@ from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text

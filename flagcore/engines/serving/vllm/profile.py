@@ -55,9 +55,9 @@ from flagcore.engines.serving.space.knobs import (
 )
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
+from flagcore.engines.serving.vllm import REPORTS
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
-from flagcore.engines.serving.vllm.reports import REPORTS
 from flagcore.errors import UsageError
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
@@ -375,7 +375,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
 WORKLOAD = Engine(
     name="vllm",
-    where="flagcore.engines.serving.vllm.reports:REPORTS",
+    where="flagcore.engines.serving.vllm:REPORTS",
     program=PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
     rules=_rules,
