@@ -24,7 +24,7 @@ from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.engines.megatron.launch.reading import METRICS, STEPS
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.engines.serving.engine import Engine
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 from flagcore.plugins import WORKLOADS, names, workload
 from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
 

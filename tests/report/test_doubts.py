@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import MAX_RIVALS
 from flagcore.report.result import result

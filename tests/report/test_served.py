@@ -8,7 +8,7 @@ from pathlib import Path
 from flagcore.domain.plan import Counts, Plan, gains
 from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.trial import Role, Trial
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import result

@@ -19,12 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from flagcore.contracts import Costs, Platform, PruningRule, Workload
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import unknown_release
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import MIN_REQUESTS, RATES
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start

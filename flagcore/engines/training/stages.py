@@ -20,7 +20,7 @@ from flagcore.engines.training.layout import (
     Training,
     pick,
 )
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 
 LAYERS, DENSE, MTP = 3, 4, 5
 """Indices of fields of `Part` in the holdings of a split."""

@@ -86,7 +86,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Collapsed:
-    """Blocks that are hidden until a click on a line of text."""
+    """Blocks without charts that are hidden until a click on a line of text."""
 
     anchor: str
     title: str

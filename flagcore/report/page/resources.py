@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import by_component, part_name
+from flagcore.report.explanation import by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import (
     Block,
@@ -50,8 +50,6 @@ REQUEST = {
     "summary": N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
 }
 """Texts of the parts of the time, for training and for servers."""
-MIN_SHARE = 1e-4
-"""Minimum share of a group in the memory in use."""
 
 
 def memory(run: RunData) -> Section | None:
@@ -87,27 +85,11 @@ def memory(run: RunData) -> Section | None:
     return Section("memory", _("Memory"), blocks)
 
 
-def groups_of(stage: Record) -> dict[str, float]:
-    """Return the predicted memory in use of a device in GiB, in few groups that add up to it."""
-    parts = stage["components"].values()
-    sums = {key: sum(float(part.get(key, 0.0)) for part in parts) for key in NAMES["component_states"]}
-    weights, gradients = sums.pop("weights_gib"), sums.pop("gradients_gib")
-    optimizer, static = sum(sums.values()), float(stage["static_gib"])
-    peak, used = float(stage["peak_allocated_gib"]), float(stage["device_used_gib"])
-    groups = {
-        N_("weights"): weights,
-        N_("gradients"): gradients,
-        N_("optimizer states"): optimizer,
-        N_("other states"): static - weights - gradients - optimizer,
-        N_("activations"): peak - static,
-        N_("allocator and libraries"): used - peak,
-    }
-    return {name: gib for name, gib in groups.items() if gib > MIN_SHARE * used}
-
-
 def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
-    groups = [groups_of(stage) for stage in stages]
+    groups = [
+        memory_parts({**each, "activation_gib": each["peak_allocated_gib"] - each["static_gib"]}) for each in stages
+    ]
     present = list(dict.fromkeys(name for each in groups for name in each))
     measured, level = _measured_by_stage(run, len(stages)), "device_used_gib"
     capacity = number(predicted.get("capacity_gib"))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flagcore.domain.prediction import Passes, idle_of, longest
 from flagcore.errors import NotModelled
-from flagcore.i18n import _, ngettext
-from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.replay import ExecutedPass, simulate, step_seconds
+from flagcore.i18n import _
+from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, simulate, step_seconds
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.page.blocks import (
     Block,
@@ -220,88 +218,39 @@ class Timeline:
         )
 
 
-IDLE = 6
-"""The series of idle time, grey."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """One stage of a pipeline: its node group, and the seconds of its passes per micro-batch and in a step."""
-
-    group: int
-    layers: int | None
-    forward_s: float
-    backward_s: float
-    idle: float | None
-    busy_s: float
-
-
 def kinds(run: RunData) -> Section | None:
     """Return the stages by kind of chip of the best configuration; None with one node group, or without a best."""
     chips, pipelines = run.insight.get("chips") or [], _pipelines(run)
     if len(chips) < 2 or run.best is None or not pipelines or not all(each.groups for each in pipelines):
         return None
-    names, seconds, stages = _chip_names(run), longest(pipelines), list[_Stage]()
+    names, seconds = _chip_names(run), longest(pipelines)
+    memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
+    layers_by_group: dict[int, list[int | None]] = {}
+    rows, busy_s = list[list[Any]](), list[tuple[float, str]]()
     for each in pipelines:
         unknown = (None,) * len(each.groups)
-        times = zip(each.forward_s, each.backward_s, each.idle(seconds) if seconds else unknown, strict=True)
-        stages += [
-            _Stage(group, layers, *time, each.microbatches * (time[0] + time[1]))
-            for group, layers, time in zip(each.groups, each.layers or unknown, times, strict=True)
-        ]
-    rows = []
-    for number, (chip, name) in enumerate(zip(chips, names, strict=True)):
-        own = [stage.layers for stage in stages if stage.group == number]
-        layers = None if None in own else sum(each or 0 for each in own)
-        devices = chip["nodes"] * chip["devices_per_node"]
-        rows.append([name, devices, len(own), layers, percent(idle_of(pipelines, number), "~")])
-    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
-    of_each = table(_("Each kind: idle is the share of the pipeline's time without work"), headings, rows)
-    return Section("kinds", _("Kinds of chips"), (_stages(run, stages, names, seconds), of_each))
-
-
-def _stages(run: RunData, stages: Sequence[_Stage], names: Sequence[str], seconds: float | None) -> Chart:
-    """Return each stage with its kind and layers, and its busy and idle seconds in a step."""
-    memory = {int(each["stage"]): each["device_used_gib"] for each in run.insight.get("stages") or []}
-    labels = [_("stage {number}", number=place) for place in range(len(stages))]
-    labels = [
-        label if stage.layers is None else f"{label}: " + ngettext("{count} layer", "{count} layers", stage.layers)
-        for label, stage in zip(labels, stages, strict=True)
-    ]
-    rows = [
-        [
-            place,
-            names[stage.group],
-            stage.layers,
-            highlighted(stage.forward_s),
-            highlighted(stage.backward_s),
-            size(memory.get(place), "~"),
-            percent(stage.idle, "~"),
-        ]
-        for place, stage in enumerate(stages)
-    ]
-    headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
-    traces = []
-    for number, name in enumerate(names):
-        own = [(stage.busy_s, label) for stage, label in zip(stages, labels, strict=True) if stage.group == number]
-        traces += [bars(name, number, *zip(*own, strict=True), width=0.6)] if own else []
-    if seconds:
-        traces.append(bars(_("idle"), IDLE, [seconds * (stage.idle or 0.0) for stage in stages], labels, width=0.6))
-    slowest = max(stages, key=lambda stage: stage.busy_s)
-    return Chart(
-        title=_("Stages of the best configuration by kind of chip (predicted)"),
-        summary=_(
-            "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
-            configuration=run.configuration(run.best) if run.best else "",
-            seconds=shown(slowest.busy_s),
-            name=names[slowest.group],
-        ),
-        traces=traces,
-        layout=rows_layout(
-            _("time in the step, s"),
-            len(labels),
-            barmode="stack",
-            yaxis={"categoryorder": "array", "categoryarray": labels},
-        ),
-        table=table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows),
+        idle, all_layers = each.idle(seconds) if seconds else unknown, each.layers or unknown
+        stages = zip(each.groups, all_layers, each.forward_s, each.backward_s, idle, strict=True)
+        for group, layers, *times, share in stages:
+            used = size(memory.get(len(rows)), "~")
+            rows.append([len(rows), names[group], layers, *map(highlighted, times), used, percent(share, "~")])
+            busy_s.append((each.microbatches * sum(times), names[group]))
+            layers_by_group.setdefault(group, []).append(layers)
+    kind_rows = []
+    for group, (chip, name) in enumerate(zip(chips, names, strict=True)):
+        own = layers_by_group.get(group, [])
+        known = None if None in own else sum(filter(None, own))
+        devices, idle_share = chip["nodes"] * chip["devices_per_node"], percent(idle_of(pipelines, group), "~")
+        kind_rows.append([name, devices, len(own), known, idle_share])
+    slowest_s, slowest = max(busy_s)
+    text = _(
+        "{configuration}: the slowest stage is busy for ~{seconds} s of a step, on {name}.",
+        configuration=run.configuration(run.best),
+        seconds=shown(slowest_s),
+        name=slowest,
     )
+    headings = [_("stage"), _("chip"), _("layers"), _("~forward, s"), _("~backward, s"), _("~in use"), _("~idle, %")]
+    by_stage = table(_("Each stage: seconds per micro-batch, memory of a device, and idle time"), headings, rows)
+    headings = [_("chip"), _("devices"), _("stages"), _("layers"), _("~idle, %")]
+    caption = _("Each kind: idle is the share of the pipeline's time without work")
+    return Section("kinds", _("Kinds of chips"), (Text(text), by_stage, table(caption, headings, kind_rows)))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, label, table
-from flagcore.report.page.html import as_html
-from flagcore.report.page.markdown import as_markdown
+from flagcore.report.page.rendering import as_html, as_markdown
 from flagcore.report.page.run import tail, text_file
 from flagcore.report.result import read_trial
 from tests.report.page.conftest import HOSTILE, Runs

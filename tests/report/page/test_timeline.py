@@ -11,8 +11,7 @@ import pytest
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.replay import ExecutedPass, pipe_of, step_seconds
+from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.timeline import KINDS, MAX_PASSES, Timeline, pipeline
 from tests import small

@@ -16,7 +16,7 @@ import pytest
 
 from flagcore import plugins
 from flagcore.api.tuning.watch import Watchers
-from flagcore.domain.event import KINDS, RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
+from flagcore.domain.trial import KINDS, RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.errors import NoDevice, SpecError
 from flagcore.hooks import hookimpl
 from flagcore.report.watchers import webhook

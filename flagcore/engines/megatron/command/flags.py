@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import AUTO, SettingValue, TrainSpec
 from flagcore.engines.megatron.command.user_command import DISTRIBUTION
 from flagcore.engines.megatron.mixed.trials import hosts_of, shares

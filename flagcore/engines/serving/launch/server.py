@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.load.routing import MAX_MORE, MAX_RATIO
 

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.domain.model import Vision
-from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import figure_name, is_rate, seconds
 from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.disaggregated import Prefill

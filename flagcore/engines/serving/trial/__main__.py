@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.reports import ServerReports

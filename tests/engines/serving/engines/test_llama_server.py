@@ -10,7 +10,7 @@ import pytest
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
-from flagcore.spec.gguf import context_length, shape
+from flagcore.spec.models import context_length, gguf_shape
 from tests.engines.serving.engines.starting import SIZES, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
 
@@ -105,7 +105,7 @@ def test_unreadable_weights_are_reported_by_the_first_specific_line(tmp_path: Pa
 
 def test_the_shape_comes_from_the_header(model: str) -> None:
     assert context_length(model) == SIZES["context"]
-    assert shape(model) == {
+    assert gguf_shape(model) == {
         "num_layers": 2,
         "hidden_size": 128,
         "ffn_hidden_size": 256,
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_a_model_is_one_clear_error(bytes_of: bytes, tmp_path
     file = tmp_path / "file.gguf"
     file.write_bytes(bytes_of)
     with pytest.raises(SpecError, match=r"(?i)gguf"):
-        shape(str(file))
+        gguf_shape(str(file))
 
 
 def test_the_version_is_reported_without_starting_a_server(model: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.server import read_job
 from flagcore.engines.serving.load.result import Target
