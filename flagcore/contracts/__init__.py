@@ -30,7 +30,7 @@ from flagcore.contracts.platform import (
     description_of,
     device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy
 from flagcore.contracts.workload import Workload
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
     "ServerGroups",
     "Strategy",
     "Telemetry",
-    "TrialStore",
     "Workload",
     "communicator_bytes",
     "description_of",

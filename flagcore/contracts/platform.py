@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from flagcore.domain.chip import Chip, Device, Support
@@ -302,23 +303,23 @@ class Platform:
         """
         spec, own = self.task.spec, self.task.spec.cluster.host_envs
         if not (planned.hosts and (self.setups or own)):
-            return self._with_environment(planned, {})
+            return self._with_environment(planned)
         of_hosts = (each for each in self.setups for _ in range(each.nodes))
         setups = dict(zip(spec.cluster.hosts, of_hosts, strict=False))
-        on_host: dict[str, Launch] = {}
-        for host in planned.hosts:
-            of_host = own.get(host, {})
-            if setups:
-                on_host[host] = _set_up(planned, setups[host], spec.envs, of_host)
-            else:
-                on_host[host] = self._with_environment(planned, of_host)
+        on_host = {host: self._with_environment(planned, setups.get(host), own.get(host, {})) for host in planned.hosts}
         return replace(on_host[planned.hosts[0]], on_host=on_host)
 
-    def _with_environment(self, planned: Launch, of_host: Mapping[str, str]) -> Launch:
-        """Return the launch of a host of a single node group."""
-        spec = self.task.spec
-        environment = {**planned.environment, **self.environment, **spec.envs, **spec.cluster.envs, **of_host}
-        return replace(planned, environment=environment)
+    def _with_environment(
+        self, planned: Launch, setup: HostSetup | None = None, of_host: Mapping[str, str] = MappingProxyType({})
+    ) -> Launch:
+        """Return the launch of a host with its own variables `of_host`; `setup` is that of several node groups."""
+        spec, argv = self.task.spec, planned.argv
+        of_chip, of_group = self.environment, spec.cluster.envs
+        if setup:
+            of_chip, of_group = setup.environment, setup.envs
+            argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in argv)
+        environment = {**planned.environment, **of_chip, **spec.envs, **of_group, **of_host}
+        return replace(planned, argv=argv, environment=environment)
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
         """Return `planned` with the time, memory and disk limits of a trial."""
@@ -336,13 +337,6 @@ class Platform:
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None
-
-
-def _set_up(planned: Launch, setup: HostSetup, envs: Mapping[str, str], of_host: Mapping[str, str]) -> Launch:
-    """Return the launch of one host."""
-    environment = {**planned.environment, **setup.environment, **envs, **setup.envs, **of_host}
-    words = (word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in planned.argv)
-    return replace(planned, argv=tuple(words), environment=environment)
 
 
 class Plugins(Protocol):

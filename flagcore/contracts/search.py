@@ -1,4 +1,4 @@
-"""The problem of a search, and its protocols: strategies, the store of trials, and events."""
+"""The problem of a search, its strategies, and its events."""
 
 from __future__ import annotations
 
@@ -131,22 +131,6 @@ class Strategy(Protocol):
 
     def next(self, context: SearchContext) -> Choice:
         """Return what to try next."""
-
-
-class TrialStore(Protocol):
-    """A persistent store of trials. A finished trial is stored once and never changes."""
-
-    def trials(self) -> tuple[Trial, ...]:
-        """Return all finished trials in order."""
-
-    def begin(self, planned: Trial) -> Trial:
-        """Store a trial that starts, and return it with its number and log."""
-
-    def finish(self, trial: Trial) -> None:
-        """Store the outcome of a trial."""
-
-    def folder(self, trial: Trial) -> str:
-        """Return the absolute path of the trial's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

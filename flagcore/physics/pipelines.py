@@ -286,7 +286,10 @@ def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
     executed = run(orders_of(passes, microbatches), pipe)
     if passes.schedule != "dualpipe":
         return executed
-    return [_renumber(each, pipe.length, microbatches) for each in executed]
+    first = microbatches - microbatches // 2
+    return [
+        replace(each, microbatch=each.microbatch + first) if each.part >= pipe.length else each for each in executed
+    ]
 
 
 def pipe_of(passes: Passes) -> Pipe:
@@ -341,10 +344,3 @@ def step_seconds(passes: Passes, executed: Sequence[ExecutedPass]) -> float:
     longest time from the first start to the last end on one device."""
     end, span = seconds_of(executed)
     return span if SCHEDULES[passes.schedule].post_validation else end
-
-
-def _renumber(executed: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
-    """Return a pass of DualPipe with the micro-batches of the second copy numbered after those of the first."""
-    if executed.part < length:
-        return executed
-    return replace(executed, microbatch=executed.microbatch + microbatches - microbatches // 2)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from flagcore.contracts import (
     Problem,
     SearchContext,
     Strategy,
-    TrialStore,
     Workload,
 )
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
@@ -46,6 +46,9 @@ from flagcore.tuner.trial_runner import (
     predicted_trial,
 )
 
+if TYPE_CHECKING:
+    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+
 MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
 
@@ -64,7 +67,7 @@ class Dependencies:
     workload: Workload
     launcher: Launcher
     strategy: Strategy
-    open_store: Callable[[Problem], TrialStore]
+    open_store: Callable[[Problem], OptunaStore]
     on_event: OnEvent
     past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
     probe_strategy: Strategy | None = None

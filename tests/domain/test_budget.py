@@ -130,7 +130,3 @@ def test_the_remaining_time_includes_trials_and_repeats() -> None:
     assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 50, 95.0) == 5.0
-
-
-def test_a_best_that_is_the_baseline_is_not_repeated() -> None:
-    assert repeats_seconds(CONTROL, search_state(trial(0, 2.0, role=Role.BASELINE), trial(1, 1.0))) == 0.0

@@ -105,13 +105,6 @@ def test_medium_messages_exceed_latency_and_bandwidth_but_not_by_half() -> None:
     assert (found / line).max() > 1.4
 
 
-def test_topology_is_made_from_link_and_network() -> None:
-    assert [(level.devices, level.bytes_per_second) for level in topology_of(group(nodes=2)).levels] == [
-        (8, 400e9),
-        (16, 50e9),
-    ]
-
-
 def test_a_link_may_join_several_nodes_or_an_island_of_one() -> None:
     rack = replace(LINK, domain_size=72)
     assert [level.devices for level in topology_of(group(rack, nodes=32, devices_per_node=4)).levels] == [72, 128]

@@ -21,14 +21,6 @@ def test_without_support_for_the_query_the_table_is_read() -> None:
         assert len(DETECTOR.devices()) == 6
 
 
-def test_a_reading_has_the_fields_of_the_query() -> None:
-    identity = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 00000000:0F:00.0"
-    line = f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980\n"
-    with fakes.machine({"nvidia-smi": fakes.prints(line)}):
-        (row,) = DETECTOR.rows()
-    assert row.reading["memory_used_bytes"] == 1024 * 2**20
-
-
 def test_processes_and_blocked_gpus_are_listed() -> None:
     modes = "0, GPU-a, Default\n1, GPU-b, Exclusive_Process\n2, GPU-c, Prohibited\n3, GPU-d, Exclusive_Process\n"
     processes = "GPU-a, 4711, /usr/bin/python3.11, 20992\nGPU-b, 12, [Not Found], [N/A]\n"

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.training.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.schedules import pipeline_seconds
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.timeline import KINDS, Timeline, pipeline
@@ -82,7 +82,7 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
-"""How far a played step is from the formula that predicts steps; see `flagcore.engines.training.schedules.formulas`."""
+"""How far a played step is from the formula that predicts steps; see `flagcore.engines.training.schedules`."""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -11,9 +11,9 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
 from flagcore.engines.megatron.layers.stages import chunk_layers, layout_text
+from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.layout import Layout, Placement, Splits, Training, distinct
-from flagcore.engines.training.schedules.critical_path import StageTimes
-from flagcore.engines.training.schedules.formulas import makespan
+from flagcore.engines.training.schedules import makespan
 from flagcore.engines.training.stages import DENSE, LAYERS, MTP, stage
 from flagcore.engines.training.time.pace import DEPENDS_ON
 from flagcore.engines.training.time.pipeline import shape_seconds

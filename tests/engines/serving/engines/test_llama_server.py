@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
-from flagcore.spec.models import context_length, shape
+from flagcore.spec.models import context_length, gguf_shape
 from tests.engines.serving.engines.starting import SIZES, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
 
@@ -94,7 +94,7 @@ def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, val
 
 def test_the_shape_comes_from_the_header(model: str) -> None:
     assert context_length(model) == SIZES["context"]
-    assert shape(model) == {
+    assert gguf_shape(model) == {
         "num_layers": 2,
         "hidden_size": 128,
         "ffn_hidden_size": 256,

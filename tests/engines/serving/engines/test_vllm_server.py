@@ -16,10 +16,10 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
-from flagcore.engines.serving.launch.job import read_job
+from flagcore.engines.serving.launch.server import read_job
+from flagcore.engines.serving.trial.__main__ import running_servers
 from flagcore.engines.serving.trial.failures import log_text
 from flagcore.engines.serving.trial.loads import LoadRunner
-from flagcore.engines.serving.trial.program import running_servers
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
