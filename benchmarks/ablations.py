@@ -12,8 +12,7 @@ from sweeps import Sweep, with_predictions
 
 from flagcore import plugins
 from flagcore.contracts import Workload
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.space import BoolArray, Columns
+from flagcore.domain.space import BoolArray, Candidate, Columns
 
 PROBES = 3
 """Number of candidates probed before the first run, if all candidates of all sweeps were probed."""

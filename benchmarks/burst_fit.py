@@ -25,7 +25,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster
 from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 
 START = {
     "gemm_share": 0.66,

@@ -125,7 +125,7 @@ def _stages(data: Figures) -> Figures:
     from flagcore import plugins
     from flagcore.api.inputs import loaded_plugins
     from flagcore.contracts import Problem
-    from flagcore.domain.experience import PastMeasurements
+    from flagcore.domain.prediction import PastMeasurements
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
     from flagcore.tuner.stages.build import build, legality

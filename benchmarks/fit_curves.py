@@ -30,7 +30,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.predict import base_inputs
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.time.step import step_time
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec import read_job
 from flagcore.tuner.stages.discover import costs
 

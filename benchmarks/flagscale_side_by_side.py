@@ -25,7 +25,7 @@ from typing import Any
 
 from flagcore_flagscale import FlagScale
 
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.launchers.local import free_port

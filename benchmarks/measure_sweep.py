@@ -32,7 +32,7 @@ import psutil
 from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Problem
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.spec import parse_spec, spec_as_data

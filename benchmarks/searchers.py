@@ -18,7 +18,7 @@ from sweeps import Sweep
 
 from flagcore.api.transfer import MAX_PAST
 from flagcore.contracts import Problem, Strategy
-from flagcore.domain.experience import Observations, PastMeasurements
+from flagcore.domain.prediction import Observations, PastMeasurements
 from flagcore.domain.search_state import SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control

@@ -30,7 +30,7 @@ from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.predict import memory_of, predict, serving_of, split_of
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec import read_job
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore.tuner.stages.predict import record

@@ -23,9 +23,9 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving.model.predict import predict
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Roofline
 
 SOURCE = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

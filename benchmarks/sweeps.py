@@ -20,15 +20,13 @@ from fit_curves import FAMILIES, curve_of
 
 from flagcore import plugins
 from flagcore.contracts import Costs, Platform, Problem, Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
-from flagcore.domain.space import Axis, FloatArray, IntArray, Space
+from flagcore.domain.prediction import Predictions, Probe, RankMeasurement, RankProbe
+from flagcore.domain.space import Axis, Candidate, FloatArray, IntArray, Space
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Job, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.tuner.stages.build import build, canonical, legality

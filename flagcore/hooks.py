@@ -25,11 +25,11 @@ from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, Prunin
 from flagcore.domain.chip import Chip, Device, Maturity
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
-from flagcore.domain.event import RunEvent
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.domain.trial import RunEvent
+from flagcore.physics.collective_curves import CollectiveTable
 
 HOOKS_API = 1
 """The version of this interface. It increases when a hook is removed or requires more. A plugin may set `HOOKS_API` to

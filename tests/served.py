@@ -12,9 +12,9 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Roofline
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import figure_name, seconds
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 
 OBJECTIVE = "output_tokens_per_s"

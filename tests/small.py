@@ -7,17 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Chip, Device, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Legality, Space
+from flagcore.domain.space import Candidate, KnobValue, Legality, Space
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import engines
 from flagcore.tuner.stages.prune import prune
 

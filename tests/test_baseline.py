@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.contracts import PruningRule
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns
+from flagcore.domain.space import BoolArray, Candidate, Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.hooks import hookimpl

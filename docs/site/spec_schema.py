@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from flagcore.plugins import WORKLOADS, engines
-from flagcore.plugins.installed import installed, origin
+from flagcore.plugins.loader import installed, origin
 from flagcore.spec import json_schema
 
 FILE = Path(__file__).parents[2] / "examples" / "spec.schema.json"

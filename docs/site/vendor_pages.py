@@ -12,8 +12,7 @@ from flagcore.domain.knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
 from flagcore.vendorkit.fields import Scope
-from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Report, read_quirks
+from flagcore.vendorkit.quirks import Report, read_maturity, read_quirks
 
 DOCS = Path(__file__).parents[1]
 VENDORS = {

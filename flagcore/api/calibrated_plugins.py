@@ -18,12 +18,11 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
 from flagcore.i18n import N_, _
-from flagcore.physics.collectives.costs import Collectives, topology_of
+from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.plugins.installed import PluginFailure
-from flagcore.plugins.loader import Plugin
+from flagcore.plugins.loader import Plugin, PluginFailure
 from flagcore.tuner.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.vendorkit.machine import TorchReport, query_torch
 

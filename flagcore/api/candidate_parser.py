@@ -10,9 +10,8 @@ from typing import Any
 from unicodedata import normalize
 
 from flagcore.contracts import Problem
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
-from flagcore.domain.space import Axis, Columns, IntArray, as_candidate
+from flagcore.domain.space import Axis, Columns, IntArray, KnobValue, as_candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _, did_you_mean
 from flagcore.report.text import details, knob_of

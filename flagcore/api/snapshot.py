@@ -12,11 +12,9 @@ from flagcore.api.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_
 from flagcore.api.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.transfer import past_of_problem
 from flagcore.contracts import Platform, Problem, SearchContext
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.experience import PastMeasurements
-from flagcore.domain.prediction import components_of_row
+from flagcore.domain.prediction import PastMeasurements, components_of_row
 from flagcore.domain.search_state import Pruned, SearchState
-from flagcore.domain.space import Axis, Columns
+from flagcore.domain.space import Axis, Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import RUN, Trial
 from flagcore.errors import RunError, UsageError
@@ -177,5 +175,5 @@ def read_spec(
     if chip is None:
         return spec
     if spec.cluster.groups:
-        raise UsageError(_("--chip {chip} needs a spec of one chip; {file} has cluster.groups", chip=chip, file=file))
+        raise UsageError(_("--chip {chip} needs one kind of chip; {file} has cluster.groups", chip=chip, file=file))
     return replace(spec, cluster=replace(spec.cluster, chip=chip))

@@ -16,8 +16,8 @@ from flagcore.contracts import Platform, Plugins, Problem, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
+from flagcore.domain.prediction import Observations, PastMeasurements, features
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
 from flagcore.plugins import engines

@@ -1,16 +1,5 @@
 """What the core calls: the base class of engines, and Protocols, from which an implementation need not inherit."""
 
-from flagcore.contracts.chip import (
-    AttentionShape,
-    CollectiveCosts,
-    KernelCosts,
-    MemoryModel,
-    PruningRule,
-    Telemetry,
-    communicator_bytes,
-    description_of,
-    device_use,
-)
 from flagcore.contracts.exchange import (
     Exporter,
     ExportJob,
@@ -25,14 +14,23 @@ from flagcore.contracts.exchange import (
     ServerGroups,
 )
 from flagcore.contracts.platform import (
+    AttentionShape,
+    CollectiveCosts,
     Costs,
     HostSetup,
+    KernelCosts,
     Launcher,
+    MemoryModel,
     Platform,
     Plugins,
+    PruningRule,
     RunningLaunch,
+    Telemetry,
+    communicator_bytes,
+    description_of,
+    device_use,
 )
-from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, Problem, SearchContext, Strategy
 from flagcore.contracts.workload import Workload
 
 __all__ = [
@@ -65,7 +63,6 @@ __all__ = [
     "ServerGroups",
     "Strategy",
     "Telemetry",
-    "TrialStore",
     "Workload",
     "communicator_bytes",
     "description_of",

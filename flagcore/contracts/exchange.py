@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.platform import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 

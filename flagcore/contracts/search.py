@@ -1,4 +1,4 @@
-"""The problem of a search, and its protocols: strategies, the store of trials, and events."""
+"""The problem of a search, its strategies, and its events."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from flagcore.contracts.chip import PruningRule
-from flagcore.contracts.platform import Costs, Platform
+from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.contracts.workload import Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Features, PastMeasurements, features
 from flagcore.domain.knob import Knobs
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Features, PastMeasurements, Predictions, features
 from flagcore.domain.search_state import LEARNED_MESSAGES, Pruned, SearchTime
-from flagcore.domain.space import IntArray, Legality, Space
+from flagcore.domain.space import Candidate, IntArray, Legality, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial
 
@@ -134,22 +131,6 @@ class Strategy(Protocol):
 
     def next(self, context: SearchContext) -> Choice:
         """Return what to try next."""
-
-
-class TrialStore(Protocol):
-    """A persistent store of trials. A finished trial is stored once and never changes."""
-
-    def trials(self) -> tuple[Trial, ...]:
-        """Return all finished trials in order."""
-
-    def begin(self, planned: Trial) -> Trial:
-        """Store a trial that starts, and return it with its number and log."""
-
-    def finish(self, trial: Trial) -> None:
-        """Store the outcome of a trial."""
-
-    def folder(self, trial: Trial) -> str:
-        """Return the absolute path of the trial's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

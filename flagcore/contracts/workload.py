@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts.chip import PruningRule
-from flagcore.contracts.exchange import ExportJob, ImportNote, ServerGroups
-from flagcore.contracts.platform import Costs, Platform
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.contracts.exchange import ImportNote, ServerGroups
+from flagcore.contracts.platform import Costs, Platform, PruningRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
-from flagcore.domain.probe import RankMeasurement
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.prediction import (
+    Components,
+    Labels,
+    ModelPart,
+    Passes,
+    Predictions,
+    RankMeasurement,
+    RankPrediction,
+)
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError
@@ -322,7 +327,7 @@ class Workload(ABC):
         """Return the measurement of a finished probe. Raises FlagError with a line about what is missing."""
         raise self._unsupported_probes()
 
-    # Commands, job records and exports
+    # Commands, job records and exports. An engine with `flagcore.contracts.Exporter` also has further targets.
 
     def read_command(
         self, command: Sequence[str], directory: Path, model: str | None
@@ -357,19 +362,6 @@ class Workload(ABC):
         `task`, `values` and `noted` are the results of `published`. `settings` are the settings in the record.
         """
         return ()
-
-    targets: Collection[str] = ()
-    """The names of the targets for `flag export --to` besides the engine's own script."""
-    per_server: bool = False
-    """Whether a target starts several servers by itself."""
-
-    def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
-        """Return the text of each file of one of `targets` by its name.
-
-        Called only for one of `targets`, so an engine without targets has no implementation. Raises UsageError for a
-        job that the target does not support.
-        """
-        raise NotImplementedError
 
     def groups(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | None:
         """Return the kinds of servers of a candidate for the job `name`. None, the default, if all are equal. Raises

@@ -16,11 +16,21 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, rows_by_codes
+from flagcore.domain.space import (
+    Axis,
+    BoolArray,
+    Candidate,
+    Columns,
+    FloatArray,
+    IntArray,
+    KnobValue,
+    Merge,
+    Rule,
+    rows_by_codes,
+)
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.errors import SpecError
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device, Source, Support
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.space import KnobValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source
-from flagcore.domain.space import Axis
+from flagcore.domain.space import Axis, KnobValue
 from flagcore.errors import SpecError
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]

@@ -1,4 +1,7 @@
-"""Predictions of candidates and ranks, and the pass times of pipelines."""
+"""Predictions of candidates and ranks, the pass times of pipelines, and the measurements that correct predictions.
+
+Probes are measurements of single ranks of a larger job on one device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray
+from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_
 
 PART_NAMES = {
@@ -20,7 +24,7 @@ PART_NAMES = {
     "cp_comm_s": N_("context parallel"),
     "ep_comm_s": N_("expert parallel"),
     "pp_bubble_s": N_("bubble"),
-    "pp_comm_s": N_("pipeline exchange"),
+    "pp_comm_s": N_("pipeline point-to-point"),
     "dp_comm_exposed_s": N_("gradient exchange"),
     "optimizer_s": N_("optimizer"),
 }
@@ -236,7 +240,7 @@ class Passes:
     batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
     `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
     that is kept until the gradients of weights are computed. `schedule` is a name in
-    `flagcore.physics.schedules.catalogue`. `groups` is the node group of each stage, `layers` its number of layers;
+    `flagcore.physics.pipelines`. `groups` is the node group of each stage, `layers` its number of layers;
     empty: unknown. `predicted_s` is the predicted time of the pipeline in a step; None: unknown.
     """
 
@@ -280,3 +284,172 @@ def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
 def part_name(part: str) -> str:
     """Return the name of a part of a step."""
     return PART_NAMES.get(part) or part.removesuffix("_s").replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of candidates by name, each an array with one element per candidate.
+
+    `parts` are the shares of the predicted step time. `sizes` determine the speed of kernels; `knobs` are the values of
+    the candidate. Both are logarithms to base 2. Features that a task does not have are 0.
+    """
+
+    parts: Mapping[str, FloatArray]
+    sizes: Mapping[str, FloatArray]
+    knobs: Mapping[str, FloatArray]
+
+    def __len__(self) -> int:
+        return next((values.size for each in fields(self) for values in getattr(self, each.name).values()), 0)
+
+    def take(self, rows: IntArray) -> Features:
+        """Return the features of some rows."""
+        return Features(
+            *({name: values[rows] for name, values in getattr(self, each.name).items()} for each in fields(self))
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Features]) -> Features:
+        """Concatenate the rows of several tasks."""
+        arrays = []
+        for each in fields(cls):
+            groups = [(getattr(features, each.name), np.zeros(len(features))) for features in parts]
+            names = dict.fromkeys(name for group, _ in groups for name in group)
+            arrays.append({name: np.concatenate([group.get(name, zeros) for group, zeros in groups]) for name in names})
+        return cls(*arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """Measured candidates: the logarithm of measured over predicted, and the standard deviation of its noise.
+
+    `task` numbers the tasks of the candidates; 0 is the current task.
+    """
+
+    features: Features
+    log_ratio: FloatArray
+    noise: FloatArray
+    task: IntArray
+
+    def __len__(self) -> int:
+        return int(self.log_ratio.size)
+
+    @classmethod
+    def empty(cls) -> Observations:
+        """Return an object without measurements."""
+        return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Observations]) -> Observations:
+        """Concatenate measurements."""
+        nonempty = [each for each in parts if len(each)]
+        if not nonempty:
+            return cls.empty()
+        arrays = [np.concatenate([getattr(each, name) for each in nonempty]) for name in ("log_ratio", "noise", "task")]
+        return cls(Features.join([each.features for each in nonempty]), *arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastMeasurements:
+    """Measurements of other tasks on the same chip and engine: step time, and memory in use."""
+
+    time: Observations
+    memory: Observations
+
+    @classmethod
+    def empty(cls) -> PastMeasurements:
+        """Return an object without measurements."""
+        return cls(time=Observations.empty(), memory=Observations.empty())
+
+
+WORD_DISTANCE = np.sqrt(0.5)
+"""The feature of a knob's word. Two words then have distance 1, the distance of a number and its double."""
+
+
+def features(
+    axes: Iterable[Axis], columns: Columns, predictions: Predictions, sizes: Mapping[str, FloatArray]
+) -> Features:
+    """Return the features of the rows of `columns`, given the `predictions` of the same rows.
+
+    `sizes` is the result of `Workload.sizes`. Shares are 0 if the time is unknown.
+    """
+    step = predictions.step_time_s
+    with np.errstate(invalid="ignore", divide="ignore"):
+        parts = {name: np.nan_to_num(seconds / step) for name, seconds in predictions.time_s.items()}
+    knobs: dict[str, FloatArray] = {}
+    for axis in axes:
+        codes = columns[axis.knob]
+        if axis.words:
+            for code, word in enumerate(axis.words):
+                knobs[f"{axis.knob}={word}"] = WORD_DISTANCE * (codes == code)
+        else:
+            knobs[axis.knob] = np.sign(codes) * np.log2(1.0 + np.abs(codes))
+    return Features(parts, {name: np.asarray(values, dtype=np.float64) for name, values in sizes.items()}, knobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeasurement:
+    """The measurement of one rank. Times are medians over the timed steps, spreads are interquartile ranges.
+
+    `compute_time_s` is the time of the forward and backward passes of a whole step, without communication. It is scaled
+    up if `microbatches_run` is less than `microbatches`. `static_bytes` stay allocated between steps. `reserved_bytes`
+    is None without a caching allocator. `device_used_bytes` does not include the buffers of collectives.
+    """
+
+    stage: int
+    static_bytes: int
+    peak_forward_backward_bytes: int
+    peak_optimizer_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int | None
+    device_used_bytes: int
+    compute_time_s: float
+    compute_spread_s: float
+    optimizer_time_s: float
+    optimizer_spread_s: float
+    steps: int
+    microbatches: int
+    microbatches_run: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProbe:
+    """The probe of one global rank, with a measurement or the reason of the failure.
+
+    `device` is the index of the device that ran it, over all hosts. If it is `inconclusive`, its host was lost.
+    """
+
+    rank: int
+    state: TrialState
+    predicted: RankPrediction
+    measured: RankMeasurement | None = None
+    reason: str | None = None
+    duration_s: float = 0.0
+    device: int = 0
+    inconclusive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The probed ranks of one candidate."""
+
+    candidate: Candidate
+    ranks: tuple[RankProbe, ...]
+
+    @property
+    def measured(self) -> tuple[RankMeasurement, ...]:
+        """The measurements of the ranks that have one."""
+        return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a rank ran out of memory."""
+        return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
+
+    @property
+    def duration_s(self) -> float:
+        """The seconds that the busiest device took for its ranks. Devices run in parallel."""
+        by_device: dict[int, float] = {}
+        for rank in self.ranks:
+            by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s
+        return max(by_device.values(), default=0.0)

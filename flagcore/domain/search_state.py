@@ -10,8 +10,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.space import BoolArray, IntArray
+from flagcore.domain.space import BoolArray, Candidate, IntArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import Message

@@ -1,4 +1,4 @@
-"""The space of candidates. It is stored as one 64-bit integer per candidate."""
+"""Candidates, and the space of candidates, which is stored as one 64-bit integer per candidate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,27 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.domain.candidate import Candidate, KnobValue
+KnobValue: TypeAlias = int | bool | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Knob names and values, in the order of the space. Two candidates with equal values are equal."""
+
+    items: tuple[tuple[str, KnobValue], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, KnobValue]) -> Candidate:
+        """Return a candidate with the values of a mapping, in the order of the mapping."""
+        return cls(tuple(values.items()))
+
+    def as_dict(self) -> dict[str, KnobValue]:
+        """Return the values by knob name."""
+        return dict(self.items)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.items)
+
 
 IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"

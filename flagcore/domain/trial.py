@@ -1,4 +1,4 @@
-"""Trials and their measurements."""
+"""Trials, their measurements, and the events of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 from statistics import median
 from typing import Any
 
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
 """The fidelities of a trial, the cheapest first. estimate: predicted; probe: compute, optimizer and memory of single
@@ -334,3 +334,34 @@ def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float, n
     expected = median(step_times_s[1:] or step_times_s) if next_s is None else next_s
     left = planned - len(step_times_s)
     return planned if left * expected <= seconds else len(step_times_s) + max(0, int(seconds / expected))
+
+
+RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS = (
+    *("run_started", "trial_started"),
+    *("trial_finished", "run_finished"),
+)
+"""The kinds of events. A run that is resumed starts again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """An event of a run. All fields are plain data, without known secrets.
+
+    `kind` is one of KINDS, `time` in seconds since the epoch. `run` is the unique name of the run, `folder` its
+    absolute path. `job` has `engine`, `kind` (train or serve), `model`, `chip`, `devices`, `objective`, `fidelity`.
+    `trial` is the trial of the event and `best` the best trial so far, in the format of `result.json`; None if there is
+    none. `result` is the content of `result.json`, for `run_finished` only; None if there is no result.
+    """
+
+    kind: str
+    time: float
+    run: str
+    folder: str
+    job: Mapping[str, Any]
+    trial: Mapping[str, Any] | None = None
+    best: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as data for JSON."""
+        return asdict(self)

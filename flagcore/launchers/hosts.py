@@ -1,4 +1,7 @@
-"""Starts a trial on several hosts, with an agent on each. The trial ends at the first failure or lost host."""
+"""Starts a trial on several hosts, with an agent on each. The trial ends at the first failure or lost host.
+
+The `ssh` launcher starts the agents with ssh.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ from flagcore.contracts import Launcher
 from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded, template
-from flagcore.launchers.agents import (
+from flagcore.launchers.connection import (
     CLOSE_SECONDS,
     FILES_PER_HOST,
+    LOGS,
     Agents,
+    Connection,
+    agent_command,
     allow_files,
     order_for_host,
     trial_files,
     with_variables,
 )
-from flagcore.launchers.connection import LOGS, Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import as_launch_error, prepare
 
@@ -371,3 +376,19 @@ class HostsRunning:
 
 def _has_failed(ended: Exit | None) -> bool:
     return ended is not None and bool(ended.code or ended.ended_by)
+
+
+SSH_OPTIONS = (
+    *("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3"),
+    "ControlPath=none",
+)
+"""No password prompts, and a separate connection per agent that detects a lost host."""
+
+
+def ssh_channel(host: str) -> list[str]:
+    """Return the command that starts an agent on `host` by the system's OpenSSH client, as the user configured it."""
+    options = [word for option in SSH_OPTIONS for word in ("-o", option)]
+    return ["ssh", "-T", *options, "--", host, agent_command()]
+
+
+SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel)

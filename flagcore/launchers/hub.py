@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flagcore.errors import NoDevice
-from flagcore.launchers import relay
+from flagcore.launchers import wire
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -41,7 +41,7 @@ class Hub:
 
     def channel(self, host: str) -> list[str]:
         """Return the command that connects to an agent on `host`."""
-        return [sys.executable, "-I", "-S", relay.__file__, self.socket, host]
+        return [sys.executable, "-I", "-S", wire.__file__, self.socket, host]
 
     def ask(self, seconds: float, /, **request: object) -> Mapping[str, Any]:
         """Return the answer to a request. Raises NoDevice for a problem, or after a timeout."""
@@ -100,12 +100,12 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
         try:
             await connect(host, reader, writer)
         except Exception as error:
-            writer.write(relay.REASON + str(error).encode() + b"\n")
+            writer.write(wire.REASON + str(error).encode() + b"\n")
         with contextlib.suppress(OSError):
             writer.close()
             await writer.wait_closed()
 
-    await asyncio.start_unix_server(channel, relay.short(path))
+    await asyncio.start_unix_server(channel, wire.short(path))
     requests = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     while line := await requests.readline():

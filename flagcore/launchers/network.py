@@ -1,4 +1,8 @@
-"""The network devices of a host, and the placeholders for them in variables. Imports only the standard library."""
+"""The network devices of a host, and the placeholders for them in variables. Imports only the standard library.
+
+As a program, it checks that the hosts of a trial can meet: the first listens on MASTER_PORT until all others have
+connected to it. It runs once on each host, and prints the port and, on failure, the reason.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import fcntl
 import os
 import socket
 import struct
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,3 +72,52 @@ def adapters(folder: str = ADAPTERS) -> str:
             if "ACTIVE" in state.read_text("utf-8"):
                 up.add(state.parts[-4])
     return ",".join(sorted(up, key=lambda name: (len(name), name)))
+
+
+SECONDS = 5.0
+RETRY_SECONDS = 0.1
+
+
+def listen(port: int, others: int) -> None:
+    """Accept a connection from each of the other hosts. Raises OSError if the port cannot be used."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=others) as server:
+        server.settimeout(SECONDS)
+        try:
+            for _ in range(others):
+                server.accept()[0].close()
+        except TimeoutError:
+            pass  # the other hosts report the reason
+
+
+def connect(host: str, port: int) -> None:
+    """Connect to the first host, which may not listen yet. Raises OSError."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), max(RETRY_SECONDS, deadline - time.monotonic())).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
+
+
+def main() -> int:
+    """Check this host, and return the exit code. If the port cannot be used, the other hosts need not wait."""
+    port, rank = os.environ["MASTER_PORT"], int(os.environ["NODE_RANK"])
+    try:
+        if rank:
+            connect(os.environ["MASTER_ADDR"], int(port))
+        else:
+            listen(int(port), int(os.environ["NNODES"]) - 1)
+    except (OSError, ValueError, OverflowError) as error:
+        print(port, getattr(error, "strerror", None) or error)
+        return int(rank == 0)
+    print(port)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

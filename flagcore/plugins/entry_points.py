@@ -10,12 +10,11 @@ from importlib.metadata import requires
 from typing import Any, TypeVar
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
-from flagcore.domain.event import RunEvent
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
+from flagcore.domain.trial import RunEvent
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.installed import BadPlugin, installed, load_only, one_line, origins
-from flagcore.plugins.loader import Plugin, make_plugin
+from flagcore.plugins.loader import BadPlugin, Plugin, installed, load_only, make_plugin, one_line, origins
 from flagcore.plugins.validation import check_protocol
 
 T = TypeVar("T")

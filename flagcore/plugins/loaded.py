@@ -18,22 +18,25 @@ from flagcore.domain.engine import EngineSupport, TaskAdvice, ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.physics.collectives.costs import Collectives, topology_of
+from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import (
+from flagcore.plugins.loader import (
     BadPlugin,
+    Plugin,
     PluginFailure,
     capture_warnings,
     installed,
     load_only,
+    make_plugin,
     one_line,
     origins,
+    plugin_name,
     stdout_to_stderr,
+    wrap_objects,
 )
-from flagcore.plugins.loader import Plugin, make_plugin, plugin_name, wrap_objects
 
 LOG = logging.getLogger(__name__)
 SLOW_SECONDS = 5.0
@@ -130,10 +133,7 @@ class LoadedPlugins:
 
     def vendor(self, environment: Mapping[str, str]) -> str | None:
         """Return the vendor that the variables of a job select: the first result of a plugin, or None."""
-        results = (
-            self._call(plugin, "flagcore_vendor", validation.one(str), environment=environment)
-            for plugin in self.plugins
-        )
+        results = self._all((), "flagcore_vendor", validation.one(str), environment=environment)
         return next((result for result in results if result), None)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
@@ -146,9 +146,8 @@ class LoadedPlugins:
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first result of a plugin, or None to derive the levels from the chip."""
-        return self._first(
-            [group.chip], "flagcore_topology", lambda answer: validation.topology(answer, group), group=group
-        )
+        check = partial(validation.topology, group=group)
+        return self._first([group.chip], "flagcore_topology", check, group=group)
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         arguments = {"group": group, "engine": engine, "kind": kind_of(engine)}
@@ -166,9 +165,7 @@ class LoadedPlugins:
         """Return the first costs of a plugin on top of those of the topology; None if no plugin has costs."""
         levels = self.topology(group) or topology_of(group)
 
-        def check(result: object) -> CollectiveCosts:
-            return validation.collective_costs(result, levels)
-
+        check = partial(validation.collective_costs, topology=levels)
         costs = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
         return None if costs is None else CollectiveCostStack((costs, Collectives(topology=levels)))
 
@@ -184,9 +181,8 @@ class LoadedPlugins:
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return the knobs of all plugins. Of knobs with the same name, the first is used."""
-        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        results = self._all([chip], "flagcore_knobs", validation.knobs, **arguments)
-        found = [knob for knobs in results for knob in knobs]
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
         return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
 
     def knobs_on_any_chip(self, engine: str) -> tuple[Knob, ...]:
@@ -220,15 +216,16 @@ class LoadedPlugins:
         self, chip: Chip, engine: str, engine_version: str | None = None
     ) -> tuple[FailurePattern, ...]:
         """Return the patterns of all plugins, those of the chip's plugin last."""
-        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        results = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **arguments)
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        results = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **about)
         return tuple(pattern for patterns in results for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
         if self._telemetry:
             return self._telemetry(device)
         chip = self.find_chip(device.chip)
-        return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
+        check: Callable[[object], Telemetry] = partial(validation.check_protocol, Telemetry)
+        return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
         """Return chips and the names of their plugins by all spellings of chip names and aliases."""

@@ -14,14 +14,14 @@ from typing import Any, TypeVar, cast, get_type_hints
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable
-from flagcore.plugins.installed import BadPlugin
+from flagcore.physics.collective_costs import Collectives
+from flagcore.physics.collective_curves import KINDS, CollectiveTable
+from flagcore.plugins.loader import BadPlugin
 
 T = TypeVar("T")
 
@@ -137,12 +137,6 @@ def pruning_rules(answer: object) -> tuple[ValueRule | PruningRule, ...]:
         else check_protocol(PruningRule, rule)
         for rule in data(Sequence[object], answer)
     )
-
-
-def telemetry(answer: object) -> Telemetry:
-    """Return `answer` if it implements Telemetry."""
-    found: Telemetry = check_protocol(Telemetry, answer)
-    return found
 
 
 def data(kind: Any, answer: object, name: str = "") -> Any:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import step_value
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name, used_text

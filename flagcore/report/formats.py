@@ -170,7 +170,7 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 
 def as_yaml(data: object) -> str:
     """Return plain data as YAML in the order of its keys."""
-    from flagcore.spec.data_file import dump_yaml
+    from flagcore.spec.plain_data import dump_yaml
 
     return dump_yaml(json.loads(json.dumps(data))).rstrip("\n")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flagcore.contracts import Event
-from flagcore.domain.objective import objective_value
+from flagcore.domain.spec import objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.i18n.width import columns, cut

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.objective import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.plan import Counts, Plan, measured_to_predicted
 from flagcore.domain.serving import PER_DEVICE, PER_USER, nest_statistics
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
 from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
 from flagcore.i18n import Message, _, from_record
 from flagcore.report.text import notes

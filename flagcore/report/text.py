@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, groupby
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.devices import disturbances
+from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.objective import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import HIGHEST_LOAD, MIN_REQUESTS, RATES, ServeSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState, step_value
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import NAMES, shown, size_text
 
-Removed: TypeAlias = "tuple[str, str, int]"
-"""A stage of the search space: its rule or an empty text, its name, and the number of candidates that it removed."""
+Stage: TypeAlias = "tuple[str | None, str, int]"
+"""A stage of the search space: None for a total, else the rule that removed candidates (empty: no rule); its name, and
+the number of candidates.
+"""
 
 
-def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
-    """Return the removed combinations and candidates by reason; trials only if any ran."""
-    illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
-    pruned_rules = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
+def funnel_stages(counts: Counts, fidelity: str = RUN) -> Iterator[Stage]:
+    """Yield the totals, and the combinations and candidates that were removed, by reason; trials only if any ran."""
+    yield None, _("combinations"), counts.combinations
+    yield from ((rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal))
+    yield "", _("duplicates"), counts.merged
+    yield None, _("candidates"), counts.candidates
+    yield DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit
+    yield from ((rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned))
     outcomes = {state_name(TrialState.MEASURED.value, fidelity): counts.measured}
     outcomes |= {_("stopped early"): counts.stopped, _("failed"): counts.failed}
-    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned_rules]
-    states += [("", name, number) for name, number in outcomes.items()] if any(outcomes.values()) else []
-    return [*illegal, ("", _("duplicates"), counts.merged)], states
+    if any(outcomes.values()):
+        yield from (("", name, number) for name, number in outcomes.items())
+    yield None, _("untried"), counts.untried
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
     """Return the number of combinations that each rule eliminated, one line per rule, and the states of trials."""
-    illegal, states = ([(f"  {name}", -number) for _, name, number in some] for some in funnel_stages(counts, fidelity))
-    rows = [(_("combinations"), counts.combinations), *illegal, (_("candidates"), counts.candidates), *states]
-    rows.append((_("untried"), counts.untried))
+    stages = funnel_stages(counts, fidelity)
+    rows = [(name, number) if rule is None else (f"  {name}", -number) for rule, name, number in stages]
     width, longest = max(columns(name) for name, number in rows), max(len(f"{number:,}") for name, number in rows)
     return "\n".join(f"{left(name, width)}  {number:>{longest},}" for name, number in rows)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flagcore.spec.convert import parse_spec, read_spec
-    from flagcore.spec.data_file import spec_as_data
     from flagcore.spec.jobs import read_job, read_job_lines
+    from flagcore.spec.plain_data import spec_as_data
     from flagcore.spec.serving import json_schema
 
 __all__ = ["json_schema", "parse_spec", "read_job", "read_job_lines", "read_spec", "spec_as_data"]
@@ -21,7 +21,7 @@ _MODULES = {
     **dict.fromkeys(("parse_spec", "read_spec"), "convert"),
     **dict.fromkeys(("read_job", "read_job_lines"), "jobs"),
     "json_schema": "serving",
-    "spec_as_data": "data_file",
+    "spec_as_data": "plain_data",
 }
 
 

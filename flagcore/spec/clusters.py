@@ -13,11 +13,10 @@ from pydantic import Field
 from flagcore.domain.spec import AUTO, ClusterSpec
 from flagcore.errors import join_errors
 from flagcore.i18n import N_, _
-from flagcore.spec.data_file import read_text
-from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.validate import Context, Section
-from flagcore.spec.value_types import (
+from flagcore.spec.plain_data import KeyPath, read_text, spec_error
+from flagcore.spec.validate import (
     MAX_DEVICES,
+    Context,
     Devices,
     Envs,
     Latency,
@@ -26,6 +25,7 @@ from flagcore.spec.value_types import (
     NoDevices,
     Price,
     Rate,
+    Section,
     Speed,
     Text,
     Word,

@@ -9,13 +9,11 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.objective import CHEAPEST, COST
-from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.domain.spec import CHEAPEST, COST, ClusterSpec, Spec
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.data_file import spec_as_data
 from flagcore.spec.knobs import Engines, knobs_of
-from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.plain_data import plain, spec_as_data, spec_error
 from flagcore.spec.schema import Document, document_of
 from flagcore.spec.serving import ServeDocument, engines_of, serve_document_of
 from flagcore.spec.validate import Context, Section, located, validated

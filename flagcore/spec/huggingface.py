@@ -15,8 +15,7 @@ from flagcore.domain.model import Indexer, LinearAttention, Model, Vision, Windo
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.validate import checked, located
-from flagcore.spec.value_types import Layers, NoLayers, NoSize, Size
+from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
 
 FAMILIES: Mapping[str, Mapping[str, Any]]
 MODELS: Mapping[str, Mapping[str, Any]]

@@ -9,8 +9,7 @@ from typing import Any
 
 from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError
-from flagcore.spec.data_file import dump_yaml
-from flagcore.spec.plain_data import spec_error
+from flagcore.spec.plain_data import dump_yaml, spec_error
 
 WIDTH = 110
 

@@ -15,14 +15,12 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, Job, Precision, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
-from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
 from flagcore.spec.models import ModelInput
-from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.plain_data import load_json, plain, spec_error
 from flagcore.spec.schema import TrainJob
 from flagcore.spec.serving import Clients, Distribution, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
-from flagcore.spec.validate import Context, Section, checked, rule
-from flagcore.spec.value_types import Devices, Fraction, Rate, Text, Word
+from flagcore.spec.validate import Context, Devices, Fraction, Rate, Section, Text, Word, checked, rule
 
 CHAT_DATASETS = ("ShareGPT",)
 """Values of `dataset` whose lengths are log-normal; a record gives their means."""

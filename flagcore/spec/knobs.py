@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _

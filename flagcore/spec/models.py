@@ -1,19 +1,22 @@
-"""Reads models from paths or inline shapes, and checks rules on several sizes."""
+"""Reads models from paths or inline shapes, and checks rules on several sizes.
+
+Keys of GGUF files: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constants.py`; tensors:
+`gguf-py/gguf/tensor_mapping.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError, join_errors
+from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.data_file import read_mapping
-from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.validate import Context, Section, checked, rule
-from flagcore.spec.value_types import Layers, ModelPath, NoLayers, NoSize, Size, Word
+from flagcore.spec.plain_data import plain, read_mapping, spec_error
+from flagcore.spec.validate import Context, Layers, ModelPath, NoLayers, NoSize, Section, Size, Word, checked, rule
 
 
 class Shape(Section):
@@ -176,7 +179,6 @@ def _contradictions(model: Model, names: Mapping[str, str]) -> dict[str, SpecErr
 
 
 def _model_at(source: str, base: Path) -> Model:
-    from flagcore.spec.gguf import shape
     from flagcore.spec.huggingface import model_of_config, vision_of
 
     fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")
@@ -194,10 +196,120 @@ def _model_at(source: str, base: Path) -> Model:
     file, absolute = str(path), path.absolute()
     name = (absolute.parent.name if path.name == "config.json" else path.stem) or "model"
     if path.suffix == ".gguf":
-        sizes = {key: value for key, value in shape(file).items() if value is not None}
+        sizes = {key: value for key, value in gguf_shape(file).items() if value is not None}
         return _held({"model": {**sizes, "name": name}}, Context(file=file))
     data = read_mapping(path, file=file, key="model")
     model = model_of_config(data, name=name, file=file)
     sizes_file = path.with_name("preprocessor_config.json")
     pixels = read_mapping(sizes_file, file=str(sizes_file), key="model") if sizes_file.is_file() else {}
     return replace(model, vision=vision_of(data, pixels))
+
+
+_SIZES = {
+    "num_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "ffn_hidden_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+}
+
+
+def gguf_shape(path: str) -> dict[str, Any]:
+    """Return the keys of an inline shape for the model in `path`.
+
+    Raises SpecError if the file is not a GGUF file or lacks a size, NoDevice without the gguf package.
+    """
+    header = _header(path)
+    found: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
+    found["num_query_groups"] = header.size("attention.head_count_kv", found["num_attention_heads"])
+    found["kv_channels"] = header.size("attention.key_length", found["hidden_size"] // found["num_attention_heads"])
+    found["vocab_size"] = header.vocabulary()
+    found["gated_linear_unit"] = header.has("ffn_gate") or header.has("ffn_gate_exps") or header.arch == "phi3"
+    found["untie_embeddings_and_output_weights"] = "output.weight" in header.tensors
+    found["qk_layernorm"] = header.has("attn_q_norm")
+    found["add_qkv_bias"] = header.has("attn_q", "bias") or header.has("attn_qkv", "bias")
+    return found | _experts(header, found) | _latent(header, found)
+
+
+def context_length(path: str) -> int:
+    """Return the maximum context length of the model in `path`, in tokens. Raises like `gguf_shape`."""
+    return _header(path).size("context_length")
+
+
+def _experts(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
+    experts = header.size("expert_count", 0)
+    if not experts:
+        return {}
+    width = header.size("expert_feed_forward_length", found["ffn_hidden_size"])
+    shared = header.size("expert_shared_count", 0)
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": header.size("expert_used_count"),
+        "moe_ffn_hidden_size": width,
+        "moe_first_dense_layers": header.size("leading_dense_block_count", 0),
+        "moe_shared_expert_intermediate_size": header.size("expert_shared_feed_forward_length", shared * width) or None,
+    }
+
+
+def _latent(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
+    rank = header.size("attention.kv_lora_rank", 0)
+    if not rank:
+        return {}
+    rope = header.size("rope.dimension_count")
+    head = header.size("attention.key_length_mla", header.size("attention.key_length"))
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": found["num_attention_heads"],
+        "kv_channels": head,
+        "kv_lora_rank": rank,
+        "q_lora_rank": header.size("attention.q_lora_rank", 0) or None,
+        "qk_head_dim": head - rope,
+        "qk_pos_emb_head_dim": rope,
+        "v_head_dim": header.size("attention.value_length_mla", header.size("attention.value_length", head)),
+    }
+
+
+class _Header:
+    def __init__(self, path: str, reader: Any) -> None:
+        self.path, self._fields = path, reader.fields
+        self.tensors = {tensor.name for tensor in reader.tensors}
+        self.arch = str(self._value("general.architecture"))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return an integer, the largest of per-layer values. Raises SpecError if it and `default` are missing."""
+        value = self._value(f"{self.arch}.{name}")
+        if value is None and default is not None:
+            return default
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise SpecError(
+                key="model", value=self.path, problem=f"has no {self.arch}.{name}", fix="give a complete model"
+            )
+        return int(max(numbers))
+
+    def vocabulary(self) -> int:
+        """Return the size of the vocabulary, from the header or from the list of tokens."""
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        return self.size("vocab_size", len(tokens.data) if tokens is not None else None)
+
+    def has(self, tensor: str, kind: str = "weight") -> bool:
+        """Return whether any layer has the tensor."""
+        return any(name.startswith("blk.") and name.endswith(f".{tensor}.{kind}") for name in self.tensors)
+
+    def _value(self, key: str) -> object:
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+
+@lru_cache(maxsize=8)
+def _header(path: str) -> _Header:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise NoDevice(f"reading {path} needs the gguf package; pip install gguf") from None
+    try:
+        return _Header(path, GGUFReader(path))
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        problem = f"is not a GGUF file ({error})"
+    raise SpecError(key="model", value=path, problem=problem, fix="give a GGUF file")

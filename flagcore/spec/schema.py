@@ -17,23 +17,26 @@ from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Context, M, Section, rule
-from flagcore.spec.value_types import (
+from flagcore.spec.validate import (
+    Context,
     Devices,
     Envs,
     Folder,
+    M,
     Memory,
     NoSteps,
     PlannedSteps,
     Probes,
     Repeats,
     Seconds,
+    Section,
     Size,
     Steps,
     Text,
     Trials,
     Wait,
     Word,
+    rule,
 )
 
 _CONTROL = Control()

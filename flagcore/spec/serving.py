@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.objective import COST, SERVING
 from flagcore.domain.serving import CLIENT_LOG, DEFAULT_CONCURRENCY, IMAGE_SIZE, MIN_REQUESTS, Images, Load, ServeSpec
-from flagcore.domain.spec import AUTO, Precision
+from flagcore.domain.spec import AUTO, COST, SERVING, Precision
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.huggingface import format_of_weights
@@ -26,8 +25,8 @@ from flagcore.spec.knobs import Engines, section_of, serving_types, serving_valu
 from flagcore.spec.models import Shape, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, document_of, with_fields
-from flagcore.spec.validate import Context, Section, rule
-from flagcore.spec.value_types import (
+from flagcore.spec.validate import (
+    Context,
     Devices,
     Factor,
     Folder,
@@ -35,9 +34,11 @@ from flagcore.spec.value_types import (
     ModelPath,
     NoSize,
     Seconds,
+    Section,
     Text,
     Value,
     Word,
+    rule,
 )
 
 MAX_RATE = 1e5

@@ -1,4 +1,7 @@
-"""Validates plain data with pydantic models. Error messages are derived from the JSON Schema of the model."""
+"""Validates plain data with pydantic models, and the types of values with their limits.
+
+Error messages are derived from the JSON Schema of the model.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from flagcore.errors import SpecError, join_errors
@@ -330,3 +333,57 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text[:40]!r} is not an amount such as 4GiB, 80GB or 4096B")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+
+
+MAX_DEVICES = 1_000_000
+MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
+
+Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+NoDevices = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+NoLayers = Annotated[int, Field(ge=0, le=10_000)]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+NoSize = Annotated[int, Field(ge=0, le=2**31)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=0, le=1_000)]
+Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+Wait = Annotated[float, Field(ge=0, le=86_400)]
+Steps = Annotated[int, Field(ge=2, le=1_000_000)]
+NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Trials = Annotated[int, Field(ge=1, le=1_000_000)]
+Probes = Annotated[int, Field(ge=0, le=1_000)]
+Repeats = Annotated[int, Field(ge=0, le=1_000)]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
+Value = Annotated[str, Field(max_length=100_000)]
+ModelPath = Annotated[str, Field(min_length=1, max_length=4096, examples=["./Qwen3-8B"])]
+Folder = Annotated[str, Field(min_length=1, max_length=4096, examples=["../training"])]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
+Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
+Latency = Annotated[float, Field(gt=0, le=1)]
+Speed = Annotated[float, Field(ge=0.01, le=100)]
+Price = Annotated[float, Field(ge=0, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
+
+
+def _size_of(amount: int | str | None, _context: Context) -> int | None:
+    if not isinstance(amount, str):
+        return amount
+    if not MIN_MEMORY <= (size := parse_bytes(amount)) <= MAX_MEMORY:
+        raise spec_error("", "must be from 1MiB to 1024TiB", value=amount, fix="write e.g. 4GiB")
+    return size
+
+
+def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[str, str]:
+    problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
+    if invalid := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+        raise join_errors([spec_error((name,), problem, fix=fix) for name in invalid])
+    return {name: str(value) for name, value in envs.items()}
+
+
+Memory = Annotated[Bytes | Amount | None, rule(_size_of)]
+"""A size in bytes, or with a unit."""
+Envs = Annotated[dict[str, Value | int], rule(_environment_of)]
+"""Environment variables."""

@@ -18,11 +18,10 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
 from flagcore.errors import RunError, SpecError
-from flagcore.physics.collectives.curves import CollectiveTable
-from flagcore.physics.collectives.curves import Curve as CollectiveCurve
-from flagcore.physics.kernels.roofline import Curve, Roofline
-from flagcore.physics.kernels.sheet import KernelSheet
-from flagcore.physics.kernels.table import KernelTable
+from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.collective_curves import Curve as CollectiveCurve
+from flagcore.physics.kernel_table import KernelSheet, KernelTable
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec.models import Shape
 from flagcore.vendorkit.chip_file import Reading, read_kernel
 from flagcore.vendorkit.fields import build
@@ -32,7 +31,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements on `devices` devices of one chip. `rows` are measured kernels and collectives, as plain data.
+    """Measurements on `devices` devices of a chip. `rows` are measured kernels and collectives, as plain data.
 
     `aliases` are the aliases of the chip at that time; for a CPU they name the processor. `how` is the tool, `date` is
     ISO 8601. `others` is the share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.

@@ -10,12 +10,11 @@ from functools import partial
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import Candidate, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,13 +20,12 @@ from flagcore.contracts import (
     Problem,
     SearchContext,
     Strategy,
-    TrialStore,
     Workload,
 )
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
+from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError
@@ -46,6 +46,9 @@ from flagcore.tuner.trial_runner import (
     predicted_trial,
 )
 
+if TYPE_CHECKING:
+    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
+
 MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
 
@@ -64,7 +67,7 @@ class Dependencies:
     workload: Workload
     launcher: Launcher
     strategy: Strategy
-    open_store: Callable[[Problem], TrialStore]
+    open_store: Callable[[Problem], OptunaStore]
     on_event: OnEvent
     past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
     probe_strategy: Strategy | None = None

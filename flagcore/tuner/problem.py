@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Platform, Plugins, Problem, Workload
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import IntArray, Legality, Space, as_candidate
+from flagcore.domain.space import Candidate, IntArray, KnobValue, Legality, Space, as_candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.errors import NothingFits, SpecError

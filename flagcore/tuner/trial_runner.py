@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flagcore.contracts import Launcher, Platform, Problem, TrialStore
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.space import BoolArray
+from flagcore.contracts import Launcher, Platform, Problem
+from flagcore.domain.space import BoolArray, Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import LaunchError, UsageError
@@ -26,6 +25,9 @@ from flagcore.tuner.stages.measure import measure
 from flagcore.tuner.stages.predict import GIB, predict_stage_layers, record
 from flagcore.tuner.stages.probe import combine, probe, ranks_to_probe, trial_of_probe
 from flagcore.tuner.stages.shorten import SmallerTask, shorten
+
+if TYPE_CHECKING:
+    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
 
 def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
@@ -96,7 +98,7 @@ class TrialRunner:
 
     problem: Problem
     launcher: Launcher
-    store: TrialStore
+    store: OptunaStore
     groups: Sequence[Platform]
     probe_devices: int
     pool: TrialPool

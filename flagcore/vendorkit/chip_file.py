@@ -10,9 +10,9 @@ The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, has
 - `collectives.yaml`: `source` as in a chip file, and `curves`, a list of `kind`, `ranks`, `payload_bytes` and
   `seconds`. They apply to the innermost level of the topology, or to the level that `level` names. A chip with the same
   links as another chip has `same_as` (that chip) and `source`.
-- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.roofline.Curve`, and `source` as in a chip file. `of`
   is the data of the fit: `runs` (times of whole runs; the default), or `kernels` (kernels that were measured alone).
-- `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernels.sheet`), with their time in `us`.
+- `kernels.jsonl`: measured kernels, one per line (`flagcore.physics.kernel_table`), with their time in `us`.
 - `provenance.yaml`: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the `source` if others
   published the times.
 - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
@@ -30,11 +30,10 @@ from typing import Any, Literal
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
-from flagcore.physics.collectives.curves import CollectiveTable
-from flagcore.physics.collectives.curves import Curve as CollectiveCurve
-from flagcore.physics.kernels.roofline import Curve, Roofline
-from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
-from flagcore.physics.kernels.table import RUN_SLOWDOWN, KernelTable
+from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.collective_curves import Curve as CollectiveCurve
+from flagcore.physics.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, KernelTable
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.fields import build, read_yaml
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")

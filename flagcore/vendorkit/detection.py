@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from flagcore.domain.chip import Device
+from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import links_of, with_own_adapters

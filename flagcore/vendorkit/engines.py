@@ -35,10 +35,10 @@ from typing import Annotated
 from annotated_types import MinLen
 from pydantic import Field
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Chip, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Effect, Knob
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.vendorkit.fields import KINDS, Content, Scope, applicable, build, entries, finish, read_as, read_file

@@ -1,4 +1,7 @@
-"""Finds the accelerators of this machine without their management tool. No driver is loaded in this process."""
+"""Finds the accelerators of this machine without their management tool, and the limits of a container.
+
+No driver is loaded in this process. The limits are those of control groups of version 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +69,14 @@ def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
 
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
-    return tuple(_line(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
+    return tuple(_text(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
 
 
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return a sentence about each PCI device of a vendor whose link has fewer lanes than the device supports."""
     found = []
     for folder in _pci_devices(vendor_id, root, kinds):
-        lanes, most = (_line(folder / f"{name}_link_width") for name in ("current", "max"))
+        lanes, most = (_text(folder / f"{name}_link_width") for name in ("current", "max"))
         if lanes.isdigit() and most.isdigit() and 0 < int(lanes) < int(most):
             found.append(f"the PCIe link of {folder.name} has {lanes} of {most} lanes: check its slot and its cables")
     return tuple(found)
@@ -81,7 +84,7 @@ def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] 
 
 def _pci_devices(vendor_id: int, root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _line(folder / "vendor") == f"{vendor_id:#06x}" and _line(folder / "class").startswith(kinds):
+        if _text(folder / "vendor") == f"{vendor_id:#06x}" and _text(folder / "class").startswith(kinds):
             yield folder
 
 
@@ -129,8 +132,60 @@ def read_torch(printed: str) -> TorchReport | None:
     return None
 
 
-def _line(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
         return path.read_text("ascii", "replace").strip()
     except OSError:
         return ""
+
+
+ROOT = Path("/")
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: its affinity, limited by a container's quota, at least
+    one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_cores()
+    return max(1, min(allowed, int(quota) if quota is not None else allowed))
+
+
+def quota_cores(root: Path = ROOT) -> float | None:
+    """Return the number of cores whose time this process may use, None without a limit."""
+    limits = []
+    for folder in _folders("cpu", root):
+        quota = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"),
+            *_words(folder / "cpu.cfs_period_us"),
+        ]
+        if len(quota) == 2 and quota[0].isdigit() and float(quota[1]) > 0:
+            limits.append(float(quota[0]) / float(quota[1]))
+    return min(limits, default=None)
+
+
+def allowed_memory_bytes(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process and its siblings may use, None without a limit."""
+    limits = []
+    for folder in _folders("memory", root):
+        words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+        if words and words[0].isdigit():
+            limits.append(int(words[0]))
+    return min(limits, default=None)
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the groups of this process, innermost first; each may have a limit."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        inner = top / path.lstrip("/")
+        yield inner
+        while inner != top and top in inner.parents:
+            inner = inner.parent
+            yield inner
+
+
+def _words(file: Path) -> list[str]:
+    return _text(file).split()

@@ -15,14 +15,13 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.physics.collectives.costs import topology_of
-from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collective_costs import topology_of
+from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines
 from flagcore.vendorkit.fields import S, applicable
-from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Note, read_quirks
+from flagcore.vendorkit.quirks import read_maturity, read_quirks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,7 +103,9 @@ class VendorPlugin:
             support,
             visible_devices=support.visible_devices or (self.detector.visible if self.detector else ()),
             outer_variable=support.outer_variable or (self.detector.outer if self.detector else ""),
-            notes=tuple(_with_source(each) for each in applicable(quirks.notes, *about)),
+            notes=tuple(
+                f"{each.note} ({each.source.kind}: {each.source.detail})" for each in applicable(quirks.notes, *about)
+            ),
         )
 
     @hookimpl
@@ -157,7 +158,3 @@ class VendorPlugin:
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return DeviceReading(self._readings, device.index) if self._readings and known else None
-
-
-def _with_source(note: Note) -> str:
-    return f"{note.note} ({note.source.kind}: {note.source.detail})"

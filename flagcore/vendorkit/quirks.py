@@ -1,4 +1,6 @@
-"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes.
+"""Reads `quirks.yaml` and `maturity.yaml`: what does not work on a vendor's chips, and the evidence of a plugin.
+
+`quirks.yaml` has these sections:
 
 - `support`: reports about an engine: `reason`, `works` (`true`, `false`) if it differs from that of `engines.yaml`, and
   `install`, the origin of the vendor's build of the engine. The first entry that applies is used.
@@ -14,6 +16,11 @@
 
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and `versions`
 of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
+
+`maturity.yaml` lists the parts of a plugin that ran on real devices, were checked on transcripts, or are from
+documents: `run_on_hardware` has entries with `what`, `chips`, `date`, `software`; `checked_on_transcripts` with `what`,
+`tool`, `chips`, `files` of the plugin's `tests/smi`; `from_documents` with `what`, `chips`; `not_checked` has
+sentences.
 """
 
 from __future__ import annotations
@@ -25,10 +32,10 @@ from typing import Annotated
 from annotated_types import Ge
 
 from flagcore.domain import engine
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.chip import Source
+from flagcore.domain.chip import Maturity, Source
 from flagcore.domain.launch import FailurePattern
-from flagcore.vendorkit.fields import Scope, read_as
+from flagcore.domain.space import KnobValue
+from flagcore.vendorkit.fields import Scope, build, entries, read_as, read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +114,25 @@ class Quirks:
 def read_quirks(package: str) -> Quirks:
     """Return the quirks of a plugin; none without a file. Raises SpecError for a bad file."""
     return read_as(Quirks, package, "quirks.yaml")
+
+
+EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
+"""The sections, with the keys that each claim must have in addition to `what`, `chips` and `files`."""
+
+
+@cache
+def read_maturity(package: str) -> Maturity | None:
+    """Return the maturity of a plugin's data; None without a file. Raises SpecError for a bad file."""
+    content, file = read_file(package, "maturity.yaml"), f"{package}/maturity.yaml"
+    if content is None:
+        return None
+    for section, keys in EVIDENCE.items():
+        claims = []
+        for path, entry in entries(content, section, file):
+            texts = [entry.pop(key, None) for key in keys]
+            for key, value in zip(keys, texts, strict=True):
+                build(str, value, file, f"{path}{key}")
+            claims.append({**entry, "by": ", ".join(texts)})
+        content[section] = claims
+    maturity: Maturity = build(Maturity, content, file)
+    return maturity

@@ -250,7 +250,10 @@ def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
             fields, units, lines = names, [match[2] for match in header], lines[at + 1 :]
             break
     return [
-        {field: _with_unit(word, unit) for field, word, unit in zip(fields, words, units, strict=True)}
+        {
+            field: f"{word} {unit}" if unit and re.fullmatch(r"\d+(?:\.\d+)?", word) else word
+            for field, word, unit in zip(fields, words, units, strict=True)
+        }
         for words in lines
         if len(words) == len(fields)
     ]
@@ -310,10 +313,6 @@ def read_list(text: str) -> tuple[Row, ...]:
     """Return the devices of `-L` in its usual form, without memory: `GPU 0: NAME (UUID: GPU-...)`."""
     lines = re.finditer(r"^GPU +(\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
-
-
-def _with_unit(word: str, unit: str | None) -> str:
-    return f"{word} {unit}" if unit and re.fullmatch(r"\d+(?:\.\d+)?", word) else word
 
 
 def _bytes(word: str) -> float | None:

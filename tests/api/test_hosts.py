@@ -23,8 +23,7 @@ from flagcore.api.managing.hosts import (
     require_hosts,
     slow_hosts,
 )
-from flagcore.domain.chip import Device
-from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher

@@ -14,7 +14,7 @@ import pytest
 
 from flagcore import api
 from flagcore.launchers.connection import agent_command
-from flagcore.launchers.ssh import LAUNCHER
+from flagcore.launchers.hosts import SSH
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
 
 
 def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LAUNCHER, "channel", lambda host: ["sh", "-c", agent_command()])
+    monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])
     (tmp_path / "hosts").write_text("localhost slots=1 type=fast\n127.0.0.1 slots=1 type=slow\n")
     (tmp_path / "train_gpt.py").write_text(PROGRAM)
     (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))

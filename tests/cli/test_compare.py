@@ -13,7 +13,7 @@ import pytest
 from flagcore.api.explaining.compare import CORRECTED, PREDICTED, compare_subjects, overlap
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.snapshot import load_snapshot
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.tuner.problem import rows_by_time
 from flagcore.tuner.stages.rank import learn

@@ -17,7 +17,7 @@ from flagcore.api.explaining.states import state_of
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.report.text import values_text

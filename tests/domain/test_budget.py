@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
     SearchState,
@@ -13,6 +12,7 @@ from flagcore.domain.search_state import (
     seconds_left,
     stop_reason,
 )
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.tuner.stages.rank import learn
@@ -130,7 +130,3 @@ def test_the_remaining_time_includes_trials_and_repeats() -> None:
     assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 50, 95.0) == 5.0
-
-
-def test_a_best_that_is_the_baseline_is_not_repeated() -> None:
-    assert repeats_seconds(CONTROL, search_state(trial(0, 2.0, role=Role.BASELINE), trial(1, 1.0))) == 0.0

@@ -53,13 +53,6 @@ def test_an_invalid_value_is_an_error_with_key_value_and_fix(knob: Knob, given: 
     assert error.value.fix
 
 
-@pytest.mark.parametrize(("word", "named"), [("ful", ["full"]), ("zzz", list(WORD.words))])
-def test_a_misspelt_word_gets_a_suggestion_and_any_other_all_words(word: str, named: list[str]) -> None:
-    with pytest.raises(SpecError) as error:
-        WORD.parse(word, "here")
-    assert [each for each in WORD.words if each in error.value.fix] == named
-
-
 def test_flags_follow_the_release_of_the_engine() -> None:
     flags = (Flag(name="new-size", versions=">=0.12"), Flag(name="size"))
     knob = Knob(name="size", flags=flags)

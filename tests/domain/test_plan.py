@@ -79,11 +79,6 @@ def test_late_rivals_are_compared_with_the_baseline_of_the_same_rounds() -> None
     assert gains(learn((*FIRST, *baseline, trial(5, "best", 120.0, Role.REPEAT)))) == (0.5, pytest.approx(0.5))
 
 
-def test_an_interrupted_repeat_is_not_a_round() -> None:
-    interrupted = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
-    assert gains(learn((*FIRST, REPEATS[0], interrupted))) == (0.5,)
-
-
 def test_there_is_no_gain_without_a_measured_baseline() -> None:
     broken = replace(FIRST[0], state=TrialState.OUT_OF_MEMORY, measurement=None)
     assert gains(learn((broken, FIRST[1]))) == ()

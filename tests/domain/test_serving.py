@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
 from flagcore.domain.serving import nest_statistics
+from flagcore.domain.spec import figure_name, is_rate, objective_value, pareto, seconds
 from flagcore.domain.trial import Measurement
 
 
@@ -36,3 +37,10 @@ def test_the_rate_of_training_is_scaled_from_a_measurement() -> None:
     assert objective_value("tokens_per_second_per_device", 1.0, measured) == 200.0
     assert objective_value("tokens_per_second_per_device", 1.0, replace(measured, step_time_s=4.0)) == 400.0
     assert is_rate("tokens_per_second_per_device")
+
+
+def test_the_front_has_the_points_that_no_other_point_exceeds_in_both() -> None:
+    first = np.array([1.0, 5.0, 3.0, 5.0, 2.0, np.nan])
+    second = np.array([9.0, 1.0, 4.0, 2.0, 3.0, 99.0])
+    assert pareto(first, second).tolist() == [3, 2, 0]
+    assert pareto(np.zeros(0), np.zeros(0)).tolist() == []

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from flagcore.domain.devices import slow_devices
+from flagcore.domain.chip import slow_devices
 from flagcore.domain.trial import steps_in_time, warmup_of_fewer, warmup_steps
 
 

@@ -201,17 +201,6 @@ def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     assert not marked.alive()
 
 
-def test_the_end_is_detected_within_20_ms(tmp_path: Path) -> None:
-    code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
-    delays = []
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        run(folder, "/bin/true")
-        run(folder, *PYTHON, code)
-        delays.append(time.time() - float((folder / "stdout.log").read_text()))
-    assert min(delays) < 0.02
-
-
 def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
     exit_record = run(tmp_path, *PYTHON, DAEMON, environment=marked.environment)
     assert (exit_record.code, exit_record.ended_by) == (0, None)
@@ -228,13 +217,6 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
         tuner.stdout.readline()
         time.sleep(delay if attempt % 2 else delay / 10)
         tuner.kill()
-    assert marked.gone_within(3)
-
-
-def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: Marked) -> None:
-    program = TUNER.replace("running.wait(60)", "")
-    argv = [sys.executable, "-c", program, str(tmp_path), *PYTHON, IGNORES_SIGTERM]
-    subprocess.run(argv, env={**os.environ, **marked.environment}, check=True)
     assert marked.gone_within(3)
 
 
@@ -260,13 +242,19 @@ def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
     running_trial.stop()
 
 
+def pipes_of(pid: int) -> set[str]:
+    """Return the names of the pipes that a process has open."""
+    names = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a process that starts opens and closes its libraries
+            names.add(os.readlink(entry))
+    return {name for name in names if name.startswith("pipe:")}
+
+
 def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
     trials = [start(tmp_path / name, "/bin/sleep", "60") for name in "ab"]
-    pipes = []
-    for running in trials:
-        folder = Path(f"/proc/{family(running.pid)[0]}/fd")
-        pipes.append({name for entry in folder.iterdir() if (name := os.readlink(entry)).startswith("pipe:")})
-        assert not any(os.readlink(entry).startswith("pipe:") for entry in Path(f"/proc/{running.pid}/fd").iterdir())
+    pipes = [pipes_of(family(running.pid)[0]) for running in trials]
+    assert not any(pipes_of(running.pid) for running in trials)
     assert len(pipes[0]) >= 2
     assert not pipes[0] & pipes[1]
     for running in trials:

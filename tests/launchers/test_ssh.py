@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.launch import Launch
+from flagcore.launchers.hosts import SSH
 from flagcore.launchers.local import free_port
-from flagcore.launchers.ssh import LAUNCHER
 from tests.launchers.processes import ended
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -57,7 +57,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
 def test_a_trial_runs_on_hosts_by_ssh(tmp_path: Path, hosts: tuple[str, ...]) -> None:
     words = ("sh", "-c", 'echo "{node_rank} $WORDS"')
     launch = Launch(argv=words, folder=str(tmp_path / "trial"), hosts=hosts, environment={"WORDS": "a 'b' $c \"d\""})
-    exit_record = ended(LAUNCHER.start(launch))
+    exit_record = ended(SSH.start(launch))
     assert (exit_record.code, exit_record.ended_by) == (0, None)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert sorted(lines) == ["0 a 'b' $c \"d\"", "1 a 'b' $c \"d\""]

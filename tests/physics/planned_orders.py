@@ -1,7 +1,7 @@
 """Orders of the schedules that their authors plan with the seconds of passes: ZB-1p, ZB-2p, ZB-V, V-Half and V-Min.
 
 They check the formulas. The plans are made by the rules of the papers: forwards and backwards in a fixed order, and the
-gradients of weights where a device waits or has no memory left. Symbols as in `flagcore.physics.schedules.replay`.
+gradients of weights where a device waits or has no memory left. Symbols as in `flagcore.physics.pipelines`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from statistics import median_high
 from typing import TypeAlias
 
 from flagcore.domain.prediction import Passes
-from flagcore.physics.schedules import replay
-from flagcore.physics.schedules.replay import (
+from flagcore.physics import pipelines
+from flagcore.physics.pipelines import (
     ExecutedPass,
     Orders,
     Pass,
@@ -31,8 +31,8 @@ PLANNED = ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
     """Return the passes of a step of any schedule, device by device in the order of time."""
     if passes.schedule not in PLANNED:
-        return replay.simulate(passes, microbatches)
-    pipe = replay.pipe_of(passes)
+        return pipelines.simulate(passes, microbatches)
+    pipe = pipelines.pipe_of(passes)
     return run(orders_of(passes, microbatches, pipe), pipe)
 
 
@@ -40,7 +40,7 @@ def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
     """Return the order of passes of each device; plans are made with the times of the median stage."""
     p, schedule, share = len(passes.forward_s), passes.schedule, passes.weight_share
     if schedule not in PLANNED:
-        return replay.orders_of(passes, m)
+        return pipelines.orders_of(passes, m)
     even = median_of(pipe)
     if schedule in ("zb-1p", "zb-2p"):
         limit = p if schedule == "zb-1p" else 2 * p

@@ -9,8 +9,8 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 NODE = Level(name="node", devices=8, bytes_per_second=400e9, latency_seconds=1e-6, efficiency=1.0)
@@ -103,13 +103,6 @@ def test_medium_messages_exceed_latency_and_bandwidth_but_not_by_half() -> None:
     assert (found >= 0.99 * line).all()
     assert (found <= 1.65 * line).all()
     assert (found / line).max() > 1.4
-
-
-def test_topology_is_made_from_link_and_network() -> None:
-    assert [(level.devices, level.bytes_per_second) for level in topology_of(group(nodes=2)).levels] == [
-        (8, 400e9),
-        (16, 50e9),
-    ]
 
 
 def test_a_link_may_join_several_nodes_or_an_island_of_one() -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.roofline import Curve, Roofline
-from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
-from flagcore.physics.kernels.table import Axis, KernelTable, learn_grid, octaves
+from flagcore.physics.kernel_table import ATTENTION, Axis, Kernel, KernelSheet, KernelTable, learn_grid, octaves
+from flagcore.physics.roofline import Curve, Roofline
 
 SOURCE = Source(kind="datasheet", detail="made up")
 CHIP = Chip(

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 

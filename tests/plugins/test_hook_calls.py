@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flagcore_testing.examples import group_of, task_on
 
-from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.engine import EngineSupport, RefusedValues
@@ -18,8 +17,9 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
+from tests.physics.test_cost_stack import LimitedCosts
 
 CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
 SOURCE = Source(kind="measured", detail="by hand")
@@ -122,47 +122,32 @@ def test_wrong_type_is_reported_down_to_the_field(hook: str, answer: object, wor
     assert words in failure.reason
 
 
-class Wrong:
+class Wrong(LimitedCosts):
     """An object with the right methods that answer nonsense."""
 
     def capacity_bytes(self) -> float:
         return -1.0
 
-    def gemm_seconds(self, m: object, n: object, k: object, precision: str) -> str:
+    def gemm_seconds(self, m: object, n: object, k: object, precision: str) -> Any:
         return "fast"
 
-    def attention_seconds(self, *arguments: object) -> float:
+    def seconds(self, *arguments: object) -> Any:
         return 1.0
 
-    def attention_backward_seconds(self, *arguments: object) -> float:
-        return 1.0
-
-    def memory_seconds(self, bytes_moved: object) -> float:
-        return 1.0
-
-    def host_copy_seconds(self, bytes_moved: object) -> float:
-        return 1.0
-
-    def launch_seconds(self) -> float:
-        return 1.0
-
-    def run_slowdown(self) -> float:
-        return 1.0
-
-    def seconds(self, *arguments: object) -> float:
-        return 1.0
-
-    def compute_share(self, *arguments: object) -> float:
+    def compute_share(self, *arguments: object) -> Any:
         return 0.0
+
+
+WRONG = Wrong(600.0, 1.0)
 
 
 class Greedy(Wrong):
     """Collective costs that take more than all of the compute."""
 
-    def seconds(self, *arguments: object) -> list[float]:  # type: ignore[override]
+    def seconds(self, *arguments: object) -> Any:
         return [1.0, 1.0]
 
-    def compute_share(self, *arguments: object) -> list[float]:  # type: ignore[override]
+    def compute_share(self, *arguments: object) -> Any:
         return [1.0, 1.5]
 
 
@@ -183,10 +168,10 @@ def one_level(**changes: Any) -> Topology:
         ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "not a failure"),
         ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, attention_backward_seconds"),
         ("kernel_costs", Wrong, "returned the class Wrong"),
-        ("kernel_costs", Wrong(), "could not convert string to float"),
-        ("memory_model", Wrong(), "no method workspace_bytes, reserved_bytes, device_used_bytes"),
-        ("collective_costs", Wrong(), "must return two numbers"),
-        ("collective_costs", Greedy(), "compute_share is above 1"),
+        ("kernel_costs", WRONG, "could not convert string to float"),
+        ("memory_model", WRONG, "no method workspace_bytes, reserved_bytes, device_used_bytes"),
+        ("collective_costs", WRONG, "must return two numbers"),
+        ("collective_costs", Greedy(600.0, 1.0), "compute_share is above 1"),
         ("topology", Topology(levels=()), "must increase and end at 8"),
         ("topology", one_level(devices=4), "[4]"),
         ("topology", one_level(efficiency=0.0), "efficiency"),
@@ -238,12 +223,6 @@ def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
     assert [failure.name for failure in loaded.failures] == ["add-on"]
 
 
-def test_without_any_answer_support_is_unknown() -> None:
-    text = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
-    assert text.support is Support.UNKNOWN
-    assert "X1" in text.reason
-
-
 def test_pruning_rules_of_all_plugins_are_joined() -> None:
     rule = SimpleNamespace(name="r", message="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
     nameless = SimpleNamespace(message="why", prunes=lambda columns, predictions: None)
@@ -256,71 +235,33 @@ def test_pruning_rules_of_all_plugins_are_joined() -> None:
     assert "SimpleNamespace.name = None" in failure.reason
 
 
-class KnowsBf16:
-    """A table with gaps."""
-
-    def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> Any:
-        return np.full(np.shape(m), 7.0 if precision == "bf16" else np.nan)
-
-    def attention_seconds(self, shape: AttentionShape, precision: str) -> Any:
-        return np.full(np.shape(shape.batch), np.nan)
-
-    attention_backward_seconds = attention_seconds
-
-    def memory_seconds(self, bytes_moved: Any) -> Any:
-        return np.where(bytes_moved > 1e6, 3.0, np.nan)
-
-    def host_copy_seconds(self, bytes_moved: Any) -> Any:
-        return np.full(np.shape(bytes_moved), np.nan)
-
-    def launch_seconds(self) -> float:
-        return float("nan")
-
-    def run_slowdown(self) -> float:
-        return float("nan")
-
-
 def test_the_roofline_replaces_missing_entries_of_a_kernel_table() -> None:
     peak = Fact(value=1e12, source=SOURCE)
-    chip = replace(CHIP, memory_bandwidth_bytes_per_second=peak, dense_flops_per_second={"bf16": peak, "fp32": peak})
-    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: KnowsBf16())}).kernel_costs(chip, "megatron")
-    roofline = Roofline(chip=chip)
+    chip = replace(CHIP, memory_bandwidth_bytes_per_second=peak, dense_flops_per_second={"bf16": peak})
+    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: LimitedCosts(600.0, 1.0))}).kernel_costs(
+        chip, "megatron"
+    )
+    roofline, sizes = Roofline(chip=chip), np.array([512.0, 1024.0])
     assert costs is not None
-    sizes = np.array([512.0, 1024.0])
-    assert costs.gemm_seconds(sizes, sizes, sizes, "bf16").tolist() == [7.0, 7.0]
-    assert (costs.gemm_seconds(sizes, sizes, sizes, "fp32") == roofline.gemm_seconds(sizes, sizes, sizes, "fp32")).all()
-    shape = AttentionShape(batch=sizes, heads=sizes, groups=sizes, queries=sizes, keys=sizes, head_dim=sizes)
-    assert np.isfinite(costs.attention_seconds(shape, "bf16")).all()
-    assert np.isfinite(costs.attention_backward_seconds(shape, "bf16")).all()
+    expected = roofline.gemm_seconds(sizes, sizes, sizes, "bf16")[1]
+    assert costs.gemm_seconds(sizes, sizes, sizes, "bf16").tolist() == [512.0, expected]
     assert costs.launch_seconds() == roofline.launch_seconds()
-    assert costs.memory_seconds(np.array([1e3, 1e7])).tolist() == [roofline.memory_seconds(np.array(1e3)), 3.0]
 
 
-class BreaksOnLargeColumns:
+class BreaksOnLargeColumns(LimitedCosts):
     """Right when it is tried, wrong when it counts."""
 
-    def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> list[float]:
-        if len(m) > 2:
-            sys.exit(7)
-        return [1.0, 2.0]
-
-    def attention_seconds(self, *arguments: object) -> list[float]:
-        return [1.0, 2.0]
-
-    attention_backward_seconds = memory_seconds = host_copy_seconds = attention_seconds
-
-    def launch_seconds(self) -> float:
-        return 1e-6
-
-    def run_slowdown(self) -> float:
-        return 1.0
+    def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> Any:
+        return sys.exit(7) if len(m) > 2 else self.memory_seconds(m)
 
 
 def test_an_object_that_fails_later_is_reported_with_its_plugin_and_fix() -> None:
-    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns())}).kernel_costs(CHIP, "megatron")
+    costs = LoadedPlugins.of(
+        {"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns(600.0, 1.0, launch=1e-6))}
+    ).kernel_costs(CHIP, "megatron")
     assert costs is not None
     small, large = np.ones(2), np.ones(3)
-    assert costs.gemm_seconds(small, small, small, "bf16").tolist() == [1.0, 2.0]
+    assert costs.gemm_seconds(small, small, small, "bf16").tolist() == [1.0, 1.0]
     with pytest.raises(NoDevice, match=r"plugin x: gemm_seconds .* SystemExit: 7; .* --no-plugin x"):
         costs.gemm_seconds(large, large, large, "bf16")
 

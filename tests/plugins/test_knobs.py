@@ -15,8 +15,8 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
+from flagcore.domain.prediction import features
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
@@ -128,17 +128,6 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     )
 
 
-def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> None:
-    task = small.task(space={"acme_schedule": (None, "zb-h1")})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
-    engine = workload_of(task.spec.work)
-    for value, schedule in ((None, "interleaved"), ("zb-h1", "zb-h1")):
-        values = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "acme_schedule": value}
-        columns = candidate_columns(small.platform(task), values)
-        (passes,) = engine.pipelines(engine_task(task, effects_of_row(task, columns)), columns, small.costs(task))
-        assert passes.schedule == schedule
-
-
 def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> None:
     settings = {"pipeline_schedule": "dualpipev"}
     knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
@@ -237,14 +226,6 @@ def test_auto_contains_launchable_values_and_a_missing_knob_is_off(install: Inst
     assert set(columns["acme_wait"].tolist()) == {0, 2}
     assert set(columns["acme_fused"].tolist()) == {0}, "without a train.command no flag reaches a trial"
     assert "acme_secret" not in columns
-
-
-def test_an_unknown_name_is_reported_with_the_plugins_knobs(install: Install, tmp_path: Path) -> None:
-    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
-    with pytest.raises(SpecError, match=r"acme_fusd = True is not a known key; did you mean acme_fused"):
-        api.estimate(with_space(tmp_path, space={"acme_fusd": True}))
-    with pytest.raises(SpecError, match=r"wholly_else = True is not a known key"):
-        api.estimate(with_space(tmp_path, space={"wholly_else": True}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flagcore_testing.examples import FOREIGN_CHIP
 
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
 
@@ -215,8 +214,3 @@ def test_a_plugin_for_a_newer_hook_version_is_left_out_with_the_reason(install: 
 def test_an_invalid_hooks_version_is_reported(install: Install, number: str) -> None:
     found = load_with_good(install, f"{GOOD}\nHOOKS_API = {number}\n")
     assert "HOOKS_API = 1" in found.reason
-
-
-def test_a_plugin_with_old_hook_arguments_still_works(install: Install) -> None:
-    install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": GOOD})
-    assert load_plugins().environment(FOREIGN_CHIP, "megatron", "0.16", None)["GOOD"] == "1"

@@ -35,12 +35,6 @@ def install_strategies(install: Install, points: dict[str, str], distribution: s
     install(distribution, points, {f"{distribution.replace('-', '_')}": STRATEGY}, group=STRATEGIES)
 
 
-def test_object_is_found_by_its_entry_point(install: Install) -> None:
-    install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
-    assert "first_come" in names(STRATEGIES)
-    assert strategy("first_come").name == "first"
-
-
 def test_an_unknown_name_is_a_spec_error_with_a_suggestion(install: Install) -> None:
     install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
     with pytest.raises(SpecError) as caught:
@@ -71,13 +65,6 @@ def test_an_engine_that_does_not_inherit_the_base_class_is_refused(install: Inst
     with pytest.raises(NoDevice) as caught:
         workload("half")
     assert "flagcore.contracts.Workload" in str(caught.value)
-
-
-def test_two_distributions_with_one_name_are_both_refused(install: Install) -> None:
-    install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
-    install_strategies(install, {"first_come": "flagcore_other:STRATEGY"}, "flagcore-other")
-    with pytest.raises(NoDevice, match="flagcore-extra, flagcore-other"):
-        strategy("first_come")
 
 
 def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.spec.gguf import context_length, shape
+from flagcore.spec.models import context_length, gguf_shape
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf to make a header")
 
@@ -43,7 +43,7 @@ DENSE = {
 
 def test_a_dense_model_with_tied_tables_and_biases(tmp_path: Path) -> None:
     file = header(tmp_path, "qwen2", DENSE, ("token_embd.weight", "blk.0.ffn_gate.weight", "blk.0.attn_q.bias"))
-    found = shape(file)
+    found = gguf_shape(file)
     assert (found["num_layers"], found["kv_channels"], found["num_query_groups"]) == (4, 32, 2)
     assert (found["untie_embeddings_and_output_weights"], found["add_qkv_bias"]) == (False, True)
     assert context_length(file) == 4096
@@ -51,14 +51,14 @@ def test_a_dense_model_with_tied_tables_and_biases(tmp_path: Path) -> None:
 
 
 def test_heads_that_differ_by_layer_count_as_the_maximum(tmp_path: Path) -> None:
-    found = shape(header(tmp_path, "deci", DENSE | {"attention.head_count_kv": [2, 4, 2, 2]}, ("output.weight",)))
+    found = gguf_shape(header(tmp_path, "deci", DENSE | {"attention.head_count_kv": [2, 4, 2, 2]}, ("output.weight",)))
     assert found["num_query_groups"] == 4
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     sizes = {"expert_count": 16, "expert_used_count": 4, "expert_feed_forward_length": 128}
     shared = {"expert_shared_count": 2, "leading_dense_block_count": 1}
-    found = shape(header(tmp_path, "deepseek2moe", DENSE | sizes | shared, ("blk.1.ffn_gate_exps.weight",)))
+    found = gguf_shape(header(tmp_path, "deepseek2moe", DENSE | sizes | shared, ("blk.1.ffn_gate_exps.weight",)))
     assert found["num_moe_experts"] == 16
     assert (found["moe_router_topk"], found["moe_ffn_hidden_size"], found["moe_first_dense_layers"]) == (4, 128, 1)
     assert found["moe_shared_expert_intermediate_size"] == 256
@@ -75,7 +75,7 @@ def test_latent_attention(tmp_path: Path) -> None:
         "rope.dimension_count": 16,
         "attention.head_count_kv": 1,
     }
-    found = shape(header(tmp_path, "deepseek2", DENSE | latent, ("output.weight",)))
+    found = gguf_shape(header(tmp_path, "deepseek2", DENSE | latent, ("output.weight",)))
     assert found["multi_latent_attention"]
     assert (found["kv_lora_rank"], found["q_lora_rank"]) == (64, 96)
     assert (found["qk_head_dim"], found["qk_pos_emb_head_dim"], found["v_head_dim"]) == (32, 16, 32)
@@ -85,4 +85,4 @@ def test_latent_attention(tmp_path: Path) -> None:
 def test_a_missing_size_is_named(tmp_path: Path) -> None:
     sizes = {name: size for name, size in DENSE.items() if name != "block_count"}
     with pytest.raises(SpecError, match=r"has no llama\.block_count"):
-        shape(header(tmp_path, "llama", sizes))
+        gguf_shape(header(tmp_path, "llama", sizes))

@@ -175,21 +175,15 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
     [
         ({}, "model_type", "is missing; known: deepseek_v2"),
         (LLAMA3 | {"model_type": "mamba"}, "model_type", "is unknown; known: deepseek_v2"),
-        (LLAMA3 | {"model_type": ["llama"]}, "model_type", "is unknown"),
         ({"text_config": {"model_type": "llama"}}, "text_config.num_hidden_layers", "is missing"),
         ({"model_type": "llama"}, "num_hidden_layers", "is missing"),
         (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
-        (LLAMA3 | {"hidden_size": [4096]}, "hidden_size", "a whole number"),
-        (LLAMA3 | {"hidden_size": float("nan")}, "hidden_size", "finite"),
-        (LLAMA3 | {"hidden_size": 10**30}, "hidden_size", "too many digits"),
         (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (LLAMA3 | {"mlp_bias": True}, "mlp_bias", "not supported"),
-        (LLAMA3 | {"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step", "not supported"),
         (QWEN3_MOE | {"mlp_only_layers": [5]}, "mlp_only_layers", "not supported"),
-        (QWEN3_MOE | {"mlp_only_layers": ["a"]}, "mlp_only_layers[0]", "a whole number"),
         (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq", "not supported"),
         (GEMMA3 | {"layer_types": ["mamba"] * 12}, "layer_types", "not supported"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
@@ -222,11 +216,6 @@ def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: Error
     assert len(error.problems) == len(keys)
     without_topk = error_of(read_model, shape | {"hidden_size": 64, "num_moe_experts": 4}, Path())
     assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]
-
-
-@pytest.mark.parametrize("source", [5, None, ["a"], {"num_layers": 2, "vocab": 3}, "", "a\0b"])
-def test_source_of_another_kind_is_refused(error_of: ErrorOf, source: Any) -> None:
-    assert error_of(read_model, source, Path()).key.startswith("model")
 
 
 QWEN25_VL = config("qwen2_5_vl", 28, 3584, 18944, 28, 152064, num_key_value_heads=4) | {

@@ -148,17 +148,6 @@ def test_hostfile_and_spec_must_agree(read_error: ReadError, tmp_path: Path) -> 
     assert read_error("cluster: {host_envs: {other: {A: 1}}}").key == "cluster.host_envs.other"
 
 
-def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:
-    (tmp_path / "Tiny").mkdir()
-    (tmp_path / "Tiny" / "config.json").write_text(
-        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,'
-        ' "num_attention_heads": 4, "vocab_size": 100}'
-    )
-    path = tmp_path / "spec.yaml"
-    path.write_text("model: Tiny\ntrain: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16}\n")
-    assert read_spec(path, ENGINES).model.name == "Tiny"
-
-
 def test_raw_data_is_stored_and_serializable(read: Read, tmp_path: Path) -> None:
     spec = read("envs: {A: 1, B: on}")
     data = spec_as_data(tmp_path / "spec.yaml")

@@ -25,12 +25,9 @@ CONTROL = "auto_tuner.control."
         ("cluster: {node: 1}", "cluster.node", "did you mean nodes?"),
         ("cluster: {groups: [{chip: a}, {chip: b, node: 1}]}", "cluster.groups[1].node", "did you mean nodes?"),
         ("cluster: {gpus: 8}", "cluster.gpus", "did you mean devices_per_node?"),
-        ("cluster: {Num_GPUs: 8}", "cluster.Num_GPUs", "did you mean devices_per_node?"),
         ("cluster: {type: x}", "cluster.type", "did you mean chip?"),
-        ("cluster: {groups: [{gpu: a}]}", "cluster.groups[0].gpu", "did you mean chip?"),
         ("cluster: {groups: [{chip: a, spares: 1}]}", "cluster.groups[0].spares", "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
-        ("auto_tuner: {space: {train_iters: 5}}", SPACE + "train_iters", "it belongs under auto_tuner.control"),
         ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),
     ],
 )
@@ -49,42 +46,23 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(
         ("serve: {engine: vllm}", "serve", "combined with train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be auto or a mapping", "remove the key"),
-        ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),
         ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),
         ("cluster: {devices_per_node: atuo}", "cluster.devices_per_node", "auto or a whole", "did you mean auto?"),
         ("cluster: {memory_per_device: 4gib}", "cluster.memory_per_device", "such as 4GiB", ""),
         ("cluster: {memory_per_device: 9999TiB}", "cluster.memory_per_device", "from 1MiB", ""),
-        ("cluster: {groups: []}", "cluster.groups", "non-empty list", ""),
-        ("cluster: {groups: [{nodes: 2}]}", "cluster.groups[0].chip", "is missing", ""),
         ("cluster: {groups: [{chip: auto}]}", "cluster.groups[0].chip", "must name a chip", "name the chip"),
         ("cluster: {chip: a, groups: [{chip: b}]}", "cluster.chip", "cluster.groups", "each group"),
         ("cluster: {nodes: 1, groups: [{chip: b}]}", "cluster.nodes", "cluster.groups", "each group"),
-        (
-            "cluster: {groups: [{chip: a, memory_per_device: 1B}]}",
-            "cluster.groups[0].memory_per_device",
-            "from 1MiB",
-            "write e.g. 4GiB",
-        ),
         (
             "cluster: {groups: [{chip: a, nodes: 600000}, {chip: b, nodes: 600000}]}",
             "cluster.groups",
             "at most 1000000 devices",
             "",
         ),
-        (
-            "cluster: {groups: [{chip: a}, {chip: b, nodes: 1000000, devices_per_node: 8}]}",
-            "cluster.groups[1].nodes",
-            "at most 1000000 devices",
-            "use 125000",
-        ),
         ("envs: {A: true}", "envs.A", "must be a string", "quote it"),
         ("envs: {A B: x}", "envs['A B']", "not the name of an environment variable", ""),
-        ("auto_tuner: {objective: speed}", "auto_tuner.objective", "step_time_s", ""),
         ("auto_tuner: {strategy: 5}", "auto_tuner.strategy", "must be a string", "quote it"),
-        ("auto_tuner: {control: {train_iters: 1}}", CONTROL + "train_iters", "from 2", ""),
         ("auto_tuner: {control: {warmup_iters: 5}}", CONTROL + "warmup_iters", "below train_iters = 5", "use 4"),
-        ("auto_tuner: {control: {max_time: 0}}", CONTROL + "max_time", "above 0", ""),
-        ("auto_tuner: {control: {run_best: 1}}", CONTROL + "run_best", "true or false", ""),
     ],
 )
 def test_wrong_value_is_reported_with_key_rule_and_fix(
@@ -99,17 +77,13 @@ def test_wrong_value_is_reported_with_key_rule_and_fix(
 @pytest.mark.parametrize(
     ("value", "key", "fix"),
     [
-        ("[]", "", ""),
         ("atuo", "", "did you mean auto?"),
         ("'8'", "", "write 8 without quotes"),
         ("8.0", "", "write 8"),
-        ("true", "", ""),
         ("", "", "remove the key"),
         ("0", "", ""),
         ("1000001", "", ""),
-        ("{a: 1}", "", ""),
         ("[1, x]", "[1]", ""),
-        ("[[1]]", "[0]", ""),
     ],
 )
 def test_a_parallel_size_must_be_an_integer(read_error: ReadError, value: str, key: str, fix: str) -> None:
@@ -125,11 +99,6 @@ def test_switch_takes_true_and_false_only(read_error: ReadError, value: str, fix
     assert error.key.startswith(SPACE + "use_recompute")
     assert "true" in error.problem
     assert fix in error.fix
-
-
-def test_a_choice_accepts_only_its_words(read_error: ReadError) -> None:
-    error = read_error("auto_tuner: {space: {recompute_method: blok}}")
-    assert (error.value, error.fix) == ("blok", "did you mean block?")
 
 
 @pytest.mark.parametrize("value", ["auto", "[1, 2]", ""])
@@ -148,7 +117,6 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
     ("more", "key", "problem"),
     [
         ("hidden_size: 66", "hidden_size", "divisible by num_attention_heads = 4"),
-        ("hidden_size: 4294967296", "hidden_size", "from 1 to 2147483648"),
         ("num_layers: 10001", "num_layers", "from 1 to 10000"),
         ("num_query_groups: 3", "num_query_groups", "must divide num_attention_heads = 4"),
         ("num_moe_experts: 8", "moe_router_topk", "is missing"),
@@ -158,7 +126,6 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
         ("kv_lora_rank: 8", "kv_lora_rank", "needs multi_latent_attention"),
         ("multi_latent_attention: true, kv_lora_rank: 8", "qk_head_dim", "is missing"),
         ("model_type: llama", "model_type", "is not a known key"),
-        ("hiden_sise: 5", "hiden_sise", "is not a known key"),
     ],
 )
 def test_an_impossible_shape_is_refused(read_error: ReadError, more: str, key: str, problem: str) -> None:
@@ -210,22 +177,11 @@ def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
         ("auto_tuner: {control: {max_time: 1h}}", "3600 "),
         ("auto_tuner: {control: {max_time_per_task: 2.5 min}}", "150 "),
         ("cluster: {nic_bytes_per_second: 400Gb}", "50000000000 "),
-        ("cluster: {nic_bytes_per_second: 50GB/s}", "50000000000 "),
         ("cluster: {memory_per_device: 80Gb}", "80GiB or 80GB"),
     ],
 )
 def test_a_value_with_a_unit_is_converted_in_the_hint(read_error: ReadError, section: str, number: str) -> None:
     assert number in read_error(section).fix
-
-
-def test_problems_of_several_sections_are_listed(read_error: ReadError) -> None:
-    """Rules beyond the type of a value: each section is judged, whatever another one breaks."""
-    error = read_error(
-        "cluster: {nodes: 1000000, devices_per_node: 8}\nauto_tuner: {control: {warmup_iters: 5}}\n"
-        "envs: {A B: x, 1C: y}\n"
-    )
-    keys = ["cluster.nodes", "envs['A B']", "envs['1C']", "auto_tuner.control.warmup_iters"]
-    assert [each.key for each in error.problems] == keys
 
 
 def test_a_long_list_of_problems_is_cut(read_error: ReadError) -> None:

@@ -155,22 +155,22 @@ CHIPS = (
     Fault("chip_names_are_clean", CHIP, '["ACME A1"]', '["ACME A1", "A1  OAM"]', "A1  OAM"),
     Fault("chip_names_are_clean", CHIP, '["ACME A1"]', '["ACME A1", acme a1]', "acme a1"),
     Fault("chips_have_one_lowercase_vendor", CHIP, "vendor: acme", "vendor: Acme", "vendor is Acme", also=("*",)),
-    Fault("chip_files_match_chip_names", "flagcore_acme/chips/b2.yaml", "", "chip: A2\nvendor: acme\n", "b2.yaml: chip is A2", also=("readme_names_all_chips", "maturity_covers_all_chips",)),
+    Fault("chip_files_match_chip_names", "flagcore_acme/chips/b2.yaml", "", "chip: A2\nvendor: acme\n", "b2.yaml: chip is A2", also=("readme_names_all_chips", "maturity_matches_the_files",)),
     Fault("figures_are_plausible", CHIP, "value: 2.5e+10", "value: 25.0", "A1: nic_bytes_per_second = 25"),
-    Fault("narrow_formats_are_not_slower", CHIP, "  fp16:", "  fp64: {value: 8.0e+13, source: *made_up}\n  fp16:", "fp32 = 4e+13 is below fp64"),
-    Fault("peaks_are_dense", CHIP, "  fp16:", "  fp8: {value: 1.2e+15, source: *made_up}\n  fp16:", "fp8"),
+    Fault("figures_are_consistent", CHIP, "  fp16:", "  fp64: {value: 8.0e+13, source: *made_up}\n  fp16:", "fp32 = 4e+13 is 0.5 times"),
+    Fault("figures_are_consistent", CHIP, "  fp16:", "  fp8: {value: 1.2e+15, source: *made_up}\n  fp16:", "fp8"),
     Fault("peaks_are_dense", CHIP, "  bf16: {value: 3.0e+14, source: *made_up}\n  fp16: {value: 3.0e+14", "  bf16: {value: 6.0e+14, source: *made_up}\n  fp16: {value: 6.0e+14", "375"),
     Fault("peaks_are_dense", CHIP, "  fp16:", "  int8: {value: 3.0e+14, source: *made_up}\n  fp16:", "int8"),
     Fault("peaks_are_dense", CHIP, "fp32: {value: 4.0e+13", "fp32: {value: 7.0e+12", "43"),
     Fault("peak_sources_are_dense", CHIP, "fp16: {value: 3.0e+14, source: *made_up}", "fp16: {value: 3.0e+14, source: {kind: datasheet, document: 'A1 brief, structured sparsity'}}", "sparsity"),
     Fault("large_matmuls_reach_the_peak", CURVE, "gemm_share: 0.75", "gemm_share: 0.25", "% of the peak in bf16"),
-    Fault("network_is_slower_than_the_link", CHIP, "value: 2.5e+10", "value: 2.0e+11", "nic_bytes_per_second = 2e+11"),
-    Fault("network_is_slower_than_the_link", CHIP, "devices_per_node: 8", "devices_per_node: 8\nhost_bytes_per_second: {value: 1.6e+10, source: *made_up}", "not below host_bytes_per_second"),
-    Fault("fp16_and_bf16_peaks_are_similar", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "bf16 is 6 times"),
-    Fault("fp16_and_bf16_peaks_are_similar", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "bf16 is 2 times", also=("peaks_are_dense",)),
-    Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 of memory"),
-    Fault("peaks_match_memory_bandwidth", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations per byte", also=("links_are_slower_than_memory",)),
-    Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second"),
+    Fault("figures_are_consistent", CHIP, "value: 2.5e+10", "value: 2.0e+11", "nic_bytes_per_second = 2e+11"),
+    Fault("figures_are_consistent", CHIP, "devices_per_node: 8", "devices_per_node: 8\nhost_bytes_per_second: {value: 1.6e+10, source: *made_up}", "times host_bytes_per_second"),
+    Fault("figures_are_consistent", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "is 6 times"),
+    Fault("figures_are_consistent", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "is 2 times", also=("peaks_are_dense",)),
+    Fault("figures_are_consistent", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 times memory"),
+    Fault("figures_are_consistent", CHIP, "value: 1.6e+12", "value: 4.0e+10", "7.5e+03 times"),
+    Fault("figures_are_consistent", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second"),
     Fault("figures_are_plausible", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5"),
     Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not"),
 )
@@ -196,10 +196,10 @@ COSTS = (
     hook("shipped_costs_are_used", "collective_costs", "return None", "flagcore_collective_costs"),
     hook("collective_costs_are_valid", "collective_costs", "return own and 'fast'", "flagcore_collective_costs"),
     collectives("collective_times_grow_with_payload", "(2e9 - p) * 1e-9 * (r > 1)", "0.1 * (r > 1)", "all_reduce"),
-    collectives("single_device_collectives_are_free", "1e-9 * p", "0.1 * (r > 1)", "one device"),
-    collectives("collectives_leave_compute_for_kernels", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
-    collectives("messages_do_not_exceed_memory_bandwidth", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "A1"),
-    Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("network_is_slower_than_the_link",)),
+    collectives("collective_costs_are_plausible", "1e-9 * p", "0.1 * (r > 1)", "one device"),
+    collectives("collective_costs_are_plausible", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
+    collectives("collective_costs_are_plausible", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "A1"),
+    Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("figures_are_consistent",)),
     Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in"),
     Fault("shipped_costs_belong_to_chips", "flagcore_acme/costs/b7/serving.yaml", "", "curve: {}\nsource: {kind: estimated, method: none}\n", "costs/b7"),
     Fault("measured_kernels_have_provenance", "flagcore_acme/costs/a1/kernels.jsonl", "", "{\"kernel\": \"launch\", \"us\": 7}\n", "provenance.yaml is missing", also=("kernel_costs_are_valid",)),
@@ -213,9 +213,9 @@ ENGINES = (
     advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
     advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(PreferredSetting(setting='bf16', value=True, reason='r'),))", "bf16"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
-    support("supported_engines_have_device_and_backend", "distributed_backend=None", "megatron"),
-    support("untested_engines_have_a_reason", "reason=''", "megatron"),
-    support("visible_devices_are_variable_names", "visible_devices=('ACME VISIBLE',)", "ACME VISIBLE", also=("visible_devices_are_respected",)),
+    support("engine_support_is_complete", "distributed_backend=None", "megatron"),
+    support("engine_support_is_complete", "reason=''", "megatron"),
+    support("engine_support_is_complete", "visible_devices=('ACME VISIBLE',)", "ACME VISIBLE", also=("visible_devices_are_respected",)),
     Fault("rules_of_engines_are_complete", QUIRKS, "acme_no_block", "no block", "no block"),
     Fault("rules_of_engines_name_known_values", QUIRKS, "knob: recompute_method", "knob: recompute_methods", "recompute_methods"),
     Fault("refused_values_leave_candidates", QUIRKS, "values: [block]", "values: [block, uniform]", "every value of recompute_method"),
@@ -224,10 +224,10 @@ ENGINES = (
     Fault("rules_of_engines_name_known_values", QUIRKS, "", "forced:\n  - {name: acme_x, engine: megatron, setting: settings.overlap_p2p_com, value: true, reason: so it is, source: *made_up}\n", "overlap_p2p_com = True"),
     Fault("rules_of_engines_name_known_values", QUIRKS, "", "forced:\n  - {name: acme_x, engine: megatron, setting: settings.overlap_grad_reduce, value: often, reason: so it is, source: *made_up}\n", "overlap_grad_reduce = 'often'"),
     Fault("knobs_are_valid", KNOBS, "acme_overlap", "ACME-overlap", "ACME-overlap"),
-    Fault("knobs_have_help", KNOBS, "says: collectives run on a copy engine", "says: ' '", "acme_overlap"),
-    Fault("knob_names_differ_from_engine_knobs", KNOBS, "name: acme_overlap", "name: use_recompute", "use_recompute"),
-    Fault("knob_effects_have_intervals", KNOBS, "low: 0.9, high: 1.02", "low: 0.97, high: 0.97", "acme_overlap"),
-    Fault("knob_effects_have_sources", KNOBS, "    effect: {kind: estimated, method: a guess}\n", "", "acme_overlap"),
+    Fault("knobs_are_complete", KNOBS, "says: collectives run on a copy engine", "says: ' '", "acme_overlap"),
+    Fault("knobs_are_complete", KNOBS, "name: acme_overlap", "name: use_recompute", "use_recompute"),
+    Fault("knobs_are_complete", KNOBS, "low: 0.9, high: 1.02", "low: 0.97, high: 0.97", "acme_overlap"),
+    Fault("knobs_are_complete", KNOBS, "    effect: {kind: estimated, method: a guess}\n", "", "acme_overlap"),
     Fault("entries_name_known_engines_and_chips", KNOBS, "    says", "    chips: [Z9]\n    says", "'Z9'"),
 )
 ENVIRONMENTS = (
@@ -248,20 +248,18 @@ FAILURES = (
     Fault("failure_examples_match", QUIRKS, "RuntimeError: ACME out", "RuntimeError: ACME ran out", "failures[0].example"),
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"memory\"", "'memory' matches"),
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(?i:warning)\"", "warning"),
-    Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(a+)+$\"", "takes more than"),
-    Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(x+x+)+y\"", "takes more than"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
 )
 RUNS = (
     reading("telemetry_names_are_known", "{**figures, 'acme_mood': 1.0}", "acme_mood"),
     reading("telemetry_is_plausible", "{**figures, 'power_watts': 61000.0}", "power_watts"),
-    reading("telemetry_has_memory_in_use", "{'power_watts': figures['power_watts']}", "memory_used_bytes"),
+    reading("telemetry_names_are_known", "{'power_watts': figures['power_watts']}", "memory_used_bytes"),
     hook("telemetry_is_valid", "telemetry", "return own and 'fine'", "flagcore_telemetry"),
     hook("telemetry_accepts_chip_aliases", "telemetry", "return own if device.chip in ('A1', 'ACME A1') else None", "acme A1"),
     hook("pruning_rules_are_valid", "pruning_rules", "return own and [StayInPod]", "flagcore_pruning_rules"),
-    Fault("pruning_rules_have_messages", HOOKS, 'name = "acme_pod"', 'name = "acme pod"', "acme pod"),
-    Fault("pruning_rules_leave_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_model_parallel_size"] > 0', "acme_pod"),
-    Fault("pruning_rules_leave_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_parallel"] > 4', "acme_pod"),
+    Fault("pruning_rules_are_usable", HOOKS, 'name = "acme_pod"', 'name = "acme pod"', "acme pod"),
+    Fault("pruning_rules_are_usable", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_model_parallel_size"] > 0', "acme_pod"),
+    Fault("pruning_rules_are_usable", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_parallel"] > 4', "acme_pod"),
     Fault("pruning_rules_judge_single_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', "predictions.device_used_bytes > predictions.device_used_bytes.mean()", "acme_pod"),
 )
 DETECTION = (
@@ -285,11 +283,11 @@ SHIPPED = (
     hook("maturity_is_given", "maturity", "return None", "flagcore_maturity"),
     Fault("foreign_chips_get_no_answer", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
-    Fault("maturity_names_known_chips", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'"),
-    Fault("maturity_covers_all_chips", MATURITY, "facts of the chips", "facts", "A1 is missing"),
+    Fault("maturity_matches_the_files", MATURITY, 'chips: ["A1"]\n    files', "chips: [A1, Z9]\n    files", "'Z9'"),
+    Fault("maturity_matches_the_files", MATURITY, "facts of the chips", "facts", "A1 is missing"),
     Fault("maturity_names_existing_transcripts", MATURITY, "[acme-smi-1.txt]", "[acme-smi-1.txt, acme-smi-9.txt]", "acme-smi-9.txt"),
-    Fault("measured_kernels_are_claimed", "flagcore_acme/costs/a1/provenance.yaml", "", "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\n", "a1"),
-    Fault("claimed_costs_are_shipped", MATURITY, "collectives of four devices", "links", "collectives of a1"),
+    Fault("maturity_matches_the_files", "flagcore_acme/costs/a1/provenance.yaml", "", "how: by hand\nsoftware: {driver: '1'}\ndate: 2026-11-02\n", "a1"),
+    Fault("maturity_matches_the_files", MATURITY, "collectives of four devices", "links", "collectives of a1"),
 )
 PACKAGING = (
     Fault("entry_point_names_the_plugin", PYPROJECT, "flagcore_acme.hooks:plugin", "flagcore_acme.hook:plugin", "flagcore_acme.hooks:plugin"),
@@ -320,12 +318,6 @@ def adapter(value: str, words: str, also: tuple[str, ...] = ()) -> Fault:
     return Fault("rates_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second", also=also)
 
 
-def variable(name: str, near: str) -> Fault:
-    """Add a variable with a misspelt name."""
-    new = f"  - {{name: {name}, value: '1', meaning: queues, source: *made_up}}\n"
-    return Fault("variables_are_spelt_as_elsewhere", ENVIRONMENT, "", new, near)
-
-
 def printing(name: str, method: str) -> Fault:
     """Let a method of a hook's object print to stdout."""
     method_code = f"'{method}': lambda self, *given: (print('{method} is called'), getattr(own, '{method}')(*given))[1]"
@@ -341,19 +333,15 @@ MEASURED = (
     adapter(
         "4.0e+11",
         "one adapter of 400 Gb/s for each device",
-        also=("outer_levels_are_not_faster", "network_is_slower_than_the_link"),
+        also=("outer_levels_are_not_faster", "figures_are_consistent"),
     ),
     adapter("5.0e+10", "400 Gb/s per node"),
     adapter("2.5e+10", "200 Gbps a server"),
     Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB", also=("memory_matches_transcripts",)),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
-    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes", "pruning_rules_leave_candidates")),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes", "pruning_rules_are_usable")),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 137438953472", "68719476736"),
     Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
-    variable("CUDA_DEVICE_MAX_CONECTIONS", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    variable("PYTORCH_CUDA_ALOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    variable("GLOO_SOCKET_IFNMAE", "GLOO_SOCKET_IFNAME"),
-    variable("ACME_QUEUE", "ACME_QUEUES"),
     printing("memory_model", "reserved_bytes"),
     printing("kernel_costs", "gemm_seconds"),
     printing("telemetry", "sample"),

@@ -18,13 +18,13 @@ import numpy as np
 from flagcore_testing.kit import Subject
 from flagcore_testing.scaffold import new_plugin
 
-from flagcore.vendorkit import chip_file, engines, maturity, quirks
+from flagcore.vendorkit import chip_file, engines, quirks
 
 CACHES: Any = (
     chip_file.load_chips,
     engines.read_engines,
     engines.all_knobs,
-    maturity.read_maturity,
+    quirks.read_maturity,
     quirks.read_quirks,
     engines.read_variables,
 )
@@ -48,7 +48,7 @@ from dataclasses import replace
 
 from flagcore.domain.chip import Device
 from flagcore.hooks import hookimpl
-from flagcore.physics.collectives.costs import topology_of
+from flagcore.physics.collective_costs import topology_of
 
 
 class StayInPod:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from flagcore.contracts import Event, Launcher, Strategy, Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.hooks import hookimpl

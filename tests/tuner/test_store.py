@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 import pytest
 
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.tuner.store.directory import RunDirectory

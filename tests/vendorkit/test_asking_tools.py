@@ -27,10 +27,6 @@ def test_a_missing_tool_lists_no_devices() -> None:
     assert query_tool(lambda _: TWO, "no-such-tool-anywhere") is None
 
 
-def test_devices_are_listed_without_other_output(tmp_path: Path) -> None:
-    assert listing_of(tmp_path, "echo table") == TWO
-
-
 @pytest.mark.parametrize("to", ["", " >&2"])
 def test_the_error_of_a_failing_tool_is_reported_with_its_exit_status(tmp_path: Path, to: str) -> None:
     message = listing_of(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
-from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, read_collectives
 
 GOOD = """

@@ -11,8 +11,8 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
-from flagcore.physics.kernels.roofline import Curve, Roofline
-from flagcore.physics.kernels.table import KernelTable
+from flagcore.physics.kernel_table import KernelTable
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore.vendorkit.chip_file import kernel_costs, read_curve, read_kernels, read_provenance
 
 PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))

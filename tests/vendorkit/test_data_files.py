@@ -11,8 +11,7 @@ import pytest
 
 from flagcore.errors import SpecError
 from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
-from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import read_quirks
+from flagcore.vendorkit.quirks import read_maturity, read_quirks
 
 READERS: dict[str, Any] = {
     "engines": read_engines,

@@ -8,8 +8,7 @@ import pytest
 
 from flagcore.domain.chip import Source
 from flagcore.domain.knob import in_versions
-from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.engines import Variable, environment
+from flagcore.vendorkit.engines import Variable
 from tests import small
 
 VARIABLE = Variable(
@@ -41,10 +40,3 @@ def test_a_release_range_matches_a_release_inside_it_or_unknown(
     versions: str, release: str | None, holds: bool
 ) -> None:
     assert in_versions(versions, release) == holds
-
-
-def test_placeholders_are_left_for_the_hosts() -> None:
-    one = small.task()
-    two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
-    found = environment("flagcore_metax", load_chips("flagcore_metax")[0], "megatron", None, two, "train")
-    assert (found["MCCL_SOCKET_IFNAME"], found["MCCL_IB_HCA"]) == ("{interface}", "{adapters}")

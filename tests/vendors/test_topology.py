@@ -10,7 +10,7 @@ from flagcore_nvidia.hooks import plugin as nvidia
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.collectives.costs import topology_of
+from flagcore.physics.collective_costs import topology_of
 from flagcore.vendorkit.matrix import with_own_adapters
 
 H200 = (Path(__file__).parents[2] / "plugins/nvidia/tests/smi/nvidia-smi-5.txt").read_text("utf-8")

@@ -14,9 +14,9 @@ from flagcore_testing import fakes
 
 from flagcore import plugins
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport, device_variables
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.serving.launch.start import instances_of
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM

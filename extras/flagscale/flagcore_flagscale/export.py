@@ -19,7 +19,7 @@ from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.mixed.hetero import mixed
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import UsageError
-from flagcore.spec.data_file import dump_yaml
+from flagcore.spec.plain_data import dump_yaml
 from flagcore_flagscale.source import ENGINES, flagscale_name
 
 ENTRYPOINT = "flagscale/train/train_gpt.py"

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flagcore.contracts import History, HistoryRow
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.files import read_regular
+from flagcore.domain.space import KnobValue
 from flagcore.errors import UsageError
 from flagcore_flagscale.experiment import TIME_LIMITS
 from flagcore_flagscale.source import ENGINES, KNOB_NAMES, TABLES

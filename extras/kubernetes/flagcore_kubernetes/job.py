@@ -22,7 +22,7 @@ from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.script import MASTER_PORT, shell_quoted
-from flagcore.spec.data_file import dump_yaml
+from flagcore.spec.plain_data import dump_yaml
 from flagcore_kubernetes.join import TOKEN
 
 HOSTS = "FLAGCORE_HOSTS"

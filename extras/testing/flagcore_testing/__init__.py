@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import pytest
+
     from flagcore_testing.conformance import PluginConformance
 
 __all__ = ["PluginConformance"]
@@ -31,3 +33,8 @@ def __getattr__(name: str) -> object:
     from flagcore_testing.conformance import PluginConformance
 
     return PluginConformance
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark `device` in every pytest, so that plugins need no settings."""
+    config.addinivalue_line("markers", "device: needs a real accelerator")

@@ -34,10 +34,10 @@ from typing import IO, Any
 import numpy as np
 
 from flagcore.domain.engine import ValueRule
-from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
-from flagcore.physics.collectives.costs import topology_of
+from flagcore.physics import cost_stack  # noqa: F401 (what plugins usually import is not their own time)
+from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
-from flagcore.plugins.installed import BadPlugin, one_line
+from flagcore.plugins.loader import BadPlugin, one_line
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 from flagcore_testing.examples import example_calls
 

@@ -1,15 +1,22 @@
-"""Runs the conformance kit on plugins: pytest in a separate process each. A crash of the process is a failed check."""
+"""Runs the conformance kit on plugins, each in a process of its own. A crash of the process is a failed check.
+
+The process is `python -m flagcore_testing.runner NAME FOLDER REPORT SECONDS`. Its report has a line of JSON for each
+step: `{"begins": CHECK}`, then the result of the check, `{"ends": true}` last. So if the plugin ends the process, the
+check that began last failed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,23 +25,14 @@ from typing import Any
 from flagcore import plugins
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.plugins.installed import installed, origin
+from flagcore.plugins.loader import installed, load_only, one_line, origin
+from flagcore_testing.kit import Subject, run
 from flagcore_testing.package import read_source
 
 SECONDS = 600.0
 """Time limit of all checks of one plugin."""
 CHECK_SECONDS = 90.0
 """Time limit of one check, far above the time of checks that wait for a tool."""
-PYTEST = (
-    *(sys.executable, "-m", "pytest", "-p", "flagcore_testing.pytest_plugin", "-c", os.devnull, "--noconftest", "-s"),
-    "--assert=plain",
-    *(
-        f"-pno:{name}"
-        for name in ("cacheprovider", "doctest", "faulthandler", "junitxml", "logging", "terminal", "warnings")
-    ),
-    *("--pyargs", "flagcore_testing.conformance::TestPlugin::test_conformance"),
-)
-"""The command of one plugin's tests, without the settings and the plugins of the user's pytest."""
 AT_ONCE = max(1, min(4, os.cpu_count() or 1))
 """Number of plugins that are checked at the same time."""
 
@@ -101,10 +99,9 @@ def _find_targets(target: str) -> list[_Target]:
 def _started(each: _Target, folder: str) -> Iterator[tuple[_Target, Path, subprocess.Popen[bytes]]]:
     """Start the checks of a plugin, and end all its processes at the end of the context."""
     report = Path(folder, f"{each.name}.jsonl")
-    options = {"report": report, "plugin": each.name, "seconds": CHECK_SECONDS, "folder": each.folder or ""}
-    argv = [*PYTEST, *(f"--flagcore-{name}={value}" for name, value in options.items())]
-    # TMPDIR: a check that is ended cannot delete its files
-    environment = {**os.environ, "TMPDIR": folder, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    arguments = map(str, (each.name, each.folder or "", report, CHECK_SECONDS))
+    argv = [sys.executable, "-m", "flagcore_testing.runner", *arguments]
+    environment = {**os.environ, "TMPDIR": folder}  # a check that is ended cannot delete its files
     quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": environment}
     process = subprocess.Popen(argv, start_new_session=True, **quiet)
     try:
@@ -159,3 +156,48 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
     for reason, checks in reasons.items():
         remainder = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
         yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + remainder, reason=reason)
+
+
+def _run_checks(name: str, folder: str, report: Path, seconds: float) -> None:
+    """Run all checks of a plugin. One that takes longer than `seconds` ends the process, also in native code."""
+    from flagcore_testing.checks import CHECKS
+
+    logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True  # checks cause errors on purpose
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def write(record: object) -> None:
+        with report.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    subject: Subject | None = None
+    for check in CHECKS:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        write({"begins": check.__name__})
+        subject = subject or _imported(name, Path(folder) if folder else None)
+        write(asdict(run(check, subject)))
+    write({"ends": True})
+
+
+def _imported(name: str, folder: Path | None) -> Subject:
+    """Import the plugin. The check that it loads reports an error of the import."""
+    try:
+        if folder is None:
+            points = installed(plugins.GROUP)[name]
+            return Subject(name=name, hooks=load_only(points), distribution=points[0].dist)
+        package = read_source(folder)
+        sys.path[:0] = [str(folder), str(folder / "src")]
+        module, _, attribute = package.points[name].partition(":")
+        hooks = importlib.import_module(module)
+        return Subject(name=name, hooks=getattr(hooks, attribute) if attribute else hooks)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        subject = Subject(name=name, hooks=None)
+        failure = plugins.PluginFailure(name=name, stage="load", reason=one_line(error))
+        subject.loaded = plugins.LoadedPlugins([failure])
+        return subject
+
+
+if __name__ == "__main__":
+    _run_checks(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
+    os._exit(0)  # threads that the plugin started may keep the process alive

@@ -14,9 +14,9 @@ from flagcore.api.explaining.states import account_of
 from flagcore.api.explaining.subject import Subject
 from flagcore.api.inputs import SpecLike
 from flagcore.api.snapshot import Snapshot, load_snapshot
-from flagcore.domain.objective import SERVING
 from flagcore.domain.search_state import noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
+from flagcore.domain.spec import SERVING
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (

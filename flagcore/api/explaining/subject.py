@@ -11,8 +11,7 @@ import numpy as np
 from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
 from flagcore.api.runs import no_best_error
 from flagcore.api.snapshot import Snapshot, all_trials
-from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, as_candidate
+from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
 from flagcore.domain.trial import Trial, TrialState, step_value
 from flagcore.errors import UsageError
 from flagcore.i18n import _

@@ -13,13 +13,11 @@ from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Problem
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Axis, as_candidate
-from flagcore.domain.spec import Task
+from flagcore.domain.space import Axis, Candidate, as_candidate
+from flagcore.domain.spec import Task, figure_name, seconds
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _

@@ -26,11 +26,10 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.api.managing.calibration import target
 from flagcore.api.managing.inspection import doctor
 from flagcore.contracts import Telemetry, device_use
-from flagcore.domain.chip import Device
+from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import FlagError, NoDevice
-from flagcore.launchers.agents import shared_variables
+from flagcore.launchers.connection import shared_variables
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.stages.devices import busy_reason

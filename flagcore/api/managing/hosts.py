@@ -22,12 +22,11 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.inputs import warn
 from flagcore.contracts import Launcher
-from flagcore.domain.chip import Device
-from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, slow_devices
+from flagcore.domain.chip import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, Device, slow_devices
 from flagcore.domain.launch import HOSTS, Launch, log_tail
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers import rendezvous
+from flagcore.launchers import network
 from flagcore.launchers.hosts import MAX_LOSSES, HostLost, HostsLauncher
 from flagcore.spec.clusters import read_hosts
 
@@ -260,7 +259,7 @@ def port_problems(launcher: HostsLauncher, hosts: Sequence[str], variables: Mapp
     """
     given = {name: variables[name] for name in RENDEZVOUS if name in variables}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-        argv = (sys.executable, "-I", "-S", shutil.copy(rendezvous.__file__, folder))
+        argv = (sys.executable, "-I", "-S", shutil.copy(network.__file__, folder))
         launch = Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=given, timeout_seconds=PORT_SECONDS)
         try:
             trial = launcher.for_checks().start(launch)

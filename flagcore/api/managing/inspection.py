@@ -14,8 +14,17 @@ from packaging.requirements import Requirement
 from flagcore import __version__, plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import description_of, device_use
-from flagcore.domain.chip import TRAINED, Chip, Device, Fact, Support, slowness, usual_precision
-from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.domain.chip import (
+    MEMORY_IN_USE,
+    TRAINED,
+    Chip,
+    Device,
+    DeviceUse,
+    Fact,
+    Support,
+    slowness,
+    usual_precision,
+)
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
 from flagcore.vendorkit.machine import import_problem

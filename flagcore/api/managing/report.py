@@ -17,7 +17,6 @@ from flagcore.api.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.api.snapshot import Snapshot, load_snapshot, run_home
 from flagcore.contracts import Problem
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.files import read_regular
@@ -25,6 +24,7 @@ from flagcore.domain.plan import summarize
 from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.search_state import LEARNED_MESSAGES
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
@@ -32,8 +32,7 @@ from flagcore.i18n import N_, _
 from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.report.formats import lookup
 from flagcore.report.page.assembly import page
-from flagcore.report.page.html import as_html
-from flagcore.report.page.markdown import as_markdown
+from flagcore.report.page.rendering import as_html, as_markdown
 from flagcore.report.page.run import INSIGHT, RunData, json_file
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult

@@ -15,10 +15,10 @@ from typing import Any
 from flagcore.api.inputs import RUNS, knobs_of_spec
 from flagcore.api.managing.report import report_data
 from flagcore.api.runs import INTERRUPTED, RUNNING, UNREADABLE, state_of_ended
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.errors import FlagError, RunError
 from flagcore.i18n import _
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file, predicted
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import heading

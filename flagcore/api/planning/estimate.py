@@ -17,12 +17,11 @@ from flagcore.contracts import Platform, Problem
 from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
-from flagcore.domain.objective import pareto
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, Task, pareto
 from flagcore.errors import NothingFits
 from flagcore.i18n import _
 from flagcore.report.estimate import Estimate

@@ -14,12 +14,11 @@ from flagcore import plugins
 from flagcore.api.inputs import loaded_plugins
 from flagcore.api.snapshot import prediction_records
 from flagcore.contracts import Costs, Platform, Workload
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import ValueRule
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import Columns, Rule
+from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.i18n import _

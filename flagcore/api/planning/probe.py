@@ -14,10 +14,9 @@ from flagcore.api.candidate_parser import parse_candidate
 from flagcore.api.inputs import loaded_plugins, warn_about_problem
 from flagcore.api.snapshot import read_spec
 from flagcore.contracts import Problem, Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
-from flagcore.domain.probe import Probe, RankProbe
-from flagcore.domain.space import as_candidate
+from flagcore.domain.prediction import Probe, RankProbe
+from flagcore.domain.space import Candidate, as_candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
@@ -69,7 +68,7 @@ def probe(
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
-        raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
+        raise UsageError(_("{file} has cluster.groups: a probe needs one kind of chip", file=spec_file))
     workload = plugins.workload_of(spec.work)
     workload.ready_to_probe(spec)
     if seconds is not None:

@@ -14,9 +14,7 @@ from typing import Any
 from flagcore.api.tuning.run_best import RENDEZVOUS
 from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import DEVICES_OF_HOST
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import COST, Plan, cost_figures
 from flagcore.domain.secrets import (
     is_secret,
@@ -26,13 +24,14 @@ from flagcore.domain.secrets import (
     secrets_in_data,
     secrets_in_environment,
 )
-from flagcore.domain.spec import KIND, TrainSpec
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import KIND, TrainSpec, is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import _
 from flagcore.launchers.script import batch_script, job_name, multi_line, shell_quoted
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
-from flagcore.report.page.markdown import result_text
+from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData, json_file
 from flagcore.report.result import result
 from flagcore.report.text import best_text, candidate_text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
 from flagcore.api.inputs import (
@@ -38,13 +38,12 @@ from flagcore.contracts import (
     OnEvent,
     Problem,
     Telemetry,
-    TrialStore,
     Workload,
 )
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control, Spec, TrainSpec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
@@ -57,6 +56,9 @@ from flagcore.tuner.calibration import Experience
 from flagcore.tuner.loop import Dependencies, TuneResult
 from flagcore.tuner.loop import tune as run_loop
 from flagcore.tuner.store.directory import RunDirectory, writable, write
+
+if TYPE_CHECKING:
+    from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
 PROBE_STRATEGY = "learned"
 """Strategy for the probes before the first run."""
@@ -208,7 +210,7 @@ class _EngineRun:
         baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
-    def _open_store(self, problem: Problem) -> TrialStore:
+    def _open_store(self, problem: Problem) -> OptunaStore:
         from flagcore.tuner.store.trials import OptunaStore  # optuna takes a while to load
 
         directory, storage = self.directory, self.storage
@@ -256,7 +258,7 @@ def _require_ready(workload: Workload, spec: Spec) -> None:
         workload.ready_to_probe(spec)
 
 
-def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Path) -> None:
+def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: Path) -> None:
     """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
     highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if highest > FIDELITIES.index(control.fidelity):

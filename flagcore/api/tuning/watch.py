@@ -13,11 +13,11 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.contracts import Event
-from flagcore.domain.event import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.domain.secrets import redact_data, secrets_in_data, secrets_in_environment
 from flagcore.domain.spec import Task
+from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.i18n import _
-from flagcore.plugins.installed import one_line
+from flagcore.plugins.loader import one_line
 from flagcore.report.result import trial as trial_record
 
 LOG = logging.getLogger("flagcore")

@@ -11,11 +11,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from flagcore import contracts
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import reading, start

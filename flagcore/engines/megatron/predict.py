@@ -9,9 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from flagcore.contracts import Costs, Platform
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
-from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.user_command import implementation_of_command
 from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.devices import SPEED_TEST
+from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TrialState, warmup_of_fewer, warmup_steps
 from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT

@@ -22,10 +22,9 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
 from flagcore.contracts import Costs, Platform
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.probe import RankMeasurement
-from flagcore.domain.space import Columns
+from flagcore.domain.prediction import RankMeasurement
+from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.command.checks import check_command, release_problems
 from flagcore.engines.megatron.command.launch import own_launch, reference_launch

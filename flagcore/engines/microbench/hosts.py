@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flagcore.engines.microbench.bench import Bench
+from flagcore.engines.microbench.kernels import Bench
 
 CPU_SIZE, ACCELERATOR_SIZE = 512, 4096
 """The number of rows and columns of the product."""

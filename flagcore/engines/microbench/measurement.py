@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flagcore.engines.microbench import Job, kernels
-from flagcore.engines.microbench.bench import Bench
-from flagcore.engines.microbench.kernels import Item
+from flagcore.engines.microbench.kernels import Bench, Item
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -92,7 +92,7 @@ class Splits:
 class Options:
     """Settings of a job as inputs of the formulas; each engine derives them from its own settings.
 
-    `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
+    `schedule` is a name of `flagcore.physics.pipelines`; None is 1F1B, interleaved with virtual stages.
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may have multi-token
     prediction on the stage before the last.
     `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages

@@ -1,4 +1,4 @@
-"""The sections of a report page in order, including environment and facts of chips."""
+"""The sections of a report page in order, including environment and facts of chips, and a result as plain text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore import __version__
+from flagcore.domain.plan import failed_repeats
+from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.page.blocks import Block, Cell, Code, Collapsed, Facts, Page, Section, Text, table
+from flagcore.report.page.blocks import Block, Cell, Chart, Code, Collapsed, Facts, Page, Section, Text, table
 from flagcore.report.page.improvements import improvements
+from flagcore.report.page.rendering import plain_table, plain_text
 from flagcore.report.page.resources import memory, step_time
 from flagcore.report.page.run import RunData
-from flagcore.report.page.search import accuracy, funnel, progress
-from flagcore.report.page.serving import serving
-from flagcore.report.page.summary import summary
+from flagcore.report.page.search import accuracy, funnel, learning, progress
+from flagcore.report.page.serving import front_table, serving
+from flagcore.report.page.summary import stopped, summary
 from flagcore.report.page.timeline import kinds, pipeline
-from flagcore.report.page.trials import trials
+from flagcore.report.page.trials import trial_table, trials
+from flagcore.report.text import funnel as funnel_text
+from flagcore.report.text import repeats_text
 
 
 def page(run: RunData) -> Page:
@@ -35,6 +40,20 @@ def page(run: RunData) -> Page:
         ),
         sections=tuple(section for make in sections if (section := make(run)) is not None),
     )
+
+
+def result_text(run: RunData) -> str:
+    """Return a result as text."""
+    ending = stopped(run)
+    blocks = [block for block in summary(run).blocks if block not in ending and not isinstance(block, Chart)]
+    parts = [text for block in blocks for text in plain_text(block)]
+    if run.all_trials:
+        failed_trials = [trial for trial in run.all_trials if trial.reason and trial.state is not TrialState.STOPPED]
+        texts = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed_trials]
+        parts.append("\n".join([plain_table(trial_table(run)), *(texts if run.best else [])]))
+    parts += [text for block in (front_table(run), *learning(run)) for text in plain_text(block)]
+    parts.append("\n".join([funnel_text(run.counts, run.fidelity), *repeats_text(failed_repeats(run.repeats))]))
+    return "\n\n".join([*parts, *(each.text for each in ending)])
 
 
 UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "TFLOP/s")}

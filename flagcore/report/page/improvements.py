@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flagcore.domain.trial import Trial
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown, size_text
-from flagcore.report.page.blocks import (
-    COLOURS,
-    Block,
-    Chart,
-    Section,
-    Text,
-    cell,
-    percent,
-    points,
-    rows_layout,
-    size,
-    table,
-)
+from flagcore.report.page.blocks import Block, Section, Text, cell, percent, size, table
 from flagcore.report.page.run import Record, RunData, memory_of, predicted, predicted_s, time_parts
 from flagcore.report.result import number
 from flagcore.report.text import knob_of, value_text, values_text
@@ -37,7 +25,7 @@ def improvements(run: RunData) -> Section | None:
         return None
     blocks: list[Block] = [Text(_bottleneck(run, run.best))]
     if knobs := run.insight.get("knobs") or []:
-        blocks += [_changes(run, run.best, knobs), _sensitivity(run, knobs)]
+        blocks += [_changes(run, run.best, knobs), *_sensitivity(run, knobs)]
     return Section("improvements", _("Bottleneck"), blocks)
 
 
@@ -118,54 +106,31 @@ def _key(candidate: Record) -> str:
     return repr(sorted(candidate.items()))
 
 
-def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
-    """Return, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
+def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Iterator[Block]:
+    """Yield, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
     fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
-    spans = [(knob, [_seconds(value) / fastest_s - 1.0 for value in knob["values"]]) for knob in knobs]
-    spans.sort(key=lambda span: -max(span[1]))
-    rows: list[list[Any]] = []
-    marks: dict[bool, list[tuple[float, str, str]]] = {True: [], False: []}
-    ranges: list[tuple[float | None, str | None]] = []
-    for knob, slower in spans:
-        name = knob_of(str(knob["knob"]), run.knobs).title
-        ranges += [(min(slower), name), (max(slower), name), (None, None)]
-        for value, over in zip(knob["values"], slower, strict=True):
-            chosen, fastest = value["value"] == knob["best"], value["fastest"]
-            figure = lookup(fastest, "predicted.objective.value") if run.serves else _seconds(value)
-            text = value_text(value["value"])
-            row = [name, text, _("yes") if chosen else "", percent(over, signed=True), cell(figure)]
-            rows.append([*row, cell(value["candidates"]), values_text(fastest["candidate"], run.knobs)])
-            marks[chosen].append((over, name, f"{name} = {text}"))
-    figure = f"~{run.unit}" if run.serves else _("~step s")
-    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure, _("candidates that fit"), _("fastest")]
-    x, y = zip(*ranges, strict=True)
-    grey = {"line": {"color": "#888888", "width": 2}, "showlegend": False, "hoverinfo": "skip"}
-    slower_by, names, texts = zip(*marks[True], *marks[False], strict=True)
-    hover = {"text": list(texts), "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
-    best = points(_("value of the best"), 1, *[[each[place] for each in marks[True]] for place in (0, 1)])
-    ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
-    return Chart(
-        title=_("Influence of each knob (predicted)"),
-        summary=_(
-            "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
-            "knobs are re-optimized for each value.",
-            knob=rows[0][0],
-            share=max(spans[0][1]),
-        ),
-        traces=(
-            {"type": "scatter", "mode": "lines", "x": x, "y": y, **grey},
-            points(_("value of the knob"), 0, slower_by, names, **hover),
-            best | {"marker": ring},
-        ),
-        layout=rows_layout(_("slower than the fastest"), len(spans), xaxis={"tickformat": "+.0%"}),
-        table=table(
-            _("The fastest predicted candidate with each value, compared to the fastest of all"),
-            headings,
-            rows,
-            sortable=True,
-        ),
+    slowdowns = [(max(map(_seconds, knob["values"])) / fastest_s - 1.0, knob) for knob in knobs]
+    slowdowns.sort(key=lambda pair: -pair[0])
+    names = [knob_of(str(knob["knob"]), run.knobs).title for _slower, knob in slowdowns]
+    rows = list[list[Any]]()
+    for (_slower, knob), name in zip(slowdowns, names, strict=True):
+        for value in knob["values"]:
+            figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
+            row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
+            row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), cell(figure), cell(value["candidates"])]
+            rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
+    text = _(
+        "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
+        "knobs are re-optimized for each value.",
+        knob=names[0],
+        share=slowdowns[0][0],
     )
+    yield Text(text)
+    figure_heading = f"~{run.unit}" if run.serves else _("~step s")
+    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit")]
+    caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
+    yield table(caption, [*headings, _("fastest")], rows, sortable=True)
 
 
 def _seconds(value: Record) -> float:
-    return float(lookup(value["fastest"], "predicted.step_time_s.value"))
+    return float(lookup(value, "fastest.predicted.step_time_s.value"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.domain.trial import RUN, Trial
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import by_component, part_name
+from flagcore.report.explanation import by_component, memory_parts, part_name
 from flagcore.report.formats import NAMES, lookup, shown, size_text
 from flagcore.report.page.blocks import (
     Block,
@@ -33,25 +33,17 @@ LEVELS = NAMES["memory_levels"]
 MEASURED = {name: f"{name.removesuffix('_gib')}_bytes" for name in LEVELS} | {"reserved_gib": "peak_reserved_bytes"}
 """Names of the levels in a measurement."""
 GIB = 2**30
-STEP = {
-    "title": N_("Step time"),
-    "parts": N_("Parts of the step time (predicted)"),
-    "predicted": N_("step, predicted"),
-    "measured": N_("step, measured"),
-    "star": N_("measured step"),
-    "summary": N_("{name}: {part} takes {share:.1%} of a step of ~{seconds} s."),
-}
-REQUEST = {
-    "title": N_("Time of a request"),
-    "parts": N_("Parts of the mean time of a request (predicted)"),
-    "predicted": N_("request, predicted"),
-    "measured": N_("request, measured"),
-    "star": N_("measured request"),
-    "summary": N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
-}
-"""Texts of the parts of the time, for training and for servers."""
-MIN_SHARE = 1e-4
-"""Minimum share of a group in the memory in use."""
+STEP = (
+    N_("Step time"),
+    N_("Parts of the step time (predicted)"),
+    N_("{name}: {part} takes {share:.1%} of a step of ~{seconds} s."),
+)
+REQUEST = (
+    N_("Time of a request"),
+    N_("Parts of the mean time of a request (predicted)"),
+    N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
+)
+"""Title, caption and summary of the parts of the time, for training and for servers."""
 
 
 def memory(run: RunData) -> Section | None:
@@ -87,27 +79,11 @@ def memory(run: RunData) -> Section | None:
     return Section("memory", _("Memory"), blocks)
 
 
-def groups_of(stage: Record) -> dict[str, float]:
-    """Return the predicted memory in use of a device in GiB, in few groups that add up to it."""
-    parts = stage["components"].values()
-    sums = {key: sum(float(part.get(key, 0.0)) for part in parts) for key in NAMES["component_states"]}
-    weights, gradients = sums.pop("weights_gib"), sums.pop("gradients_gib")
-    optimizer, static = sum(sums.values()), float(stage["static_gib"])
-    peak, used = float(stage["peak_allocated_gib"]), float(stage["device_used_gib"])
-    groups = {
-        N_("weights"): weights,
-        N_("gradients"): gradients,
-        N_("optimizer states"): optimizer,
-        N_("other states"): static - weights - gradients - optimizer,
-        N_("activations"): peak - static,
-        N_("allocator and libraries"): used - peak,
-    }
-    return {name: gib for name, gib in groups.items() if gib > MIN_SHARE * used}
-
-
 def _by_stage(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
-    groups = [groups_of(stage) for stage in stages]
+    groups = [
+        memory_parts({**each, "activation_gib": each["peak_allocated_gib"] - each["static_gib"]}) for each in stages
+    ]
     present = list(dict.fromkeys(name for each in groups for name in each))
     measured, level = _measured_by_stage(run, len(stages)), "device_used_gib"
     capacity = number(predicted.get("capacity_gib"))
@@ -182,11 +158,11 @@ def step_time(run: RunData) -> Section | None:
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
-    return Section("step", _((REQUEST if run.serves else STEP)["title"]), blocks)
+    return Section("step", _((REQUEST if run.serves else STEP)[0]), blocks)
 
 
 def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
-    texts = REQUEST if run.serves else STEP
+    _title, title, summary = REQUEST if run.serves else STEP
     times = {name: time_parts(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
     # of a server the mean of a request
@@ -198,24 +174,19 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
         rows.append([name, *(each for pair in shares for each in pair)])
         if any(seconds.values()):
             traces.append(bars(name, place, list(seconds.values()), list(times), width=0.5))
-    for name, figures in ((_(texts["predicted"]), totals), (_(texts["measured"]), steps)):
+    for name, figures in ((_("predicted"), totals), (_("measured"), steps)):
         rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
-    traces += stars(_(texts["star"]), [(step, name) for name, step in steps.items() if step is not None])
-    title = _(texts["parts"])
+    traces += stars(_("measured"), [(step, name) for name, step in steps.items() if step is not None])
     first, time = next(iter(times.items()))
-    largest_part = max(time, key=lambda part: float(time[part]))
+    largest = max(time, key=lambda part: float(time[part]))
+    share = time[largest] / (totals[first] or 1.0)
+    names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
     return Chart(
-        title=title,
-        summary=_(
-            texts["summary"],
-            name=first.capitalize(),
-            part=_(part_name(largest_part)),
-            share=time[largest_part] / (totals[first] or 1.0),
-            seconds=shown(totals[first]),
-        ),
+        title=_(title),
+        summary=_(summary, **names, share=share),
         traces=traces,
         layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
-        table=table(title, [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
+        table=table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
     )
 
 

@@ -14,10 +14,10 @@ from statistics import median, median_high
 from typing import Any, TypeAlias
 
 from flagcore.domain.files import open_regular, read_regular
-from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.report.formats import hardware_text, lookup

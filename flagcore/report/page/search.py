@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flagcore.domain.objective import is_rate, objective_value
 from flagcore.domain.plan import failed_repeats, measured_to_predicted
+from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.page.blocks import (
-    MARGIN,
     Chart,
     Collapsed,
     Section,
+    Table,
     Text,
-    bars,
     cell,
     error_bars,
-    label,
     layout,
     line,
     percent,
     points,
-    rows_layout,
     spread_axis,
     table,
 )
 from flagcore.report.page.run import MAX_LISTED, RunData, measured_s, predicted
-from flagcore.report.text import Removed, funnel_stages, repeats_text
+from flagcore.report.text import funnel_stages, repeats_text
 
 
 def progress(run: RunData) -> Section | None:
@@ -101,49 +98,17 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 
 def funnel(run: RunData) -> Section:
-    """Return the counts from all combinations to the candidates, and from these to the untried ones."""
-    counts, reasons = run.counts, run.insight.get("messages", {})
-    illegal, states = funnel_stages(counts, run.fidelity)
-    combinations, candidates = (_("combinations"), counts.combinations), (_("candidates"), counts.candidates)
-    blocks = (
-        _funnel_chart(_("From combinations to candidates"), combinations, illegal, candidates, reasons),
-        _funnel_chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), reasons),
-    )
+    """Return the counts from all combinations to the untried candidates, with the text of each rule."""
+    counts, messages = run.counts, run.insight.get("messages", {})
+    rows = [
+        [name, cell(number if rule is None else -number), messages.get(rule, "")]
+        for rule, name, number in funnel_stages(counts, run.fidelity)
+    ]
+    caption = _("{title}; removed counts are negative", title=_("Search space"))
+    stages = table(caption, [_("stage"), _("number"), _("why")], rows)
     counted = _("{combinations:,} combinations, {candidates:,} candidates, {untried:,} untried", **asdict(counts))
     notes = (Text(line) for line in repeats_text(failed_repeats(run.repeats)))
-    return Section("funnel", _("Search space"), (Collapsed("rules", counted, blocks), *notes))
-
-
-def _funnel_chart(
-    title: str, start: tuple[str, int], removed: Sequence[Removed], end: tuple[str, int], messages: Mapping[str, str]
-) -> Chart:
-    removed_rows = [[name, cell(-count), messages.get(rule, "")] for rule, name, count in removed]
-    visible_bars = [(name, count) for _, name, count in removed if count]
-    names = [start[0], *(name for name, _ in visible_bars), end[0]]
-    counts = [count for _, count in visible_bars]
-    offsets = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
-    text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
-    labels = {"text": text, "textposition": "outside", "cliponaxis": False}
-    each = 14 + 15 * max(label(name).count("<br>") + 1 for name in names)
-    summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
-    if visible_bars:
-        name, count = max(visible_bars, key=lambda each: each[1])
-        summary += " " + _('Largest group removed: "{name}", {count:,}.', name=name, count=count)
-    return Chart(
-        title=title,
-        summary=summary,
-        traces=(
-            bars(_("left"), 0, [*offsets, end[1]], names),
-            bars(_("removed"), 1, [0, *counts, 0], names, **labels),
-        ),
-        layout=rows_layout(start[0], len(names), each=each, barmode="stack", xaxis={"range": [0, max(start[1], 1)]})
-        | {"margin": MARGIN | {"r": 8 * max(map(len, text)) + 6}},
-        table=table(
-            _("{title}; removed counts are negative", title=title),
-            [_("stage"), _("number"), _("why")],
-            [[*start, ""], *removed_rows, [*end, ""]],
-        ),
-    )
+    return Section("funnel", _("Search space"), (Collapsed("rules", counted, (stages,)), *notes))
 
 
 def accuracy(run: RunData) -> Section | None:
@@ -156,8 +121,7 @@ def accuracy(run: RunData) -> Section | None:
         if step is not None and value is not None and low is not None and high is not None:
             figure = objective_value(run.objective, step) if run.serves else step
             pairs.append((trial, figure, (value, low, high)))
-    blocks = (_scatter(run, pairs), learning(run)) if pairs else ()
-    return Section("accuracy", _("Predictions"), tuple(filter(None, blocks))) if blocks else None
+    return Section("accuracy", _("Predictions"), (_scatter(run, pairs), *learning(run))) if pairs else None
 
 
 def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, float, float]]]) -> Chart:
@@ -192,8 +156,8 @@ def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, floa
             _("measured {unit}", unit=unit),
             _("predicted {unit}", unit=unit),
             height=430,
-            xaxis=dict(kind),
-            yaxis=dict(kind),
+            xaxis=kind,
+            yaxis=kind,
         ),
         table=table(
             _("Measured and predicted {unit}, with 80% intervals", unit=unit),
@@ -204,8 +168,8 @@ def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, floa
     )
 
 
-def learning(run: RunData) -> Chart | None:
-    """Return the errors of predictions before and after learning, per trial; None without learning."""
+def learning(run: RunData) -> Iterator[Text | Table]:
+    """Yield the errors of predictions before and after learning, per trial; nothing without learning."""
     errors = run.prediction_error
     pairs = [
         (trial, before, after)
@@ -213,7 +177,7 @@ def learning(run: RunData) -> Chart | None:
         if (before := measured_to_predicted(trial, "predicted")) and (after := measured_to_predicted(trial, "believed"))
     ]
     if not errors or not pairs:
-        return None
+        return
     rows, listed = [], run.listed
     for trial, before, after in (pair for pair in pairs if pair[0].number in listed):
         step = measured_s(trial) or 0.0
@@ -223,30 +187,15 @@ def learning(run: RunData) -> Chart | None:
         rows.append([cell(trial.number), *figures, *shares])
     heading = run.unit if run.serves else _("step s")
     headings = [_("trial"), f"~{heading}", _("~learned"), heading, _("error"), _("after learning")]
-    numbers = [str(trial.number) for trial, _, _ in pairs]
-    return Chart(
-        title=_("Learning during the run"),
-        summary=ngettext(
-            "Median prediction error over {count} trial: {before}, after learning {after}.",
-            "Median prediction error over {count} trials: {before}, after learning {after}.",
-            errors.trials,
-            before=_error_text(errors.before),
-            after=_error_text(errors.after),
-        ),
-        traces=(
-            line(_("no error"), 6, numbers, [0.0] * len(pairs), line={"color": "#888888", "width": 1, "dash": "dot"}),
-            points(_("first prediction"), 1, numbers, [before - 1.0 for _, before, _ in pairs], mode="lines+markers"),
-            points(_("after learning"), 0, numbers, [after - 1.0 for _, _, after in pairs], mode="lines+markers"),
-        ),
-        layout=layout(
-            _("trial"),
-            _("measured over predicted"),
-            xaxis={"type": "category"},
-            yaxis={"tickformat": "+.0%"},
-            height=340,
-        ),
-        table=table(_("Relative error of the step time: measured / predicted - 1"), headings, rows),
+    text = ngettext(
+        "Median prediction error over {count} trial: {before}, after learning {after}.",
+        "Median prediction error over {count} trials: {before}, after learning {after}.",
+        errors.trials,
+        before=_error_text(errors.before),
+        after=_error_text(errors.after),
     )
+    yield Text(text)
+    yield table(_("Relative error of the step time: measured / predicted - 1"), headings, rows)
 
 
 def _error_text(share: float) -> str:

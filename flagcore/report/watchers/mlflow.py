@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flagcore.domain.event import RUN_FINISHED, TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import RUN_FINISHED, TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
 from flagcore.report.watchers import about, metrics, params
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flagcore.domain.event import TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
 from flagcore.report.watchers import about, metrics, params
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from flagcore.domain.event import TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
 from flagcore.report.watchers import about, metrics, params
 

@@ -7,7 +7,7 @@ import os
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from flagcore.domain.event import RUN_FINISHED, TRIAL_FINISHED, RunEvent
+from flagcore.domain.trial import RUN_FINISHED, TRIAL_FINISHED, RunEvent
 from flagcore.hooks import hookimpl
 
 URL = "FLAGCORE_WEBHOOK_URL"

@@ -18,8 +18,7 @@ from functools import cache
 import numpy as np
 import scipy
 
-from flagcore.domain.experience import Features, Observations
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Features, Observations, Predictions
 from flagcore.domain.space import FloatArray, IntArray
 
 

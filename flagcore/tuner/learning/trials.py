@@ -12,7 +12,7 @@ import numpy as np
 import scipy
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import Features, Observations
+from flagcore.domain.prediction import Features, Observations
 from flagcore.domain.search_state import FAILED_STATES, overheads
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.contracts import Platform, Telemetry, device_use
-from flagcore.domain.chip import Device
-from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
+from flagcore.domain.chip import MEMORY_IN_USE, Device, DeviceUse
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN

@@ -20,11 +20,10 @@ from flagcore.domain.engine import EngineSupport, has_common_library
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
-from flagcore.physics.collectives.costs import Collectives, between_groups, topology_of
-from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, with_slowdown
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
-from flagcore.vendorkit.cgroup import cores
+from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
+from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack, PlainMemory, with_slowdown
+from flagcore.physics.roofline import Roofline
+from flagcore.vendorkit.machine import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
 """The run slowdown of the core's roofline for a chip without measurements: the median over published sources of the

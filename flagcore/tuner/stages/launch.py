@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagcore.contracts import Launcher, Platform, RunningLaunch
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE, Task
 from flagcore.domain.trial import TimeLimit
 from flagcore.errors import LaunchError

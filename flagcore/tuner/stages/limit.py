@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Platform, Problem, SearchContext
-from flagcore.domain.chip import MUCH_SLOWER, slowness
-from flagcore.domain.devices import disturbances
+from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchState, SearchTime, min_repeats, overheads

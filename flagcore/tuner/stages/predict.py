@@ -9,12 +9,11 @@ import numpy as np
 
 from flagcore.contracts import Platform
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
-from flagcore.domain.objective import objective_value
 from flagcore.domain.plan import cost_figures
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction, part_name
 from flagcore.domain.serving import ServeSpec, nest_statistics
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Task, objective_value
 
 CHUNK = 1 << 17
 GIB = 2**30

@@ -20,12 +20,11 @@ from flagcore.contracts import (
     RunningLaunch,
     communicator_bytes,
 )
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Exit, Launch, failure
-from flagcore.domain.prediction import Prediction, RankPrediction
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
+from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, TimeLimit, Trial, TrialState
 from flagcore.errors import FlagError, LaunchError

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Problem, PruningRule
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, DOES_NOT_FIT, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
 from flagcore.tuner.learning.trials import min_memory_share

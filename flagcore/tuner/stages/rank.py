@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Choice, Problem, SearchContext, Strategy
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.plan import interference
+from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import SearchState
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import Candidate, IntArray
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_
 from flagcore.tuner.stages.shorten import calibrated

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from flagcore.contracts import Platform, Telemetry
-from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
+from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.serving import PER_DEVICE
 from flagcore.domain.trial import Measurement
 

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flagcore.contracts import Platform, PruningRule
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_candidate, engine_legality, engine_task
 from flagcore.domain.prediction import Prediction, Predictions
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, as_candidate
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, Merge, Rule, as_candidate
 from flagcore.domain.trial import Shortened, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import canonical

@@ -17,9 +17,9 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, Jou
 from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.files import open_regular, read_regular
-from flagcore.domain.objective import is_rate, objective_value
+from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.i18n import _

@@ -11,7 +11,7 @@ import scipy
 from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
-from flagcore.domain.experience import Features, Observations
+from flagcore.domain.prediction import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collectives.costs import (
+from flagcore.physics.collective_costs import (
     EFFICIENCY,
     NETWORK_COMPUTE_SHARE,
     NETWORK_EFFICIENCY,

@@ -17,10 +17,6 @@ def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
     )
 
 
-def test_unpublished_peaks_are_absent() -> None:
-    assert all(not chip.dense_flops_per_second for chip in plugin.flagcore_chips() if chip.name.startswith("MLU590"))
-
-
 def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
     reasons = {
         chip.name: support.reason

@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.roofline import Curve, Roofline
 from flagcore_cpu.measure import ATTENTION
 from flagcore_cpu.rates import Rates
 

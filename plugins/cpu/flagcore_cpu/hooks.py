@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import psutil
 
 from flagcore.contracts import KernelCosts, Telemetry
-from flagcore.domain.chip import Chip, Device
+from flagcore.domain.chip import Chip, Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.devices import DeviceUse
 from flagcore.domain.space import FloatArray
 from flagcore.hooks import hookimpl
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from flagcore.vendorkit.chip_file import kernel_costs, load_chips
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_cpu import discover, load, rates

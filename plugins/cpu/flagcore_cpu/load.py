@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from flagcore.domain.devices import CORES, DISK_WAIT, MEMORY_IN_USE, OTHERS_CORES, SWAPPED
+from flagcore.domain.chip import CORES, DISK_WAIT, MEMORY_IN_USE, OTHERS_CORES, SWAPPED
 
 FRESH_SECONDS = 0.5
 """A reading is valid for this time, because each core is read as a device, and all have the same load."""
@@ -31,7 +31,7 @@ class MachineLoad:
 
     def read(self) -> Mapping[str, float]:
         """Return the memory in use in bytes, the load average of the last minute, and from the second call on the means
-        of the figures of `flagcore.domain.devices.disturbances`."""
+        of the figures of `flagcore.domain.chip.disturbances`."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._reading = self._read()

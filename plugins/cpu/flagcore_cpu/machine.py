@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flagcore.domain.chip import Chip, Fact, Link, Source
-from flagcore.physics.collectives.costs import EFFICIENCY
-from flagcore.vendorkit import cgroup
+from flagcore.physics.collective_costs import EFFICIENCY
+from flagcore.vendorkit import machine
 from flagcore_cpu.discover import memory_bytes_per_device
 from flagcore_cpu.rates import Rates
 
@@ -94,7 +94,7 @@ def this_machine(chip: Chip, processor: Processor | None, rates: Rates | None = 
     how = "share of the memory of the machine or container, divided by its usable cores"
     memory = Fact(value=memory_bytes_per_device(), source=Source(kind="measured", detail=how))
     aliases = (processor.model,) if processor else ()
-    chip = replace(_as_estimated(chip), aliases=aliases, devices_per_node=cgroup.cores(), memory_bytes=memory)
+    chip = replace(_as_estimated(chip), aliases=aliases, devices_per_node=machine.cores(), memory_bytes=memory)
     if rates is not None:
         return _with_rates(chip, rates)
     if processor is None:

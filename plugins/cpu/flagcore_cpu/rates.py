@@ -18,7 +18,7 @@ from typing import Any
 
 from flagcore.domain.files import data_folder, read_regular, replace
 from flagcore.errors import SpecError
-from flagcore.vendorkit import cgroup
+from flagcore.vendorkit import machine
 from flagcore.vendorkit.fields import build
 from flagcore.vendorkit.smi import tool_output
 
@@ -88,7 +88,7 @@ def rates_here(processor: str, *, measure: bool) -> Rates | None:
         torch = version("torch")
     except PackageNotFoundError:
         return None
-    cores = cgroup.cores()
+    cores = machine.cores()
     text = "\n".join([processor, sys.prefix, *(os.environ.get(name, "") for name in CHOOSING_VARIABLES)])
     words = ("cpu", platform.node(), f"{cores} cores", f"torch {torch}", hashlib.sha256(text.encode()).hexdigest()[:12])
     file = (

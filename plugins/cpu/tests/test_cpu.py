@@ -8,7 +8,7 @@ from flagcore_cpu.machine import Processor, this_machine
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
-from flagcore.vendorkit import cgroup
+from flagcore.vendorkit import machine
 from flagcore.vendorkit.chip_file import load_chips
 
 CPUINFO = """\
@@ -36,15 +36,15 @@ CPU part\t: 0xd0c
 
 def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5}, raising=False)
-    assert [device.index for device in discover.devices()] == list(range(cgroup.cores()))
-    monkeypatch.setattr(cgroup, "quota_cores", lambda: 2.5)
-    assert cgroup.cores() == 2
-    monkeypatch.setattr(cgroup, "quota_cores", lambda: 0.3)
-    assert cgroup.cores() == 1
+    assert [device.index for device in discover.devices()] == list(range(machine.cores()))
+    monkeypatch.setattr(machine, "quota_cores", lambda: 2.5)
+    assert machine.cores() == 2
+    monkeypatch.setattr(machine, "quota_cores", lambda: 0.3)
+    assert machine.cores() == 1
 
 
 def test_devices_share_less_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(machine, "allowed_memory_bytes", lambda: 2**30)
     devices = discover.devices()
     assert 0 < sum(device.memory_bytes or 0 for device in devices) <= 0.75 * 2**30
 
@@ -83,8 +83,8 @@ def test_the_tightest_limit_of_a_container_counts(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cgroup.quota_cores(tmp_path) == cores
-    assert cgroup.memory_bytes(tmp_path) == memory
+    assert machine.quota_cores(tmp_path) == cores
+    assert machine.allowed_memory_bytes(tmp_path) == memory
 
 
 AVX2 = "sse2 avx avx2 fma"

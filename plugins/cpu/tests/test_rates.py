@@ -10,7 +10,7 @@ from flagcore_cpu.rates import Rates
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, slowness, usual_precision
-from flagcore.physics.kernels.roofline import Curve
+from flagcore.physics.roofline import Curve
 from flagcore.vendorkit.chip_file import load_chips
 
 rates_here = getattr(rates.rates_here, "__wrapped__", rates.rates_here)  # other tests measure nothing
@@ -78,7 +78,7 @@ def test_other_kernels_are_measured_anew(home: Path, monkeypatch: pytest.MonkeyP
     if change == "torch":
         monkeypatch.setattr(rates, "version", lambda name: "2.14.0")
     if change == "cores":
-        monkeypatch.setattr(rates.cgroup, "cores", lambda: 77)
+        monkeypatch.setattr(rates.machine, "cores", lambda: 77)
     if change == "variable":
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     rates_here("Zen 2" if change == "processor" else "Zen", measure=True)
@@ -155,7 +155,7 @@ def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     monkeypatch.setattr(rates, "_found", {})
     monkeypatch.setattr(rates, "SECONDS", 0.05)
-    monkeypatch.setattr(rates.cgroup, "cores", lambda: 2)
+    monkeypatch.setattr(rates.machine, "cores", lambda: 2)
     monkeypatch.setattr(rates, "_is_crowded", lambda: False)
     here = rates_here("any", measure=True)
     assert here is not None

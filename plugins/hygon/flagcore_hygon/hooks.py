@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_hygon.discover import DETECTOR
 

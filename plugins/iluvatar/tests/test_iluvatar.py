@@ -8,11 +8,6 @@ from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
 
 
-def test_a_chip_with_the_prefix_of_another_name_is_not_that_chip() -> None:
-    assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name("Iluvatar BI-V150S")] == ["BI-V150S"]
-    assert not any(chip.has_name("Iluvatar BI-V150X") for chip in plugin.flagcore_chips())
-
-
 def test_a_contradictory_figure_is_left_out() -> None:
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "MR-V100")
     assert "int8" not in chip.dense_flops_per_second

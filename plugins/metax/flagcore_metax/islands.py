@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.physics.collectives.costs import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
+from flagcore.physics.collective_costs import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
 from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4

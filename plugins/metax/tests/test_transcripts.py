@@ -102,19 +102,6 @@ def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned
     assert devices_per_adapter(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
 
 
-@pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
-def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> None:
-    lines = text(name).splitlines()
-    last = next(at for at, line in enumerate(lines) if line.startswith("GPU7"))
-    for end in range(last + 1):
-        assert read_matrix("\n".join(lines[:end])) is None
-    assert read_matrix("\n".join(lines[: last + 1])) is not None
-
-
-def test_an_asymmetric_matrix_is_refused() -> None:
-    assert read_matrix(text("mx-smi-2.txt").replace("GPU1    MX ", "GPU1    SYS", 1)) is None
-
-
 def test_devices_of_another_detector_match_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-1.json"))
     (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.has_name(each["name"])}

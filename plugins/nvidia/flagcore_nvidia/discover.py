@@ -4,7 +4,7 @@ so PCI IDs and names identify the devices.
 
 from __future__ import annotations
 
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.rows import Listing

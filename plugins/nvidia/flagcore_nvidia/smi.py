@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from flagcore.domain.chip import Device
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.chip import Device, DeviceUse
 from flagcore.vendorkit.rows import (
     BUS,
     Listing,

@@ -5,7 +5,7 @@ from pathlib import Path
 from flagcore_nvidia.discover import DETECTOR
 from flagcore_testing import fakes
 
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.chip import DeviceUse
 
 QUERY = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
 
@@ -19,14 +19,6 @@ def test_without_support_for_the_query_the_table_is_read() -> None:
     table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
     with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):
         assert len(DETECTOR.devices()) == 6
-
-
-def test_a_reading_has_the_fields_of_the_query() -> None:
-    identity = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 00000000:0F:00.0"
-    line = f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980\n"
-    with fakes.machine({"nvidia-smi": fakes.prints(line)}):
-        (row,) = DETECTOR.rows()
-    assert row.reading["memory_used_bytes"] == 1024 * 2**20
 
 
 def test_processes_and_blocked_gpus_are_listed() -> None:

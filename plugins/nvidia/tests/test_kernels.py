@@ -9,9 +9,8 @@ from flagcore_nvidia.hooks import plugin
 
 from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
-from flagcore.physics.kernels.roofline import RUNS_AS, Roofline
-from flagcore.physics.kernels.sheet import KernelSheet, Rows
-from flagcore.physics.kernels.table import KernelTable
+from flagcore.physics.kernel_table import KernelSheet, KernelTable, Rows
+from flagcore.physics.roofline import RUNS_AS, Roofline
 from flagcore.vendorkit.chip_file import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")

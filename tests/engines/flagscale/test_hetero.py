@@ -15,7 +15,7 @@ from flagcore_flagscale.source import Imported
 
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError

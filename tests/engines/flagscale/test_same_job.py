@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from flagcore_flagscale import FlagScale
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table

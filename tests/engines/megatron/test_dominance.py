@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import candidate_columns
 from flagcore.tuner.stages.build import build

@@ -15,7 +15,7 @@ from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.predict import components, predict
 from flagcore.engines.megatron.space.knobs import candidate_columns
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from tests import small
 from tests.engines.training.candidates import LLAMA
 

@@ -19,7 +19,7 @@ ACCELERATOR = """
 import json, time
 from types import SimpleNamespace
 import torch
-from flagcore.engines.microbench.bench import Bench, MAX_QUEUED_CALLS
+from flagcore.engines.microbench.kernels import Bench, MAX_QUEUED_CALLS
 
 class Device:
     '''Stands for torch.cuda and its like: works off what was launched, in order, in its own time.'''
@@ -57,7 +57,7 @@ import torch
 from importlib.util import find_spec
 from pathlib import Path
 from flagcore.engines.microbench import kernels
-from flagcore.engines.microbench.bench import Bench
+from flagcore.engines.microbench.kernels import Bench
 from flagcore.engines.microbench import Job
 torch.set_num_threads(1)
 bench = Bench("cpu", 0, False)

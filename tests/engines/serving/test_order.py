@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate
 from flagcore.engines.serving.engine import SloImpossible
 from flagcore.engines.serving.vllm.profile import WORKLOAD
 

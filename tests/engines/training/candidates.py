@@ -14,9 +14,9 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.memory.training import Memory, memory_in_use
-from flagcore.physics.collectives.costs import Collectives, topology_of
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.collective_costs import Collectives, topology_of
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Roofline
 from tests import small
 
 LLAMA = Model(

@@ -18,7 +18,7 @@ from flagcore.engines.training.memory.modules import Sizes
 from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import Kinds
 from flagcore.engines.training.parameters import stage_parameters
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from tests import small
 from tests.engines.training.candidates import (
     DEEPSEEK_16B,

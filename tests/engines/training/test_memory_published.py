@@ -11,7 +11,7 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.engines.training.layout import Options, Training
 from flagcore.engines.training.memory.training import component_table
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from tests.engines.training.candidates import DEEPSEEK_16B, LATENT, layout, state_bytes, train, training_memory
 
 MIB, GIB = 2.0**20, 2.0**30

@@ -14,7 +14,7 @@ from flagcore.engines.training import stages as pipeline
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.memory.stored_activations import Kinds
 from flagcore.engines.training.memory.training import component_table, rank_memory
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 from tests.engines.training.candidates import (
     DEEPSEEK_16B,
     LATENT,

@@ -11,10 +11,9 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.engines.training.schedules.critical_path import StageTimes
-from flagcore.engines.training.schedules.formulas import deferred, in_flight, makespan
-from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.replay import Pass, pipe_of, seconds_of
+from flagcore.engines.training.critical_path import StageTimes
+from flagcore.engines.training.schedules import deferred, in_flight, makespan
+from flagcore.physics.pipelines import SCHEDULES, Pass, pipe_of, seconds_of
 from tests.physics.planned_orders import orders_of, simulate
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]

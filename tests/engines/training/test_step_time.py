@@ -14,9 +14,9 @@ from flagcore.domain.cluster import Topology
 from flagcore.engines.training.layout import Layout, Options, Training
 from flagcore.engines.training.parameters import model_flops
 from flagcore.engines.training.time.step import rank_time, step_time
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Curve, Roofline
+from flagcore.physics.collective_costs import Collectives
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Curve, Roofline
 from tests import small
 from tests.engines.training.candidates import LLAMA, TOPOLOGY, training_memory
 from tests.engines.training.candidates import layout as layout_of

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flagcore import api
@@ -23,7 +21,7 @@ from flagcore.report.page.blocks import Table, Text
 from flagcore.report.page.improvements import improvements
 from flagcore.report.page.run import MAX_LISTED
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
-from tests.report.page.reading import Read, read, run_data
+from tests.report.page.reading import Read, run_data
 
 Edited = Callable[..., Read]
 STEP = "measured.step_time_s.median"
@@ -61,30 +59,19 @@ def test_the_headline_is_the_median_of_rounds_with_their_range(edited: Edited, g
     assert facts["Speedup over the baseline"].text.startswith(text)
 
 
-@pytest.mark.parametrize("kind", MEASURED)
-def test_best_sh_is_written(runs: Runs, kind: str) -> None:
-    report = runs(kind)
-    codes = [each.text for each in report.page.section("summary").every("code")]
-    assert "flag run ." in codes  # the run is outside of the working directory
-    assert any(text.startswith("#!/bin/sh") for text in codes)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
 def test_the_counts_on_the_page_add_up(runs: Runs, kind: str) -> None:
     report = runs(kind)
     counts = report.result["counts"]
     assert Counts(**counts).balanced
-    first = report.page.rows("funnel", "From combinations to candidates")
-    second_table = report.page.rows("funnel", "States of the candidates")
-    for rows, start, end in ((first, "combinations", "candidates"), (second_table, "candidates", "untried")):
-        values = [row["number"].value for row in rows]
-        assert values[0] == counts[start]
-        assert values[-1] == counts[end]
-        assert sum(value or 0.0 for value in values[:-1]) == values[-1]
-    by_stage = {row["stage"].text: row["number"].value for row in [*first, *second_table]}
-    assert all(by_stage[f"illegal: {rule}"] == -count for rule, count in counts["illegal"].items())
-    assert all(by_stage[f"pruned: {rule}"] == -count for rule, count in counts["pruned"].items())
-    assert all(row["why"].text != "-" for row in first if row["stage"].text.startswith("illegal: "))
+    rows = {row["stage"].text: row for row in report.page.rows("funnel", "Search space")}
+    totals = ("combinations", "candidates", "untried")
+    assert [rows[name]["number"].value for name in totals] == [counts[name] for name in totals]
+    values, places = [row["number"].value or 0.0 for row in rows.values()], [*map([*rows].index, totals)]
+    assert all(sum(values[start:end]) == values[end] for start, end in pairwise(places))
+    assert all(rows[f"illegal: {rule}"]["number"].value == -count for rule, count in counts["illegal"].items())
+    assert all(rows[f"pruned: {rule}"]["number"].value == -count for rule, count in counts["pruned"].items())
+    assert all(row["why"].text != "-" for name, row in rows.items() if name.startswith("illegal: "))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
@@ -146,7 +133,7 @@ def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
     report = runs(kind)
     rows = report.page.rows("step", "Parts of the step time")
     prediction = report.result["best"]["predicted"]
-    parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
+    parts = [row["~best, s"].value or 0.0 for row in rows if row["part"].text not in ("predicted", "measured")]
     assert sorted(parts) == sorted(prediction["time"].values())
     assert sum(parts) == pytest.approx(prediction["step_time_s"]["value"])
 
@@ -159,8 +146,10 @@ def test_memory_of_the_worst_stage_matches_the_prediction(runs: Runs, kind: str)
     worst = stages[memory["worst_stage"]]
     assert worst["~peak allocated"].value == pytest.approx(memory["peak_allocated_gib"])
     assert worst["~in use"].value == pytest.approx(memory["device_used_gib"])
-    names = ("~weights", "~gradients", "~optimizer states", "~other states", "~activations", "~allocator and libraries")
-    groups = [worst[name].value or 0.0 for name in names if name in worst]
+    headings = list(worst)
+    parts = headings[headings.index("stage") + 1 : headings.index("~peak allocated")]
+    groups = [worst[name].value or 0.0 for name in parts]
+    assert {"~weights", "~activations", "~context and libraries"} <= {*parts}
     assert sum(groups) == pytest.approx(memory["device_used_gib"], rel=1e-3)
     assert len(stages) == report.result["best"]["candidate"]["pipeline_model_parallel_size"]
     levels = {
@@ -179,9 +168,6 @@ def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     (limited,) = [chart for chart in report.page.charts if _x(chart) == "p99 TTFT, s"]
     limit = report.result["limits"]["ttft_s.p99"]
     assert limited["layout"]["shapes"][0]["x0"] == limit
-    axis = limited["layout"]["xaxis"]
-    low, high = axis["range"]
-    assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
     fronts = [each for chart in report.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
     assert all(len(front["x"]) > 1 for front in fronts)
 
@@ -195,24 +181,7 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
         assert row["requests"].value == best["answered"]
 
 
-@pytest.mark.parametrize("latency", ["ttft_s", "tpot_s"])
-def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
-    run, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
-    (chart,) = [each for each in run.page.charts if _x(each) == f"{short}, s"]
-    trials_by_role = {"best": run.result["best"], "baseline": run.result["baseline"]}
-    assert trials_by_role["best"]["number"] != trials_by_role["baseline"]["number"]
-    for who, trial in trials_by_role.items():
-        (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
-        assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
-        statistics = trial["measured"]["points"][0][latency]
-        (marks,) = [trace for trace in chart["traces"] if trace["name"] == f"p50, p90, p99 ({who})"]
-        assert marks["x"] == [statistics[each] for each in ("p50", "p90", "p99")]
-        assert [np.percentile(curve["x"], share) for share in (50, 90, 99)] == pytest.approx(marks["x"], rel=1e-12)
-    limits = [each["x0"] for each in chart["layout"].get("shapes", ())]
-    assert limits == [limit for name, limit in run.result["limits"].items() if name.startswith(latency)]
-
-
-def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, edited: Edited) -> None:
+def test_if_no_trial_meets_the_limits_the_nearest_is_reported(runs: Runs, edited: Edited) -> None:
     def late(data: dict[str, Any]) -> None:
         data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
         for trial in data["trials"]:
@@ -222,36 +191,14 @@ def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Ru
     nearest = min(trials, key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])["number"]
     page = edited("serving", late)
     assert f"nearest: trial {nearest} (" in page.section("summary").text
-    assert f"nearest, trial {nearest}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
-
-
-@pytest.mark.parametrize("values", ["absent", [], [2.0, 1.0], ["1"], [float("nan")], None, {"a": 1}, [-1.0]])
-def test_without_valid_quantiles_the_statistics_remain(runs: Runs, copied: Callable[..., Path], values: object) -> None:
-    folder = copied("serving")
-    for file in folder.glob("trials/*/metrics.json"):
-        data = json.loads(file.read_text())
-        quantiles = {} if values == "absent" else {"ttft_s": values, "tpot_s": values}
-        data["points"][0]["repeats"][0]["quantiles"] = quantiles
-        file.write_text(json.dumps(data))
-    page = read(api.report(folder))
-    assert "No distributions" in page.section("serving").text
-    best = runs("serving").result["best"]["measured"]["points"][0]["ttft_s"]
-    assert page.rows("serving", "TTFT of requests")[0]["p99"].value == best["p99"]
+    row = page.rows("serving", "TTFT of requests")[0]
+    assert (row["load point"].text.split(",")[0], row["trial"].value) == ("nearest", nearest)
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:
     rows = runs("dense").page.rows("chips", "1 x 2 cpu")
     assert len(rows) > 3
     assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
-
-
-def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
-    report = runs("dense")
-    rows = report.page.rows("accuracy", "Measured and predicted")
-    (scatter,) = [each for each in report.page.charts if _x(each).startswith("measured")]
-    (drawn,) = [trace for trace in scatter["traces"] if "error_y" in trace]
-    assert drawn["x"] == [row["measured"].value for row in rows]
-    assert drawn["y"] == [row["~predicted"].value for row in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,14 +298,6 @@ def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
     speeds = [row["tokens/s/device"].value or 0.0 for row in others]
     assert speeds == sorted(speeds, reverse=True)
     assert all((row["lowest"].value or 0) <= (row["highest"].value or 0) for row in rows)
-
-
-def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, edited: Edited) -> None:
-    report = runs("dense")
-    assert "failed repeat" not in report.page.section("funnel").text
-    failed = {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
-    shown = edited("dense", lambda data: data["repeats"][-1].update(failed)).section("funnel").text
-    assert f"1 failed repeat (trial {report.result['repeats'][-1]['number']} timed out)." in shown
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.errors import RunError
-from flagcore.physics.kernels.roofline import Curve
+from flagcore.physics.roofline import Curve
 from flagcore.tuner.calibration import collective_table, kernel_table
 from tests.tuner.calibration.test_store import MADE, X1
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Windows
 from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.spec import read_job

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
+from flagcore.domain.space import Axis, Candidate, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.chip import Device, Support
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.chip import Device, DeviceUse, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import ClusterSpec, Control, Task
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.stages import devices
 from flagcore.tuner.stages.devices import divide, wait_for_devices
 from tests import small

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
 from flagcore.domain.secrets import REDACTED
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD, Megatron

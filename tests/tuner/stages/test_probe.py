@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
-from flagcore.domain.prediction import Prediction, RankPrediction
-from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
+from flagcore.domain.prediction import Prediction, Probe, RankMeasurement, RankPrediction, RankProbe
+from flagcore.domain.space import Candidate
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.megatron.adapter import Megatron
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
-from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.cost_stack import PlainMemory
 from flagcore.tuner.stages.devices import parallel_probe_ranks
 from flagcore.tuner.stages.probe import combine, probe
 from tests import small

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import PruningRule
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, Pruned
-from flagcore.domain.space import BoolArray, Columns, Space
+from flagcore.domain.space import BoolArray, Candidate, Columns, Space
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages import prune as prune_module

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Columns
+from flagcore.domain.space import Candidate, Columns, KnobValue
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD, Megatron

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import PastMeasurements
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import PastMeasurements, Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import Observations, PastMeasurements
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Observations, PastMeasurements, Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState

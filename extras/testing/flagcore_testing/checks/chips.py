@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip, Fact, normalize_name, slowness
+from flagcore.domain.chip import Chip, Fact, normalize_name
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, chips
 
@@ -119,17 +120,33 @@ RANGES = {
 for one core of a small CPU.
 """
 
-NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
-"""Pairs of formats. The narrower format is never slower, because it moves fewer bytes."""
-
+BANDWIDTH, LINK, NIC = "memory_bandwidth_bytes_per_second", "link.bytes_per_second", "nic_bytes_per_second"
+HOST, PEAK = "host_bytes_per_second", "dense_flops_per_second."
 OPERATIONS_PER_BYTE = (0.5, 2000.0)
 """Operations per byte of memory traffic, from a CPU core to an accelerator with all matrix units."""
-
-ALIKE = (0.6, 1.5)
-"""Ratio of the bf16 peak to the fp16 peak: about 1, except for the few chips whose notes explain another one."""
-
-LINK_SHARE = 0.75
-"""Maximum ratio of a link's rate to the memory's; no known accelerator reaches half of it."""
+FORMATS = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
+"""Pairs of formats. The narrower one is never slower, because it moves fewer bytes."""
+SPARSE = 3.8
+"""Half the bits give about twice the rate; four times means sparsity."""
+DENSE_PEAK = (
+    "check both peaks, and give dense ones: half of what is published with structured sparsity; if the chip emulates a "
+    "format, say so in notes"
+)
+HALF_RATE = "give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes"
+ONE_DEVICE = (
+    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes say "
+    "the words 'same fabric'"
+)
+RATIOS = (
+    *((PEAK + two, PEAK + one, 0.999, SPARSE, DENSE_PEAK, "emulated") for one, two in FORMATS[2:]),
+    *((PEAK + two, PEAK + one, 0.999, math.inf, DENSE_PEAK, "emulated") for one, two in FORMATS[:2]),
+    (PEAK + "bf16", PEAK + "fp16", 0.6, 1.5, HALF_RATE, "emulated|half the rate"),
+    *((PEAK + name, BANDWIDTH, *OPERATIONS_PER_BYTE, "correct a prefix", "emulated") for name in ("bf16", "fp16")),
+    (LINK, BANDWIDTH, 0.0, 0.75, "give bytes, not bits, that one device sends in one direction", "$."),
+    (NIC, LINK, 0.0, 0.999, ONE_DEVICE, "same fabric"),
+    (NIC, HOST, 0.0, 1.001, ONE_DEVICE, "same fabric"),
+)
+"""Bounds of a figure relative to another one, the fix, and words of the notes that explain another ratio."""
 
 
 @check("write bytes, seconds, bytes or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
@@ -143,54 +160,17 @@ def figures_are_plausible(chip: Chip) -> Problems:
             yield f"{chip.name}: {key} = {value:g} is not in {low:g} to {high:g}"
 
 
-@check("check both peaks; if the chip emulates a format, say so in notes", each=chips)
-def narrow_formats_are_not_slower(chip: Chip) -> Problems:
-    peaks = chip.dense_flops_per_second
-    for wide, narrow in NARROWER:
-        comparable = wide in peaks and narrow in peaks and "emulated" not in chip.notes
-        if comparable and peaks[narrow].value < 0.999 * peaks[wide].value:
-            yield f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}"
-
-
-@check("give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes", each=chips)
-def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
-    peaks = chip.dense_flops_per_second
-    has_explanation = "emulated" in chip.notes or "half the rate" in chip.notes
-    if "bf16" in peaks and "fp16" in peaks and not has_explanation:
-        ratio = peaks["bf16"].value / peaks["fp16"].value
-        if not ALIKE[0] <= ratio <= ALIKE[1]:
-            yield f"{chip.name}: bf16 is {ratio:g} times fp16"
-
-
-@check("one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix", each=chips)
-def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
-    rate, (low, high) = chip.memory_bandwidth_bytes_per_second, OPERATIONS_PER_BYTE
-    for name, peak in chip.dense_flops_per_second.items():
-        is_emulated = "emulated" in chip.notes and slowness(chip, name) > 1.0
-        if rate and name in ("bf16", "fp16") and not is_emulated and not low <= peak.value / rate.value <= high:
-            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations per byte of memory traffic"
-
-
-@check("give bytes, not bits, that one device sends in one direction", each=chips)
-def links_are_slower_than_memory(chip: Chip) -> Problems:
-    rate = chip.memory_bandwidth_bytes_per_second
-    link = chip.link if chip.link and chip.link.topology != "shared-memory" else None
-    if link and rate and link.bytes_per_second.value > LINK_SHARE * rate.value:
-        share = link.bytes_per_second.value / rate.value
-        yield f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second"
-
-
-@check(
-    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes "
-    "say the words 'same fabric'",
-    each=chips,
-)
-def network_is_slower_than_the_link(chip: Chip) -> Problems:
-    card, figures = chip.nic_bytes_per_second, chip.figures
-    for key, share in (("link.bytes_per_second", 0.999), ("host_bytes_per_second", 1.001)):
-        rate = figures.get(key)
-        if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
-            yield f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}"
+@check(each=chips)
+def figures_are_consistent(chip: Chip) -> Problems:
+    figures = {key: fact.value for key, fact in chip.figures.items()}
+    if chip.link and chip.link.topology == "shared-memory":
+        del figures[LINK]
+    for figure, base, low, high, fix, words in RATIOS:
+        if figure in figures and base in figures and not re.search(words, chip.notes):
+            ratio = figures[figure] / figures[base]
+            if not low <= ratio <= high:
+                values = f"{figure} = {figures[figure]:g} is {ratio:.3g} times {base} = {figures[base]:g}"
+                yield Problem(f"{chip.name}: {values}", fix)
 
 
 @check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)
@@ -199,10 +179,6 @@ def link_domains_divide_nodes(chip: Chip) -> Problems:
     if size is not None and (size < 1 or (size % node and node % size)):
         yield f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}"
 
-
-DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
-"""Half the bits give about twice the rate; four times means sparsity. Integers may differ."""
-SPARSE = 3.8
 
 USUAL_OPERATIONS_PER_BYTE = 330.0
 """Operations per byte of memory traffic in 16 bits. Few chips exceed this, but most would with doubled (sparse) peaks.
@@ -219,22 +195,16 @@ DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
 """Words of a source or of the notes that confirm a dense peak."""
 
 
-@check(each=chips)
+@check(
+    "give dense peaks, half of what is published with structured sparsity; if they are dense, add the word 'dense' to "
+    "the source or the notes",
+    each=chips,
+)
 def peaks_are_dense(chip: Chip) -> Problems:
     peaks = chip.dense_flops_per_second
-    for wide, narrow in DOUBLES:
-        if wide in peaks and narrow in peaks and (ratio := peaks[narrow].value / peaks[wide].value) > SPARSE:
-            yield Problem(
-                f"{chip.name}: {narrow} = {peaks[narrow].value:g} is {ratio:.1f} times {wide}",
-                f"give the dense peak of {narrow}: half of what is published with structured sparsity",
-            )
     for name in ("bf16", "fp16"):
         if name in peaks and not _is_dense(chip, peaks[name]) and (why := _peak_problem(chip, name)):
-            yield Problem(
-                f"{chip.name}: {name} = {peaks[name].value:g} {why}",
-                "give dense peaks, half of what is published with structured sparsity; if they are dense, add the "
-                "word 'dense' to the source or the notes",
-            )
+            yield f"{chip.name}: {name} = {peaks[name].value:g} {why}"
 
 
 @check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)
@@ -312,7 +282,7 @@ def memory_is_in_binary_units(chip: Chip) -> Problems:
 @check("give bytes per second of one device: 400 Gb/s are 5.0e+10; divide what a node shares by devices_per_node")
 def rates_match_their_sources(plugin: Subject) -> Problems:
     for chip in plugin.own_chips():
-        for key in ("link.bytes_per_second", "nic_bytes_per_second", "host_bytes_per_second"):
+        for key in (LINK, NIC, HOST):
             fact = chip.figures.get(key)
             if fact and (why := _unlike(fact, chip)):
                 yield f"{chip.name}: {key} = {fact.value:g}, {why}"

@@ -11,8 +11,8 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, Mem
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
-from flagcore.physics.collectives.costs import topology_of
-from flagcore.physics.collectives.curves import KINDS, CollectiveTable, Curve
+from flagcore.physics.collective_costs import topology_of
+from flagcore.physics.collective_curves import KINDS, CollectiveTable, Curve
 from flagcore.plugins import workload
 from flagcore.tuner.stages.discover import costs as costs_of
 from flagcore_testing.examples import group_of, task_on
@@ -38,15 +38,6 @@ def memory_use_grows_with_allocation(chip: Chip, model: MemoryModel) -> Problems
             yield f"{chip.name}: {method} of the memory model returns less than its argument, or falls as that grows"
 
 
-@check("use group.memory_bytes if it is set, else the chip's memory_bytes")
-def memory_budget_is_respected(plugin: Subject) -> Problems:
-    for chip, _ in _models(plugin):
-        model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
-        capacity = model.capacity_bytes() if model else None
-        if capacity is None or capacity > 10**9:
-            yield f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9"
-
-
 @check("give bytes; context, libraries and collective buffers take hundreds of MiB to a few GiB", each=_models)
 def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
     memory = chip.memory_bytes.value if chip.memory_bytes else None
@@ -57,6 +48,15 @@ def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
         yield f"{chip.name}: device_used_bytes(0) = {used:g}"
     if not 0 <= model.workspace_bytes() <= 2**32:
         yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
+
+
+@check("use group.memory_bytes if it is set, else the chip's memory_bytes")
+def memory_budget_is_respected(plugin: Subject) -> Problems:
+    for chip, _ in _models(plugin):
+        model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
+        capacity = model.capacity_bytes() if model else None
+        if capacity is None or capacity > 10**9:
+            yield f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9"
 
 
 @check("find the part of the memory model that shrinks as its argument grows")
@@ -270,23 +270,16 @@ def measured_curves_do_not_exceed_the_link(chip: Chip, table: CollectiveTable, c
         )
 
 
-@check("return 0 where ranks is 1", each=_costs)
-def single_device_collectives_are_free(chip: Chip, costs: CollectiveCosts) -> Problems:
-    seconds, share = costs.seconds("all_reduce", PAYLOADS, ONES, ONES), costs.compute_share(ONES, ONES)
-    if (seconds != 0).any() or (share != 0).any():
-        yield f"{chip.name}: a collective of one device takes time, or compute"
-
-
-@check("give a share of the device's compute", each=_costs)
-def collectives_leave_compute_for_kernels(chip: Chip, costs: CollectiveCosts) -> Problems:
-    share = costs.compute_share(2 * ONES, ONES)
+@check(each=_costs)
+def collective_costs_are_plausible(chip: Chip, costs: CollectiveCosts) -> Problems:
+    share, memory = costs.compute_share(2 * ONES, ONES), chip.memory_bandwidth_bytes_per_second
+    if (costs.seconds("all_reduce", PAYLOADS, ONES, ONES) != 0).any() or (costs.compute_share(ONES, ONES) != 0).any():
+        yield Problem(f"{chip.name}: a collective of one device takes time, or compute", "return 0 where ranks is 1")
     if not ((share >= 0) & (share < 1)).all():
-        yield f"{chip.name}: compute_share is not 0 to 1"
-
-
-@check("give seconds and the payload of the whole tensor in bytes in costs/*/collectives.yaml", each=_costs)
-def messages_do_not_exceed_memory_bandwidth(chip: Chip, costs: CollectiveCosts) -> Problems:
-    rate = chip.memory_bandwidth_bytes_per_second
+        yield Problem(f"{chip.name}: compute_share is not 0 to 1", "give a share of the device's compute")
     seconds = costs.seconds("send", PAYLOADS[-1:], 2 * ONES[:1], ONES[:1])
-    if rate is not None and PAYLOADS[-1] / seconds[0] > MEASURED * rate.value:
-        yield f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s"
+    if memory is not None and PAYLOADS[-1] / seconds[0] > MEASURED * memory.value:
+        yield Problem(
+            f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s",
+            "give seconds and the payload of the whole tensor in bytes in costs/*/collectives.yaml",
+        )

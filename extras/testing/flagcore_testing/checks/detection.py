@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
-from flagcore.plugins.installed import capture_warnings
+from flagcore.plugins.loader import capture_warnings
 from flagcore_testing import fakes
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore_testing.package import FOLDER, SOURCES, Transcript

@@ -13,7 +13,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import workload
 from flagcore.tuner.stages.build import JOB_KEYS, SHARED_PREFIXES
 from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problems, Skip, Subject, check
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
 PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
@@ -33,16 +33,16 @@ def _supports(plugin: Subject) -> list[Supported]:
     return answers
 
 
-@check("give torch's names: without both, nothing can run", each=_supports)
-def supported_engines_have_device_and_backend(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+@check(each=_supports)
+def engine_support_is_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
-        yield f"{where} lacks device_type or distributed_backend"
-
-
-@check("give a reason for `flag doctor` and `flag explain`", each=_supports)
-def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+        yield Problem(f"{where} lacks device_type or distributed_backend", "give torch's names: both are needed to run")
     if answer.support is not Support.YES and not answer.reason.strip():
-        yield f"{where} is {answer.support.value!r} without a reason"
+        text = f"{where} is {answer.support.value!r} without a reason"
+        yield Problem(text, "give a reason for `flag doctor` and `flag explain`")
+    if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
+        text = f"{where}: visible_devices = {answer.visible_devices!r}"
+        yield Problem(text, "give the names of environment variables, such as ACME_VISIBLE_DEVICES")
 
 
 def _rules(plugin: Subject) -> list[tuple[str, Chip, str, ValueRule]]:
@@ -93,12 +93,6 @@ def refused_values_leave_candidates(plugin: Subject) -> Problems:
                 yield f"{where}: every value of {axis.knob} is refused"
 
 
-@check("give the names of environment variables, such as ACME_VISIBLE_DEVICES", each=_supports)
-def visible_devices_are_variable_names(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in answer.visible_devices):
-        yield f"{where}: visible_devices = {answer.visible_devices!r}"
-
-
 @check("advise on what this task lacks: names, reasons and known settings; a small task on one node can run")
 def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
@@ -138,29 +132,17 @@ def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     return knobs
 
 
-@check("add a sentence for `flag explain`", each=_knobs)
-def knobs_have_help(chip: Chip, engine: str, knob: Knob) -> Problems:
+@check(each=_knobs)
+def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
+    name, factors = f"flagcore_knobs: {knob.name}", [each for e in knob.effects.values() for each in (e.time, e.memory)]
     if not knob.help.strip():
-        yield f"flagcore_knobs: {knob.name} of {engine} has no help"
-
-
-@check("rename it, for example with the vendor as prefix", each=_knobs)
-def knob_names_differ_from_engine_knobs(chip: Chip, engine: str, knob: Knob) -> Problems:
+        yield Problem(f"{name} of {engine} has no help", "add a sentence for `flag explain`")
     if engine == "megatron" and knob.name in {axis.knob for axis in workload(engine).axes(task_on(chip))}:
-        yield f"flagcore_knobs: {knob.name} is already a knob of {engine}"
-
-
-@check("give low and high, the ends of an 80% interval", each=_knobs)
-def knob_effects_have_intervals(chip: Chip, engine: str, knob: Knob) -> Problems:
-    for effect in knob.effects.values():
-        for what, factor in (("time", effect.time), ("memory", effect.memory)):
-            if factor.value != 1.0 and factor.low == factor.high:
-                yield f"flagcore_knobs: {knob.name} of {engine} scales {what} without an interval"
-
-
-@check("add effect: {kind: estimated, method: WHY}, or the source of these figures", each=_knobs)
-def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
-    factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
-    estimated = knob.source is not None and knob.source.kind == "estimated"
-    if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
-        yield f"flagcore_knobs: {knob.name} of {engine} has factors without a source"
+        yield Problem(f"{name} is already a knob of {engine}", "rename it, for example with the vendor as prefix")
+    if any(factor.value != 1.0 and factor.low == factor.high for factor in factors):
+        text = f"{name} of {engine} scales the time or the memory without an interval"
+        yield Problem(text, "give low and high, the ends of an 80% interval")
+    is_estimated = knob.source is not None and knob.source.kind == "estimated"
+    if knob.effect_source is None and not is_estimated and any(each != Factor() for each in factors):
+        text = f"{name} of {engine} has factors without a source"
+        yield Problem(text, "add effect: {kind: estimated, method: WHY}, or the source of these figures")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from difflib import SequenceMatcher
 from unittest import mock
 
 from flagcore.domain.chip import Chip
@@ -22,31 +20,12 @@ from flagcore_testing.kit import Problems, Skip, Subject, check
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
-KNOWN = (
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "GEMS_VENDOR", "FLAGTREE_BACKEND"),
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_SOCKET_IFNAME", "NCCL_NET_GDR_LEVEL"),
-    *("NCCL_CUMEM_ENABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_DEBUG"),
-    *("GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS"),
-    *(
-        "NVTE_FLASH_ATTN",
-        "NVTE_FUSED_ATTN",
-        "OMP_NUM_THREADS",
-        "VLLM_PLUGINS",
-        "VLLM_USE_V1",
-        "VLLM_WORKER_MULTIPROC_METHOD",
-    ),
-)
-"""Variables of software that many vendors share."""
 Set = tuple[Chip, str, Mapping[str, str]]
 
 
 def _environments(plugin: Subject) -> Iterator[Set]:
     plugin.implements("flagcore_environment")
     return ((chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs())
-
-
-def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
-    return ((each,) for each in plugin.variables)
 
 
 @check("keep one, or restrict each by engines, chips or versions")
@@ -79,29 +58,6 @@ def variables_are_documented(plugin: Subject) -> Problems:
     for _, engine, variables in _environments(plugin):
         for name in sorted(set(variables) - documented):
             yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
-
-
-@check("correct the name if it is misspelled; another file spells this variable differently")
-def variables_are_spelt_as_elsewhere(plugin: Subject) -> Problems:
-    own_names = {each.name for each in plugin.variables}
-    for name in sorted(own_names - {*KNOWN}):
-        similar = [known for known in sorted({*KNOWN, *own_names}) if known != name and _is_misspelt(name, known)]
-        if similar:
-            yield f"environment.yaml: {name} is unknown; similar: {similar[0]}"
-
-
-def _is_misspelt(name: str, known: str) -> bool:
-    """Return whether two names with the same first word differ by one letter, or by two swapped letters.
-
-    Names of the vendors' collective libraries (NCCL, CNCL) may differ.
-    """
-    name, known = (re.sub(r"(?<=_)[A-Z]+CL(?=_)", "CCL", each) for each in (name, known))
-    if len(name) < 8 or name == known or name.partition("_")[0] != known.partition("_")[0]:
-        return False
-    steps = [step for step in SequenceMatcher(None, name, known, autojunk=False).get_opcodes() if step[0] != "equal"]
-    letters = "".join(name[start:end] + known[at:to] for _, start, end, at, to in steps)
-    edits = sum(max(end - start, to - at) for _, start, end, at, to in steps)
-    return not re.search(r"\d", letters) and (edits == 1 or (edits == 2 and sorted(name) == sorted(known)))
 
 
 @check("return the variables of environment.yaml there, as VendorPlugin does")

@@ -12,7 +12,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flagcore import __version__
-from flagcore.domain.chip import Claim
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import kind_of
 from flagcore.vendorkit.engines import all_knobs, read_variables
@@ -163,20 +162,39 @@ def maturity_is_given(plugin: Subject) -> Problems:
         yield "flagcore_maturity returns None, so `flag plugins list` cannot show the maturity of the data"
 
 
-@check("name chips of chips/*.yaml")
-def maturity_names_known_chips(plugin: Subject) -> Problems:
-    chips = {chip.name for chip in plugin.own_chips()}
-    for claim in _claims(plugin):
+@check()
+def maturity_matches_the_files(plugin: Subject) -> Problems:
+    maturity, chips = plugin.maturity, {chip.name for chip in plugin.own_chips()}
+    claims = (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
+
+    def chips_of(*words: str) -> set[str]:
+        """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
+        found = (claim.chips for claim in claims if any(word in claim.what for word in words))
+        return {name.casefold() for names in found for name in names}
+
+    for claim in claims:
         for name in sorted(set(claim.chips) - chips):
-            yield f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}"
-
-
-@check("list every chip there, under run_on_hardware, checked_on_transcripts or from_documents")
-def maturity_covers_all_chips(plugin: Subject) -> Problems:
-    covered_chips = _chips_of(plugin, "facts of the chips")
-    for chip in plugin.own_chips():
-        if chip.name.casefold() not in covered_chips:
-            yield f"maturity.yaml: {chip.name} is missing in 'facts of the chips'"
+            yield Problem(
+                f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml"
+            )
+    for name in sorted(chips):
+        if name.casefold() not in chips_of("facts of the chips"):
+            text = f"maturity.yaml: {name} is missing in 'facts of the chips'"
+            yield Problem(text, "list every chip there, with how its facts were checked")
+    run = {name.casefold() for claim in maturity.run_on_hardware for name in claim.chips}
+    for name in sorted(_folders_with(plugin, "provenance.yaml", without="\nsource:") - run):
+        text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
+        yield Problem(text, "add the kernel times there, with software and date")
+    curves = _folders_with(plugin, "collectives.yaml", without="same_as")
+    kernels = _folders_with(plugin, "curve.yaml") | _folders_with(plugin, "kernels.jsonl")
+    for what, file, claimed, shipped in (
+        ("collectives", "collectives.yaml", chips_of("collectives", "all-reduces"), curves),
+        ("kernel times", "curve.yaml or kernels.jsonl", chips_of("kernel times"), kernels),
+    ):
+        for name in sorted(claimed ^ shipped):
+            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
+            yield Problem(text, "correct maturity.yaml or the files")
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
@@ -185,29 +203,6 @@ def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
     for name in sorted({each.name for each in plugin.transcripts} ^ named_files):
         problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
         yield f"tests/smi/{name} {problem}"
-
-
-@check("add the kernel times there, with software and date")
-def measured_kernels_are_claimed(plugin: Subject) -> Problems:
-    run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
-    measured_folders = _folders_with(plugin, "provenance.yaml", without="\nsource:")
-    if not measured_folders:
-        raise Skip("there are no measured kernels")
-    for name in sorted(measured_folders - run):
-        yield f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
-
-
-@check("correct maturity.yaml or the files")
-def claimed_costs_are_shipped(plugin: Subject) -> Problems:
-    curves = _folders_with(plugin, "collectives.yaml", without="same_as")
-    kernels = _folders_with(plugin, "curve.yaml") | _folders_with(plugin, "kernels.jsonl")
-    for what, file, claimed, shipped in (
-        ("collectives", "collectives.yaml", _chips_of(plugin, "collectives", "all-reduces"), curves),
-        ("kernel times", "curve.yaml or kernels.jsonl", _chips_of(plugin, "kernel times"), kernels),
-    ):
-        for name in sorted(claimed ^ shipped):
-            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            yield f"maturity.yaml {problem}: costs/{name} and {file} disagree"
 
 
 @check()
@@ -225,17 +220,6 @@ def _placeholders(plugin: Subject) -> Iterator[str]:
             for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
                 if MARK in line:
                     yield f"{path.relative_to(folder)}:{number}"
-
-
-def _claims(plugin: Subject) -> tuple[Claim, ...]:
-    maturity = plugin.maturity
-    return (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
-
-
-def _chips_of(plugin: Subject, *words: str) -> set[str]:
-    """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
-    claims = (claim for claim in _claims(plugin) if any(word in claim.what for word in words))
-    return {name.casefold() for claim in claims for name in claim.chips}
 
 
 def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:

@@ -13,10 +13,10 @@ from typing import Any
 from packaging.version import Version
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob, in_versions, unknown_release
 from flagcore.domain.secrets import redact_text
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.engines.megatron.command.arguments import ArgumentProblem, known_releases, release_table
 from flagcore.engines.megatron.command.launch import trial_command

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.engines.megatron.command.arguments import Argument
 from flagcore.engines.megatron.command.trial import (

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Flag
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.arguments import FORK, ArgumentTable, release_table
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES

@@ -25,9 +25,8 @@ from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.space.settings import SETTINGS
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.data_file import parse_yaml, read_text
 from flagcore.spec.importing import Notes, commented_yaml
-from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.plain_data import parse_yaml, plain, read_text, spec_error
 
 SECTIONS = {"model": "model", "train.seq_length": "dataset", "train": "train", "auto_tuner.baseline": "model"}
 """Sections of a config by those of a spec."""

@@ -14,9 +14,9 @@ from flagcore.engines.megatron.command.user_command import UserCommand, detected
 from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.data_file import load_json
 from flagcore.spec.importing import Notes
 from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import load_json
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """The sizes of the published vocabularies of tokenizers (openai/gpt2 vocab.json, meta-llama/Llama-2-7b config.json)."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, Spec, Task
 from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.layers.split import EXPERT_TENSOR

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs, Platform
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.effects import engine_task
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.layers.split import derived
 from flagcore.engines.megatron.mixed import hetero

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.engines.megatron.mixed.meshes import (
     DP,

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Knob
-from flagcore.domain.space import Axis, IntArray
+from flagcore.domain.space import Axis, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.space.settings import SETTINGS

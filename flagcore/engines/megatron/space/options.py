@@ -14,7 +14,7 @@ from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.megatron.space.settings import recompute_modules, words
 from flagcore.engines.training.layout import Options
 from flagcore.errors import NotModelled, SpecError
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 
 Settings = Mapping[str, SettingValue]
 

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.engine import RefusedValues, ValueRule
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.engines.megatron.command.checks import release_problem
 from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout, published_split

@@ -25,7 +25,7 @@ from flagcore.engines.megatron.space.rules import (
     RECOMPUTE,
     SP,
 )
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 
 STAGE_RECOMPUTE = "recompute_num_layers_per_stage"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"

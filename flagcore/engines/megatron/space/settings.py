@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Kind, Knob, Requirement
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task
 
 LAYER_LIMITS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}

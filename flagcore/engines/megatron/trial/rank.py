@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
-from flagcore.domain.devices import SPEED_TEST
+from flagcore.domain.chip import SPEED_TEST
 from flagcore.engines.megatron.trial.config import check_layers
 from flagcore.engines.megatron.trial.device import RankDevice, init_fake_world, map_cuda_to_cpu, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, Probe

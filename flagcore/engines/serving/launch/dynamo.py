@@ -25,7 +25,7 @@ from flagcore.engines.serving.space.placement import Placement
 from flagcore.engines.serving.space.program import Worker
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.spec.data_file import dump_yaml
+from flagcore.spec.plain_data import dump_yaml
 
 TARGET = "dynamo"
 EXAMPLE = "REGISTRY/ai-dynamo/{engine}-runtime:1.3.1"

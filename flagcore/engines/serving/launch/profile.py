@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Axis, Columns, Merge, Rule
+from flagcore.domain.space import Axis, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.launch.reports import ServerReports
 from flagcore.engines.serving.launch.server import Instance, Router

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.server import Fetch
 from flagcore.engines.serving.load.result import COMPLETIONS

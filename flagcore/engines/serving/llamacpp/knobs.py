@@ -22,7 +22,7 @@ from flagcore.engines.serving.space.program import EngineArgs, Program
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import cache_bytes_per_token
 from flagcore.errors import FlagError, NoDevice, SpecError
-from flagcore.spec import gguf
+from flagcore.spec.models import context_length
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH, FLASH = "batch_size", "ubatch_size", "flash_attention"
@@ -116,7 +116,7 @@ def _trained_context(spec: Spec) -> int | None:
     """Return the trained context of the weights, llama.cpp's default; None if the weights are missing."""
     weights = spec.serve.weights
     try:
-        return None if weights is None else gguf.context_length(weights)
+        return None if weights is None else context_length(weights)
     except FlagError:
         return None
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, Merge, Rule
+from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, settings_in
 from flagcore.engines.serving.launch.server import Fetch
 

@@ -1,1 +1,33 @@
-"""The LMDeploy server."""
+"""The LMDeploy server, and what it reports about itself."""
+
+from __future__ import annotations
+
+import re
+
+from flagcore.domain.space import KnobValue
+from flagcore.engines.serving.launch.reports import ServerReports, largest_matches, settings_in
+from flagcore.engines.serving.launch.server import Fetch
+from flagcore.engines.serving.load.result import GENERATE
+
+
+def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
+    """Return the knob values of the selected backend from its log."""
+    for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
+        if line in log:
+            return {"backend": backend, **settings_in(log, REPORTS.settings)}
+    return {}
+
+
+def _memory(log: str) -> dict[str, float]:
+    """Return the size of the cache; TurboMind logs MB, the PyTorch engine logs blocks."""
+    if blocks := re.search(r"CacheConfig\(.*\bblock_size=(\d+).*\bnum_gpu_blocks=(\d+)", log):
+        return {"kv_cache_tokens": float(blocks[1]) * float(blocks[2])}
+    return largest_matches(log, {"kv_cache_gib": r"Object cache budget: ([\d.]+) MB"}, 1 / 1024)
+
+
+REPORTS = ServerReports.read(
+    __name__,
+    effective=effective,
+    own_memory=_memory,
+    api=GENERATE,  # its completions need text
+)

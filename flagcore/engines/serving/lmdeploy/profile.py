@@ -11,12 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import PORT, Instance, address
-from flagcore.engines.serving.lmdeploy.reports import REPORTS
+from flagcore.engines.serving.lmdeploy import REPORTS
 from flagcore.engines.serving.space import knobs
 from flagcore.engines.serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.space.knobs import CONTEXT, EAGER, KV, or_default
@@ -177,7 +176,7 @@ def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
 
 WORKLOAD = Engine(
     name="lmdeploy",
-    where="flagcore.engines.serving.lmdeploy.reports:REPORTS",
+    where="flagcore.engines.serving.lmdeploy:REPORTS",
     program=PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
     rules=_rules,

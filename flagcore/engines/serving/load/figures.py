@@ -12,8 +12,6 @@ from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.steady import Window
 
 _REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
-MAX_QUANTILES = 201
-"""Maximum number of stored values of a latency: one per half percent, which includes p50, p90 and p99."""
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
@@ -66,22 +64,6 @@ def _share(answer: Answer, window: Window) -> float:
     """Return the share of an answer's pieces that arrived in the window."""
     times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
     return float(np.mean((times > window.begin_s) & (times <= window.end_s)))
-
-
-def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return the sorted values of each latency in seconds.
-
-    More than `MAX_QUANTILES` values are reduced to evenly spaced quantiles, which preserves percentiles. A latency
-    without values is omitted.
-    """
-    quantiles = {}
-    for name in LATENCIES:
-        values = _values(answers, name)
-        if values.size > MAX_QUANTILES:
-            values = np.percentile(values, np.linspace(0.0, 100.0, MAX_QUANTILES))
-        if values.size:
-            quantiles[name] = [float(each) for each in np.sort(values)]
-    return quantiles
 
 
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:

@@ -10,16 +10,16 @@ from typing import TypeAlias
 import numpy as np
 
 from flagcore.domain.model import Vision
-from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import figure_name, is_rate, seconds
 from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
-from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
+from flagcore.engines.serving.model.simulation import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork
 from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
 from flagcore.engines.serving.space.placement import InstanceKinds

@@ -15,7 +15,7 @@ from flagcore.domain.model import LinearAttention
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.work import Serving, Split
 from flagcore.engines.transformer import attended, paired_layers, read_layers, widths
-from flagcore.physics.kernels.roofline import cast_bytes
+from flagcore.physics.roofline import cast_bytes
 
 NODES: FloatArray = np.array(
     [

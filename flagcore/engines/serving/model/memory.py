@@ -11,7 +11,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.vision import tower_bytes
 from flagcore.engines.serving.model.work import Serving, Split
 from flagcore.engines.transformer import attended, cached_layers, widths
-from flagcore.physics.kernels.roofline import BYTES
+from flagcore.physics.roofline import BYTES
 
 GRAPH_BYTES = 12e6
 """Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""

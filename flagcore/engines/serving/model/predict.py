@@ -9,10 +9,9 @@ from typing import TypeVar
 import numpy as np
 
 from flagcore.contracts import Costs, KernelCosts, communicator_bytes
-from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore.engines.serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes

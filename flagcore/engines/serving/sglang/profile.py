@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import Merge, Rule
+from flagcore.domain.space import KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import (
@@ -27,9 +26,9 @@ from flagcore.engines.serving.launch.server import (
 )
 from flagcore.engines.serving.load.routing import BOOTSTRAP
 from flagcore.engines.serving.load.routing import PREFILL as PREFILLS
+from flagcore.engines.serving.sglang import REPORTS
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, PAGE, PREFILL, PROGRAM, chunk_sizes
-from flagcore.engines.serving.sglang.reports import REPORTS
 from flagcore.engines.serving.space import knobs, placement, rules
 from flagcore.engines.serving.space.hardware import (
     DP,
@@ -244,7 +243,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
 WORKLOAD = Engine(
     name="sglang",
-    where="flagcore.engines.serving.sglang.reports:REPORTS",
+    where="flagcore.engines.serving.sglang:REPORTS",
     program=PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
     rules=_rules,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.model import Vision
 from flagcore.domain.serving import MAX_LENGTH_RATIO, OPEN_LOOP_FLIGHT, Load
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.load.images import DELIMITERS, image_tokens
 from flagcore.engines.serving.load.traces import cached_trace

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import SHARES, Flag, Knob
-from flagcore.domain.objective import is_rate
-from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.engines.serving.space import placement
 from flagcore.engines.serving.space.hardware import (
     DP,

@@ -17,10 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.objective import is_rate
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import Task, is_rate
 from flagcore.engines.serving.load.routing import DECODE, PREFILL
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore.engines.serving.space.weights import min_devices

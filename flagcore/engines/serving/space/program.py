@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import yaml
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.space import installed, knobs
 from flagcore.engines.serving.space.installed import strip_dashes

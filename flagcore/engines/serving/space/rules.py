@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, has_images, longest_request
 from flagcore.engines.serving.space.installed import strip_dashes

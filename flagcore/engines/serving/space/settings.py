@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request

@@ -13,9 +13,9 @@ from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.installed import strip_dashes
 from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.errors import FlagError, SpecError
-from flagcore.physics.kernels.roofline import BYTES
-from flagcore.spec import gguf
+from flagcore.physics.roofline import BYTES
 from flagcore.spec.huggingface import context_of, format_of_weights
+from flagcore.spec.models import context_length
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
@@ -57,7 +57,7 @@ def context_limit(spec: Spec) -> int | None:
         return None
     if os.path.isfile(weights) and not weights.endswith(".json"):
         try:
-            return gguf.context_length(weights)
+            return context_length(weights)
         except FlagError:
             return None
     return context_of(_config(weights))

@@ -22,10 +22,9 @@ from urllib.parse import urlsplit
 
 from flagcore.domain.serving import CLIENT_LOG, Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.launch.job import Job, plain_load
 from flagcore.engines.serving.launch.reports import ServerReports, combine
-from flagcore.engines.serving.launch.server import transfer_port
-from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
+from flagcore.engines.serving.load.figures import goodput
 from flagcore.engines.serving.load.highest import MIN_RATE, completions_per_s, highest_load
 from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
@@ -265,7 +264,6 @@ class LoadRunner:
             figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
         return {
             "figures": figures,
-            "quantiles": quantiles_of(result.requests),
             "duration_s": result.duration_s,
             "window": [ended_s - result.duration_s + each for each in result.window or (0.0, result.duration_s)],
             "completed": result.completed,

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import HIGHEST_LOAD, PER_DEVICE
-from flagcore.domain.spec import Task
+from flagcore.domain.space import Candidate
+from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
-from flagcore.engines.serving.model.price import tokens_per_iteration
+from flagcore.engines.serving.model.simulation import tokens_per_iteration
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.knobs import DRAFTED
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.launch.server import (
@@ -56,9 +55,9 @@ from flagcore.engines.serving.space.knobs import (
 )
 from flagcore.engines.serving.space.program import as_words
 from flagcore.engines.serving.space.settings import GRAPH_TOKENS, PublishedRuns
+from flagcore.engines.serving.vllm import REPORTS
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, GRAPHS, PROGRAM, SEQS, THREADS, TOKENS, limits
-from flagcore.engines.serving.vllm.reports import REPORTS
 from flagcore.errors import UsageError
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
@@ -376,7 +375,7 @@ def _merges(task: Task) -> tuple[Merge, ...]:
 
 WORKLOAD = Engine(
     name="vllm",
-    where="flagcore.engines.serving.vllm.reports:REPORTS",
+    where="flagcore.engines.serving.vllm:REPORTS",
     program=PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
     rules=_rules,

@@ -14,7 +14,7 @@ from flagcore.engines.training.layout import Layout, Placement, Training
 from flagcore.engines.training.parameters import layer_input_bytes
 from flagcore.engines.training.time.passes import Linear
 from flagcore.engines.transformer import widths
-from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.pipelines import SCHEDULES
 
 EXPOSED_SHARE = 0.7
 """Exposed share of a tensor-parallel collective that is split to overlap its product (`tp_comm_overlap`). Fitted to

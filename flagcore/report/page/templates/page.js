@@ -40,15 +40,11 @@
     plot.dataset.drawn = "yes";
   }
 
-  // The text of a folded chart cannot be measured: it is drawn when it is unfolded.
-  const isShown = (plot) => !plot.dataset.drawn && !plot.closest("details:not([open])");
-
   async function drawAll() {
-    for (const plot of plots.filter(isShown)) await draw(plot);
+    for (const plot of plots) await draw(plot);
     fit();
     document.documentElement.dataset.drawn = "yes";
   }
-  document.addEventListener("toggle", (event) => { if (event.target.open) drawAll(); }, true);
 
   const drawn = () => plots.filter((plot) => plot.dataset.drawn);
 

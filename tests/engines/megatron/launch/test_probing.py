@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
+from flagcore.domain.space import Candidate
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.engines.megatron.reading import NoMetrics
 from tests import small

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.reading import CommandProgress, program_progress

@@ -17,9 +17,9 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import Layout, Options, Placement
 from flagcore.engines.training.memory.training import memory_in_use, rank_memory
 from flagcore.engines.training.time.step import step_time
-from flagcore.physics.collectives.costs import Collectives
-from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.collective_costs import Collectives
+from flagcore.physics.cost_stack import PlainMemory
+from flagcore.physics.roofline import Roofline
 from tests.engines.megatron.layers.test_splits import all_splits, cases, derived, slowest
 from tests.engines.training.candidates import DEEPSEEK_16B, LLAMA, MOE, NETWORK, NODE, TOPOLOGY, layout, train
 from tests.small import CHIP, SOURCE

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.layers.stages import LAYOUT

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.model import Model
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
@@ -23,7 +23,7 @@ from flagcore.engines.megatron.mixed.options import mesh_options
 from flagcore.engines.megatron.mixed.planner import _useful
 from flagcore.engines.megatron.mixed.trials import as_asked, hosts_of, plain_values, require_runnable
 from flagcore.errors import SpecError
-from flagcore.physics.schedules.replay import simulate, step_seconds
+from flagcore.physics.pipelines import simulate, step_seconds
 from flagcore.tuner.stages.build import build
 from tests import small
 from tests.engines.megatron.layers.test_mixed_split import TIMES, chip, costs, mixed

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.mixed.hetero import mixed

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_task
 from flagcore.domain.model import LinearAttention
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.space.knobs import BY_NAME, SPACE_KNOBS

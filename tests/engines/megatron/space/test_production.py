@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Fact
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.model import Model
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.tuner.stages.build import build, legality

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.mixed.meshes import MESHES

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.space import Space
+from flagcore.domain.space import KnobValue, Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine

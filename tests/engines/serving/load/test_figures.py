@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from flagcore.domain.serving import LATENCIES
 from flagcore.engines.serving.load.figures import (
-    MAX_QUANTILES,
     duration_s,
     figures_of,
     goodput,
-    quantiles_of,
     steady_figures,
 )
 from flagcore.engines.serving.load.result import Answer, LoadResult
@@ -53,7 +49,6 @@ def test_an_answer_of_one_token_counts_for_the_first_token_only() -> None:
     assert not [name for name in figures if name.startswith(("tpot_s", "itl_s"))]
     assert figures["ttft_s.p50"] == 1.0
     assert figures_of([answer(gaps=()), answer()])["tpot_s.mean"] == 1.0
-    assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]
 
 
 def slots(count: int, waves: int, gap: float) -> list[Answer]:
@@ -94,19 +89,6 @@ def test_goodput_counts_requests_that_keep_all_limits_a_second(
     assert goodput(result(*answers), slo) == pytest.approx(requests_per_s)
 
 
-def test_load_with_a_problem_has_no_goodput() -> None:
-    assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
-
-
-def test_cpu_use_of_the_client_is_measured() -> None:
-    meter = Meter()
-    while meter.figures()["client_cpu_s"] < 0.05:
-        sum(range(10_000))
-    figures = meter.figures()
-    assert 0 < figures["client_cpu_share"] <= 1.2
-    assert figures["others_cores"] >= 0
-
-
 def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
     clock = iter([0.0, 2.0])
@@ -114,17 +96,3 @@ def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.Mo
     monkeypatch.setattr("flagcore.engines.serving.load.sending._process_tree_s", lambda: next(tree))
     monkeypatch.setattr("flagcore.engines.serving.load.sending.time.perf_counter", lambda: next(clock))
     assert Meter().figures()["others_cores"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
-def test_quantiles_are_a_few_percentiles_of_all_values(count: int) -> None:
-    answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
-    figures, quantiles = figures_of(answers), quantiles_of(answers)
-    assert list(quantiles) == list(LATENCIES)
-    for name, values in quantiles.items():
-        assert len(values) == min(MAX_QUANTILES, count * (2 if name == "itl_s" else 1))
-        assert values == sorted(values)
-        for statistic in ("p50", "p90", "p99"):
-            assert np.percentile(values, float(statistic[1:])) == pytest.approx(
-                figures[f"{name}.{statistic}"], rel=1e-12
-            )

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
-from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.engines.serving.model import candidates, simulated_load
 from flagcore.engines.serving.model.closed_loop import PARTS
 from flagcore.engines.serving.model.predict import crowding
@@ -25,7 +24,7 @@ from flagcore.engines.serving.space.placement import uniform_kinds
 from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.serving.space.weights import parameters
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict, published
 from tests.served import CHIP, DENSE, EXPERTS, costs
 

@@ -16,7 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.serving import LATENCIES, Load, ServeSpec
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict
 from tests.engines.serving.model.test_predict import settings
 from tests.served import CHIP, DENSE, EXPERTS, SOURCE, costs

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.model import Model
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import Load
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP

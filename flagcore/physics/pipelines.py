@@ -1,4 +1,4 @@
-"""Simulates the pipeline passes of a step, for timelines and for checking the formulas of engines."""
+"""Pipeline schedules by name, and a simulation of their passes, for timelines and for checking formulas of engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,46 @@ from typing import TypeAlias
 
 from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules.catalogue import SCHEDULES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The properties of a pipeline schedule.
+
+    `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is the number of copies of
+    parameters, gradients and optimizer state per device. With `splits_backward`, the gradients of activations and of
+    weights are computed in separate passes, so kernels read their inputs twice. With `post_validation`, stages are not
+    synchronized before the optimizer; the time of a step is then the longest time of one stage, from its first forward
+    pass to its last backward pass.
+    """
+
+    parts: int = 1
+    copies: int = 1
+    splits_backward: bool = False
+    post_validation: bool = False
+
+    @property
+    def folded(self) -> bool:
+        """Whether device r of p has the parts r and 2p - 1 - r, so that the first device also has the last part."""
+        return self.parts == 2 and self.copies == 1
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(),
+    "1f1b": Schedule(),
+    "interleaved": Schedule(parts=0),
+    "zb-h1": Schedule(splits_backward=True),
+    "zb-h2": Schedule(splits_backward=True, post_validation=True),
+    "zb-1p": Schedule(splits_backward=True, post_validation=True),
+    "zb-2p": Schedule(splits_backward=True, post_validation=True),
+    "zb-v": Schedule(parts=2, splits_backward=True, post_validation=True),
+    "v-half": Schedule(parts=2, splits_backward=True, post_validation=True),
+    "v-min": Schedule(parts=2, splits_backward=True, post_validation=True),
+    "dualpipe": Schedule(parts=2, copies=2, splits_backward=True),
+    "dualpipev": Schedule(parts=2, splits_backward=True),
+}
+"""The schedules that are modelled, by name."""
+
 
 Pass: TypeAlias = tuple[str, int, int]
 """The kind, the part of the model and the micro-batch of a pass. Kinds: F is the forward pass, B computes the gradients
@@ -247,7 +286,10 @@ def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
     executed = run(orders_of(passes, microbatches), pipe)
     if passes.schedule != "dualpipe":
         return executed
-    return [_renumber(each, pipe.length, microbatches) for each in executed]
+    first = microbatches - microbatches // 2
+    return [
+        replace(each, microbatch=each.microbatch + first) if each.part >= pipe.length else each for each in executed
+    ]
 
 
 def pipe_of(passes: Passes) -> Pipe:
@@ -302,10 +344,3 @@ def step_seconds(passes: Passes, executed: Sequence[ExecutedPass]) -> float:
     longest time from the first start to the last end on one device."""
     end, span = seconds_of(executed)
     return span if SCHEDULES[passes.schedule].post_validation else end
-
-
-def _renumber(executed: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
-    """Return a pass of DualPipe with the micro-batches of the second copy numbered after those of the first."""
-    if executed.part < length:
-        return executed
-    return replace(executed, microbatch=executed.microbatch + microbatches - microbatches // 2)

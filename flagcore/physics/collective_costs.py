@@ -12,7 +12,7 @@ from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Link
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.collectives.curves import (
+from flagcore.physics.collective_curves import (
     KINDS,
     PEER_SECONDS,
     CollectiveTable,

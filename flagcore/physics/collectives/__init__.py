@@ -1,1 +1,0 @@
-"""Times of collectives over the levels of a cluster."""

@@ -1,1 +1,0 @@
-"""Times of single kernels, from a roofline of the chip or from measurements."""

@@ -1,1 +1,0 @@
-"""Pipeline schedules: their properties, the order of their passes, and a simulation."""
