@@ -19,7 +19,7 @@ from flagcore import api
 from flagcore.api.snapshot import build_problem_of_spec
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import Passes, idle_of
-from flagcore.engines.training.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.schedules import pipeline_seconds
 
 HETERO = "train.system.hetero"
 MEMORY: Mapping[str, tuple[Sequence[str], str, int, int]] = {

@@ -9,6 +9,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training import schedules
 from flagcore.engines.training.layout import (
     DEFAULTS,
     ArrayRecord,
@@ -19,7 +20,6 @@ from flagcore.engines.training.layout import (
     Training,
     pick,
 )
-from flagcore.engines.training.schedules import formulas
 from flagcore.physics.pipelines import SCHEDULES
 
 LAYERS, DENSE, MTP = 3, 4, 5
@@ -145,7 +145,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
     if uneven.size:
         flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
     if options.schedule:
-        deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        deferred = schedules.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
         copies = SCHEDULES[options.schedule].copies
     return Stage(
         **{each.name: getattr(part, each.name) for each in fields(part)},
@@ -201,7 +201,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     further forward pass runs layer by layer during a backward pass, which frees the same amount.
     """
     schedule = options.schedule or "interleaved"
-    return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
+    return schedules.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:

@@ -8,7 +8,7 @@ import pytest
 
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.launch.export import FRONT_PORT, NGINX, START
-from flagcore.engines.serving.launch.job import SERVE
+from flagcore.engines.serving.launch.server import SERVE
 from flagcore.spec import read_spec
 from tests.small import ENGINES
 

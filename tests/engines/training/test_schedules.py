@@ -11,8 +11,8 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.engines.training.schedules.critical_path import StageTimes
-from flagcore.engines.training.schedules.formulas import deferred, in_flight, makespan
+from flagcore.engines.training.critical_path import StageTimes
+from flagcore.engines.training.schedules import deferred, in_flight, makespan
 from flagcore.physics.pipelines import SCHEDULES, Pass, pipe_of, seconds_of
 from tests.physics.planned_orders import orders_of, simulate
 

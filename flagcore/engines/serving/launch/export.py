@@ -12,8 +12,7 @@ import yaml
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
-from flagcore.engines.serving.launch.job import SHARED_FOLDER
-from flagcore.engines.serving.launch.server import Instance, Router
+from flagcore.engines.serving.launch.server import SHARED_FOLDER, Instance, Router
 
 FRONT_PORT = 8000
 """The port of a single server, or of nginx or the router; the servers behind it have the following ports."""

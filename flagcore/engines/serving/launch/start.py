@@ -15,9 +15,17 @@ from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.engines.serving.launch import dynamo, export
-from flagcore.engines.serving.launch.job import SERVE, SHARED_FOLDER, Job, as_text
 from flagcore.engines.serving.launch.profile import EngineProfile
-from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SHARED, Instance, Router
+from flagcore.engines.serving.launch.server import (
+    ROUTER_HEALTH,
+    SERVE,
+    SHARED,
+    SHARED_FOLDER,
+    Instance,
+    Job,
+    Router,
+    as_text,
+)
 from flagcore.engines.serving.load.traffic import in_flight
 from flagcore.engines.serving.space.hardware import PREFILL_DECODE, Hardware
 from flagcore.engines.serving.space.knobs import TRANSFER

@@ -18,8 +18,8 @@ from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
-from flagcore.engines.serving.model.price import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.simulated_load import HIT_RATE, MAX_REQUESTS, SimulatedLoad
+from flagcore.engines.serving.model.simulation import Lane, Price, tokens_per_iteration
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork
 from flagcore.engines.serving.model.work import TOKENIZER, Overheads, Split
 from flagcore.engines.serving.space.placement import InstanceKinds

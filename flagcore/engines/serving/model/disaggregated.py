@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from flagcore.engines.serving.model.price import Price
-from flagcore.engines.serving.model.simulation import Outcome, Simulation
+from flagcore.engines.serving.model.simulation import Outcome, Price, Simulation
 from flagcore.engines.serving.model.vision import ImageWork
 
 

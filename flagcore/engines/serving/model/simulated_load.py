@@ -16,9 +16,8 @@ from flagcore.engines.serving.load.images import image_tokens
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.reuse import Part, cached_tokens, prefix_lanes, prompt_parts, turn_order
-from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.simulation import Outcome, Price, simulate
 from flagcore.engines.serving.model.vision import ImageWork, image_work
 
 MAX_REQUEST_TIMES = 20_000

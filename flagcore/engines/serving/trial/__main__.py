@@ -7,22 +7,44 @@ configuration:`, `timed out:` or `failed:`) with the reason. Each server logs in
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
+from urllib.parse import urlsplit
 
 import psutil
 
+from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.launch.job import read_job
-from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.launch.reports import ServerReports
+from flagcore.engines.serving.launch.server import ROUTER_HEALTH, SHARED_FOLDER, Job, log_name, read_job
+from flagcore.engines.serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
+from flagcore.engines.serving.trial.loads import LoadRunner, counters
+from flagcore.engines.serving.trial.servers import (
+    INVALID_ANSWERS,
+    Served,
+    Server,
+    check_all_alive,
+    check_ended,
+    connect,
+    log,
+    start_all,
+    stop_all,
+)
+from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
 
-CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}
 MAX_AGE_SECONDS = 120.0
 """A higher age of this process is not credible: some containers report a wrong time of boot."""
+STOP_SECONDS = 3.0
+"""Part of MARGIN_SECONDS after which servers that have not stopped are killed, so that the report is in time."""
 
 
 def main(arguments: list[str], age_s: float = 0.0) -> int:
@@ -38,8 +60,6 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
         return report(TrialFailure(TrialState.INVALID, str(error)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        from flagcore.engines.serving.trial.program import run
-
         run(job, folder, began)
     except TrialFailure as failure:
         return report(failure)
@@ -49,10 +69,95 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
     return 0
 
 
-def report(failure: TrialFailure) -> int:
-    """Print a failure as the last line on stderr, and return its exit code."""
-    print(failure, file=sys.stderr, flush=True)
-    return CODES[failure.state]
+def run(job: Job, folder: Path, began: float | None = None) -> None:
+    """Run `job`, which began at `began` (time.monotonic(); None: now), and write its metrics into `folder`.
+
+    Raises TrialFailure.
+    """
+    now = time.monotonic()
+    deadline = max(now + 1.0, (now if began is None else began) + job.timeout_s - MARGIN_SECONDS)
+    reports: ServerReports = resolve_name(job.engine)
+    with (
+        running_servers(job, reports, folder, deadline) as servers,
+        running_router(job, servers, folder, deadline) as router,
+    ):
+        effective = _read_back(job, reports, servers)
+        points = LoadRunner(job, reports, servers, router, folder, deadline).points()
+        metrics = {
+            "schema_version": 1,
+            "effective": effective,
+            "versions": dict(job.versions),
+            "points": points,
+            "counters": counters(reports, servers),
+            "startup_s": [server.startup_s for server in servers],
+            "memory": [dict(reports.memory(log_text(server.log))) for server in servers],
+            "resident_bytes": [server.resident_bytes() for server in servers],
+        }
+        check_all_alive(servers, "after the load")
+    new = (folder / METRICS).with_suffix(".new")
+    new.write_text(json.dumps(metrics, indent=1, allow_nan=False), encoding="utf-8")
+    new.replace(folder / METRICS)
+
+
+@contextlib.contextmanager
+def running_servers(job: Job, reports: ServerReports, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+    """Yield the servers when all are healthy. Stop those that run here."""
+    patterns = (*reports.failures, *job.patterns)
+    if job.hosts:
+        yield connect(job, folder, patterns, reports.health, deadline)
+        return
+    servers = [
+        Server(f"instance {number}", each, folder / log_name(number), patterns)
+        for number, each in enumerate(job.instances)
+    ]
+    try:
+        start_all(servers, job.directory, reports.health, deadline)
+        yield servers
+    except TrialFailure as failure:
+        log(str(failure))  # in case this program is killed while it stops the servers
+        raise
+    finally:
+        stop_all(servers, deadline + STOP_SECONDS)
+        shutil.rmtree(folder / SHARED_FOLDER, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_router(job: Job, servers: Sequence[Served], folder: Path, deadline: float) -> Iterator[Sequence[Server]]:
+    """Yield the router in front of the servers when it is healthy, none if flagcore's client sends the load."""
+    if job.router is None:
+        yield ()
+        return
+    addresses = [urlsplit(server.url) for server in servers]
+    kinds = [each.kind for each in job.instances]
+    places = [(kind, each.hostname or "", each.port or 0) for kind, each in zip(kinds, addresses, strict=True)]
+    router = Server("router", job.router.instance(places), folder / "router.log", job.patterns)
+    try:
+        start_all([router], job.directory, ROUTER_HEALTH, deadline)
+        yield (router,)
+    finally:
+        stop_all([router], deadline + STOP_SECONDS)
+
+
+def _read_back(job: Job, reports: ServerReports, servers: Sequence[Served]) -> dict[str, KnobValue]:
+    """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
+    reported: list[Mapping[str, KnobValue]] = []
+    for server, instance in zip(servers, job.instances, strict=True):
+        wait_until_quiet(server.log)
+        try:
+            values = reports.effective(server.fetch, log_text(server.log))
+        except INVALID_ANSWERS as error:
+            check_ended([server], "while its settings were read")
+            raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
+        for knob, value in values.items():
+            set_value = instance.requested.get(knob)
+            if set_value is not None and set_value != value:
+                reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
+                raise TrialFailure(TrialState.INVALID, reason)
+        reported.append(values)
+    combined = {knob: value for values in reported for knob, value in values.items()}
+    return {
+        knob: value for knob, value in combined.items() if all(values.get(knob, value) == value for values in reported)
+    }
 
 
 if __name__ == "__main__":

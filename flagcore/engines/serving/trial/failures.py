@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,3 +114,12 @@ def server_failure(
         return TrialFailure(TrialState.OUT_OF_MEMORY, f"{server} {ending}: probably killed by the system{quote}")
     state = state if state in PREFIXES else TrialState.FAILED
     return TrialFailure(state or TrialState.FAILED, f"{server} {ending}{quote}")
+
+
+CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}
+
+
+def report(failure: TrialFailure) -> int:
+    """Print a failure as the last line on stderr, and return the exit code of the program."""
+    print(failure, file=sys.stderr, flush=True)
+    return CODES[failure.state]

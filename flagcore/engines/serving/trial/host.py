@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 
-from flagcore.engines.serving.launch.job import Job, log_name, read_job
 from flagcore.engines.serving.launch.reports import ServerReports
-from flagcore.engines.serving.trial.__main__ import report
-from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.launch.server import Job, log_name, read_job
+from flagcore.engines.serving.trial.failures import TrialFailure, report
 from flagcore.engines.serving.trial.servers import REPORT, Server, check_all_alive, start_all, stop_all
 from flagcore.engines.serving.trial.time_left import MARGIN_SECONDS
 

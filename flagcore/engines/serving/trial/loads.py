@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 
 from flagcore.domain.serving import CLIENT_LOG, Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.launch.job import Job, plain_load
 from flagcore.engines.serving.launch.reports import ServerReports, combine
-from flagcore.engines.serving.launch.server import transfer_port
+from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
 from flagcore.engines.serving.load.highest import MIN_RATE, completions_per_s, highest_load
 from flagcore.engines.serving.load.reports import read_report

@@ -13,7 +13,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
-from flagcore.engines.serving.model.price import tokens_per_iteration
+from flagcore.engines.serving.model.simulation import tokens_per_iteration
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.knobs import DRAFTED
 

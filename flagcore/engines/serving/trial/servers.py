@@ -27,8 +27,7 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern, host_folder
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.launch.job import Job, log_name
-from flagcore.engines.serving.launch.server import Instance, transfer_port
+from flagcore.engines.serving.launch.server import Instance, Job, log_name, transfer_port
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text, server_failure
 
 POLL_SECONDS, REPORT_SECONDS = 0.05, 0.1

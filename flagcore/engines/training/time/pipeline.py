@@ -8,9 +8,9 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.layout import Layout, Placement, Training
-from flagcore.engines.training.schedules.critical_path import StageTimes
-from flagcore.engines.training.schedules.formulas import makespan
+from flagcore.engines.training.schedules import makespan
 from flagcore.engines.training.stages import Stage, depths_received
 from flagcore.engines.training.time.communication import Messages
 from flagcore.engines.training.time.passes import StageTime

@@ -14,7 +14,7 @@ from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Tra
 from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
 from flagcore.engines.training.parameters import stage_parameters
-from flagcore.engines.training.schedules.formulas import pipeline_seconds
+from flagcore.engines.training.schedules import pipeline_seconds
 from flagcore.engines.training.stages import Stage, stage, stages
 from flagcore.engines.training.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time, reduction

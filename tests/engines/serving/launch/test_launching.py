@@ -21,8 +21,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
 from flagcore.engines.serving.launch import export
-from flagcore.engines.serving.launch.job import Job, as_text, read_job
-from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.launch.server import Instance, Job, as_text, read_job
 from flagcore.engines.serving.launch.start import instances_of
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.routing import NIXL

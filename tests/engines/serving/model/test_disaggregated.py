@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.price import Lane, Price
-from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, simulate
 from tests.engines.serving.model.test_simulation import LANE, OVER
 from tests.served import times
 

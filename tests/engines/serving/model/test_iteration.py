@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.model import Indexer, LinearAttention, Model, Windows
 from flagcore.engines.serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
-from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.simulation import Lane, Price
 from flagcore.engines.serving.model.work import Serving
 from flagcore.physics.roofline import Roofline
 from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, split, times

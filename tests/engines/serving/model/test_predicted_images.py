@@ -14,7 +14,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.launch.job import Job, as_text, read_job
+from flagcore.engines.serving.launch.server import Job, as_text, read_job
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.lmdeploy.profile import WORKLOAD as LMDEPLOY
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG

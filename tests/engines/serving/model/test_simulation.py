@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from flagcore.engines.serving.model import simulation
-from flagcore.engines.serving.model.price import Lane, Price
-from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, simulate
 from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import times
 

@@ -10,8 +10,7 @@ import pytest
 
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
-from flagcore.engines.serving.model.price import Lane, Price
-from flagcore.engines.serving.model.simulation import simulate
+from flagcore.engines.serving.model.simulation import Lane, Price, simulate
 from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import OVER, times
 

@@ -9,8 +9,7 @@ import pytest
 
 from flagcore.engines.serving.load.images import Image
 from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.price import Price
-from flagcore.engines.serving.model.simulation import simulate
+from flagcore.engines.serving.model.simulation import Price, simulate
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore.engines.serving.model.work import PIXEL, Serving
 from tests.engines.serving.model.test_simulation import LANE, OVER

@@ -14,8 +14,7 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.launch.job import Job
-from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.launch.server import Instance, Job
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.load.highest import RESOLUTION
 from flagcore.engines.serving.load.result import LoadResult

@@ -12,11 +12,10 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.launch.job import Job
-from flagcore.engines.serving.launch.server import Instance
+from flagcore.engines.serving.launch.server import Instance, Job
 from flagcore.engines.serving.load.routing import FOLDER
+from flagcore.engines.serving.trial.__main__ import run
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.program import run
 from flagcore.engines.serving.trial.servers import listeners
 from tests.engines.serving.trial.trials import SERVER, requests_sent
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.engines.training.schedules import critical_path
-from flagcore.engines.training.schedules.critical_path import StageTimes
+from flagcore.engines.training import critical_path
+from flagcore.engines.training.critical_path import StageTimes
 from flagcore.physics.pipelines import SCHEDULES
 
 
