@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import (
-    Choice,
-    Event,
-    Launcher,
-    OnEvent,
-    Plugins,
-    Problem,
-    SearchContext,
-    Strategy,
-    Workload,
-)
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason

@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from flagcore.contracts import Costs, Plugins
-from flagcore.domain.chip import (
-    Chip,
-    Device,
-    Support,
-    unknown_chip_hint,
-    with_network,
-)
+from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
