@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from flagcore.engines.serving.llamacpp.knobs import KNOBS as LLAMACPP
-from flagcore.engines.serving.sglang.knobs import KNOBS as SGLANG
+from flagcore.engines.serving.llamacpp.profile import KNOBS as LLAMACPP
+from flagcore.engines.serving.sglang.profile import KNOBS as SGLANG
 from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 
 TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
