@@ -13,7 +13,7 @@ from flagcore.domain.model import Vision
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import figure_name, is_rate, seconds
-from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts
