@@ -12,7 +12,6 @@ from dataclasses import is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -20,11 +19,8 @@ import flagcore
 from docs.site import cli_page, docstrings, engine_tables, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.domain.search_state import LEARNED_MESSAGES
-from flagcore.engines.megatron.launch.reading import METRICS, STEPS
-from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.engines.serving.engine import Engine
-from flagcore.physics.pipelines import SCHEDULES
 from flagcore.plugins import WORKLOADS, names, workload
 from tests.pages import FENCE, PAGES, ROOT, TEXT, prose
 
@@ -129,11 +125,6 @@ def test_readme_states_the_errors_of_the_accuracy_page() -> None:
     assert stated == [f"{figure:.0f}" for figure in figures]
 
 
-def test_spec_page_lists_every_schedule() -> None:
-    rows = re.findall(r"^- (`.*?): ", section("docs/spec.md", "`pipeline_schedule` is one of"), re.MULTILINE)
-    assert [name for row in rows for name in re.findall(r"`([\w-]+)`", row)] == list(SCHEDULES)
-
-
 def test_reference_has_every_exit_code_and_no_other() -> None:
     codes = {0, *(kind.exit_code for kind in _kinds(errors.FlagError))}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)} == codes
@@ -157,13 +148,6 @@ def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
     assert listed == found | trial_program | {"best/"}
 
 
-def test_tutorial_explains_the_table_and_the_counts() -> None:
-    page = TEXT["docs/tutorial.md"]
-    learned = set(LEARNED_MESSAGES) - {"does_not_fit"}
-    assert {name for name in learned if f"`{name}`" not in page} == set()
-    assert {knob.label for knob in SPACE_KNOBS if knob.label.isupper() and knob.label not in page} == set()
-
-
 def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() -> None:
     names = re.findall(r"\w+", str(first_column(section("docs/architecture.md", "## Layers"))))
     layers, *_ = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
@@ -172,22 +156,12 @@ def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() ->
     assert places == sorted(places)
 
 
-def test_pages_for_newcomers_exist_in_chinese() -> None:
-    assert {"README.zh.md", "docs/tutorial.zh.md", "docs/tutorial-node.zh.md"} <= set(TWINS)
-
-
 @pytest.mark.parametrize("twin", TWINS)
 def test_chinese_page_and_the_english_one_link_to_each_other_and_share_snippets(twin: str) -> None:
     english = twin.replace(".zh.md", ".md")
     assert Path(english).name in LINK.findall(TEXT[twin])
     assert Path(twin).name in LINK.findall(TEXT[english])
     assert _commands(twin) & _commands(english)
-
-
-@engines
-def test_an_engine_without_a_run_is_marked(engine: Engine) -> None:
-    text = section("docs/engines.md", f"\n## {engine.program.title}\n")
-    assert ("**Untested**" in text) == bool(engine.untested)
 
 
 def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
@@ -200,14 +174,6 @@ def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
         for engine in SERVING_ENGINES
         for name in (*engine.reports.counters.values(), *engine.reports.shares)
     }
-
-
-@pytest.mark.parametrize("name", ["architecture.svg", "loop.svg", "report.svg"])
-def test_picture_has_a_title_and_a_description(name: str) -> None:
-    picture = ElementTree.parse(ROOT / "docs" / name).getroot()
-    names = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in picture}
-    assert names["title"]
-    assert names["desc"]
 
 
 def _commands(page: str) -> set[str]:

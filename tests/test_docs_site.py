@@ -46,11 +46,6 @@ def test_site_loads_nothing_from_elsewhere(built: Path) -> None:
     assert {file.name: found.group() for file in files if (found := LOADED.search(file.read_text()))} == {}
 
 
-def test_search_index_has_every_page_without_a_server(built: Path) -> None:
-    index = (built / "search" / "search_index.js").read_text()
-    assert {page for page in _pages(SITE["nav"]) if f'"{page.removesuffix(".md")}.html"' not in index} == set()
-
-
 def _pages(nav: list[Any]) -> Iterator[str]:
     for part in nav:
         ((_, inner),) = part.items()

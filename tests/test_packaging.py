@@ -61,14 +61,6 @@ def test_release_holds_the_package_and_no_other_part(sdist: tarfile.TarFile) -> 
     assert not [name for name in names if name.split("/")[1] in ("plugins", "extras")]
 
 
-def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
-    extras = checkout["optional-dependencies"]
-    assert isinstance(extras, dict)
-    assert {*VENDORS, "kubernetes", "ray", "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(
-        extras
-    )
-
-
 def test_extra_all_has_no_engine(checkout: dict[str, object]) -> None:
     """Engines require different releases of torch."""
     extras = checkout["optional-dependencies"]

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from flagcore.errors import Interrupted, LaunchError
 from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.stages.limit import seconds_used
-from flagcore.tuner.strategies.simple import PREDICTED
+from flagcore.tuner.strategies import PREDICTED
 from flagcore.vendorkit.smi import visible
 from tests.tuner.benches import Bench, knobs, plain, plugin, sizes_of, sound, write_steps
 
@@ -196,12 +194,6 @@ def test_the_reason_is_reported_if_devices_cannot_be_selected(bench: NodeBench) 
     assert [bool(event.note) for event in bench.events[:2]] == [True, False]
 
 
-@pytest.mark.parametrize("most", [1, 3, 5])
-def test_no_more_trials_than_allowed(bench: NodeBench, most: int) -> None:
-    plan = bench.run(max_trials=most, repeats=0).plan
-    assert len(plan.trials) == most
-
-
 def test_trials_are_numbered_by_start_and_stored_at_their_end(bench: NodeBench) -> None:
     bench.node.ends = lambda number: number != 2 or bench.node.ended == 4
     bench.run(repeats=0)
@@ -253,12 +245,6 @@ def test_an_error_of_the_strategy_ends_all_trials(bench: NodeBench) -> None:
     assert bench.node.running == []
 
 
-def test_time_of_trials_at_once_counts_once(bench: NodeBench) -> None:
-    trials = [trial for trial in bench.run(repeats=0).plan.trials if trial.began_s is not None]
-    both = [replace(trial, began_s=10.0, duration_s=5.0, group=place) for place, trial in enumerate(trials[:3])]
-    assert seconds_used(both) == 15.0
-
-
 def test_nothing_runs_side_by_side_before_interference_is_known(bench: NodeBench) -> None:
     lost = Exit(code=1, ended_by="host", duration_s=0.1)
     bench.node.replies = lambda number: lost if number == 1 else None
@@ -267,11 +253,6 @@ def test_nothing_runs_side_by_side_before_interference_is_known(bench: NodeBench
     assert roles.count(Role.INTERFERENCE) == 2
     assert plan.interference is not None
     assert sound(plan)
-
-
-def test_interference_is_not_measured_without_candidates(bench: NodeBench) -> None:
-    bench.run(max_trials=1, repeats=0)
-    assert {event.trial.role for event in bench.events} == {Role.BASELINE}
 
 
 def test_interference_is_not_measured_again_after_a_restart(bench: NodeBench) -> None:

@@ -49,19 +49,6 @@ def test_answers_keep_the_schedule_wait_for_a_slot_and_are_logged() -> None:
     assert second["sent_s"][0] - first["received_s"] >= 0.13
 
 
-def test_chat_begins_with_a_role_and_ends_with_token_counts() -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "three words here"}]}]
-    with server("--empty-first") as url:
-        events = answer(url, "/v1/chat/completions", messages=messages, max_completion_tokens=2)
-    assert [event["choices"][0]["delta"] for event in events[:-1]] == [
-        {"role": "assistant", "content": ""},
-        {"content": " a"},
-        {"content": " a"},
-    ]
-    assert events[-2]["choices"][0]["finish_reason"] == "length"
-    assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-
-
 def test_comparison_prints_ratios_to_the_log_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": dict.fromkeys(map(str, range(100)), 0)}}))
     command = [sys.executable, str(BENCHMARKS / "clients.py"), str(tmp_path), "--rounds", "1", "--loads", "four_tokens"]

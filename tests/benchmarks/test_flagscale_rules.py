@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.flagscale_rules import AXES, RULES, Entry, FlagScale, History, grid_order
+from benchmarks.flagscale_rules import AXES, RULES, FlagScale, grid_order
 
 PLAIN: dict[str, Any] = {
     "data_parallel_size": 2,
@@ -73,14 +73,6 @@ def test_grid_nests_data_parallel_outermost_and_lists_small_numbers_and_true_fir
     assert found == [(dp, dist, mbs) for dp in (2, 4) for dist in (True, False) for mbs in (1, 4)]
 
 
-def test_grid_tries_recompute_first_and_selective_between_uniform_and_block() -> None:
-    selective = strategy(use_recompute=True, recompute_granularity="selective")
-    uniform = {**block(2), "recompute_method": "uniform"}
-    some = [strategy(), block(1), selective, uniform]
-    assert [some[at] for at in grid_order(some)] == [uniform, selective, block(1), strategy()]
-    assert some[grid_order(some, "performance")[0]] == strategy()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "rule"),
     [
@@ -121,49 +113,3 @@ def test_three_rules_copy_the_result_of_another_candidate(old: dict[str, Any], n
     assert tuner.history[1].pruned_by == rule
     assert tuner.history[1].performance == 3.5
     assert verdict(new, 3.5, old) is None
-
-
-def test_a_copied_result_settles_further_candidates() -> None:
-    chain = [strategy(micro_batch_size=2), strategy(), block(1)]
-    tuner = FlagScale(chain)
-    tuner._order = [0, 1, 2]
-    tuner.next()
-    tuner.tell(2.0)
-    assert tuner.next() is None
-    assert [entry.pruned_by for entry in tuner.history] == [None, "mbs", "recompute"]
-
-
-def test_candidates_that_differ_elsewhere_are_not_compared() -> None:
-    assert verdict(strategy(), None, strategy(micro_batch_size=2, data_parallel_size=4)) is None
-    assert verdict(split(4, 1), None, split(1, 2)) is None
-
-
-def test_two_inconsistent_rules_are_reproduced() -> None:
-    both = {key: block(1)[key] for key in block(1) if "recompute" in key} | {"recompute_method": "uniform"}
-    assert verdict(split(4, 1, **both), None, split(2, 2, micro_batch_size=2, **both)) is None
-    both |= {"sequence_parallel": True}
-    assert verdict(split(4, 1, **both), None, split(2, 2, micro_batch_size=2, **both)) == "tp_pp_mbs"
-    old = block(2, use_distributed_optimizer=True, sequence_parallel=True)
-    assert verdict(old, None, strategy(micro_batch_size=2)) is None
-
-
-def test_memory_model_orders_by_size_and_skips_candidates_outside_its_bounds() -> None:
-    some = [strategy(data_parallel_size=dp) for dp in (1, 2, 3, 4, 5)]
-    tuner = FlagScale(some, memory=[10.0, 50.0, 90.0, 110.0, 30.0], device_bytes=100.0)
-    trials_run = []
-    while (place := tuner.next()) is not None:
-        trials_run.append(place)
-        tuner.tell(1.0)
-    assert trials_run == [1, 4]
-    by_size = {entry.values["data_parallel_size"]: (entry.pruned_by, entry.out_of_memory) for entry in tuner.history}
-    assert by_size[4] == ("memory_model", True)
-    assert by_size[3] == ("memory_utilization", False)
-    assert by_size[1] == ("memory_utilization", False)
-
-
-def test_recompute_is_allowed_if_the_candidate_without_it_ran_out_of_memory() -> None:
-    uniform = {"use_recompute": True, "recompute_method": "uniform", "recompute_granularity": "full"}
-    known = History()
-    known.add(Entry(strategy(), out_of_memory=True))
-    assert known.rule(Entry(strategy(**uniform, recompute_num_layers=1))) is None
-    assert known.rule(Entry(block(1))) is None

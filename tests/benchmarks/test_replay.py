@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,14 +110,6 @@ def test_the_last_line_has_mean_trials_of_all_searches(plain: tuple[dict[str, An
     assert "| flagscale | 2.00 |" in text
 
 
-def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(plain: tuple[dict[str, Any], str]) -> None:
-    figures, _ = plain
-    lost = figures["figures"]["flagscale_priority_performance"]  # micro batch 4 ran, so 2 gets its result unrun
-    assert lost["trials_to_within_1pct"] == 18
-    assert lost["best_kept_within_1pct"] == 0.0
-    assert lost["regret_when_done"] == 1.0
-
-
 def test_never_tried_is_a_share_of_measured_candidates_legal_candidates_and_combinations(
     plain: tuple[dict[str, Any], str], tmp_path: Path
 ) -> None:
@@ -140,55 +131,9 @@ def test_running_out_of_memory_costs_a_trial_and_excludes_larger_candidates(tmp_
     assert flagscale["best_kept_within_1pct"] == 1.0
 
 
-def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Path) -> None:
-    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted", "--fitting", "0.5")
-    assert figures["candidates"] == 18
-    assert figures["figures"]["flagscale"]["never_tried_of_measured"] > 0  # its rules learn from what ran out
-    assert 0 < figures["figures"]["predicted"]["never_tried_of_measured"] <= 0.5  # what surely does not fit never runs
-
-
-def test_a_distorted_model_affects_only_its_sweep_and_costs_trials(tmp_path: Path) -> None:
-    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--wrong", "--fitting", "0.8")
-    by_name = figures["figures"]
-    names = {name.split(": ")[1] for name in by_name}
-    assert names == {"learned", "learned, first run on a chip", "predicted"}
-    untried = {name: figures["never_tried_of_measured"] for name, figures in by_name.items()}
-    assert untried["memory x 0.7: predicted"] < untried["nothing wrong: predicted"]  # it takes all of them to fit
-    right = by_name["nothing wrong: predicted"]["trials_to_within_1pct"]
-    assert by_name["all times x 3: predicted"]["trials_to_within_1pct"] == right
-
-
-def test_parts_of_the_sweeps_are_replayed_by_themselves(tmp_path: Path) -> None:
-    figures, text = replay(tmp_path, sweep(best=(1, 4, 2)), "--subsets", "--strategy", "predicted")
-    assert figures["4 devices"]["candidates"] == 18
-    assert figures["70% of the rows, draw 1"]["candidates"] == 13
-    assert "70% of the rows, draw 1: 1 sweeps of 13 to 13 candidates" in text
-
-
-def test_probes_run_before_the_first_trial_and_cost_time(tmp_path: Path) -> None:
-    records = sweep(best=(1, 4, 2))
-    for each in records:
-        each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}
-    figures, _ = replay(tmp_path, records, "--ablations")
-    by_name = figures["figures"]
-    single, probed = (by_name[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
-    trials = by_name["3 probes first"]["trials_to_within_1pct"]
-    assert probed >= 3 * 20.0 + trials * (2.0 + 3 * 1.0)
-    assert single < 18 * (2.0 + 5 * 2.0)
-
-
 def test_trials_at_once_take_less_wall_clock(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "random", "--at-once", "4")
     single, four = figures["random, 1"], figures["random, 4"]
     assert single["of_serial"] == 1.0
     assert 0.25 < four["of_serial"] < 0.5
     assert single["regret_when_done"] == four["regret_when_done"] == 0.0
-
-
-def test_few_records_are_no_sweep(tmp_path: Path) -> None:
-    data = tmp_path / "jobs.jsonl"
-    data.write_text("\n".join(map(json.dumps, sweep(best=(1, 4, 2))[:7])))
-    command = [sys.executable, str(PROGRAM), str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "no sweep" in done.stderr

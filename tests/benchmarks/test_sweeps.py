@@ -53,13 +53,6 @@ def records(**changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_source_that_a_curve_was_fitted_to_has_parameters_of_the_fit_without_it() -> None:
-    fitted = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))
-    for family in fitted.values():
-        for source in family["sources"].values():
-            assert source["left_out_parameters"]["gemm_share"] > 0
-
-
 def test_a_sweep_of_a_fitted_source_is_predicted_by_the_curve_of_the_fit_without_it(
     sweeps: Any, loaded: LoadedPlugins
 ) -> None:
@@ -82,44 +75,6 @@ def test_a_sweep_gets_the_predictions_of_its_records(sweeps: Any, loaded: Loaded
         name = f"{values['tensor_model_parallel_size']} {values['micro_batch_size']}"
         assert sweep.problem.predictions.step_time_s[row] == pytest.approx(by_id[name])
         assert sweep.seconds[row] == values["tensor_model_parallel_size"] * values["micro_batch_size"]
-
-
-def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: LoadedPlugins) -> None:
-    from wrong_models import distort
-
-    (sweep,) = sweeps.read_sweeps(records(), loaded)
-    right = sweep.problem.predictions
-    wrong = distort(right, {"_comm_": 3.0, "memory": 0.7})
-    for name in ("static_bytes", "peak_allocated_bytes", "device_used_bytes"):
-        assert np.allclose(getattr(wrong, name), 0.7 * getattr(right, name))
-    assert wrong.capacity_bytes == right.capacity_bytes
-    assert np.allclose(wrong.time_s["tp_comm_s"], 3.0 * right.time_s["tp_comm_s"])
-    assert np.allclose(wrong.time_s["compute_s"], right.time_s["compute_s"])
-    assert np.allclose(wrong.step_time_s, sum(wrong.time_s.values()))
-    slower = distort(right, {"_s": 3.0})
-    for name in ("step_time_s", "low_s", "high_s"):
-        assert np.allclose(getattr(slower, name), 3.0 * getattr(right, name))
-
-
-def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
-    (sweep,) = sweeps.read_sweeps(records(), loaded)
-    less = sweeps.on_smaller_devices(sweep, 0.5)
-    succeeded = np.isfinite(less.seconds)
-    assert succeeded.sum() == 6
-    assert sweep.used_bytes[succeeded].max() < sweep.used_bytes[~succeeded].min()
-    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(succeeded).tolist()
-    assert np.array_equal(less.seconds[succeeded], sweep.seconds[succeeded])
-
-
-def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: LoadedPlugins) -> None:
-    (sweep,) = sweeps.read_sweeps(records(), loaded)
-    rows = np.array([1, 4, 5, 7, 8, 9, 10, 11])
-    part = sweeps.select_rows(sweep, rows)
-    for place, row in enumerate(rows.tolist()):
-        assert part.problem.space.candidate(place) == sweep.problem.space.candidate(row)
-        assert part.seconds[place] == sweep.seconds[row]
-        assert part.problem.predictions.step_time_s[place] == sweep.problem.predictions.step_time_s[row]
-    assert part.problem.space.find(part.problem.baseline) is not None
 
 
 def test_each_batch_is_a_sweep_and_the_baseline_is_a_measured_candidate(sweeps: Any, loaded: LoadedPlugins) -> None:

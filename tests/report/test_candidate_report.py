@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.report.candidate_report import causes_text, differs_text, largest_differences, seconds_text
+from flagcore.report.candidate_report import causes_text, differs_text, largest_differences
 from flagcore.report.explanation import memory_parts, needs_text
 
 
@@ -21,11 +21,6 @@ def test_knobs_of_recompute_are_reported_as_one() -> None:
     assert differs_text({"max_num_seqs": (None, 0), "enforce_eager": (None, False)}, BY_NAME) == (
         "max_num_seqs unset -> 0, enforce_eager unset -> off"
     )
-
-
-def test_seconds_are_converted_to_the_objective() -> None:
-    assert seconds_text("tokens_per_second_per_device", 0.5) == "0.5 s/step"
-    assert seconds_text("output_tokens_per_s", 0.001) == "1,000 output tok/s"
 
 
 def test_parts_of_memory_add_up_for_training_and_for_servers() -> None:

@@ -1,18 +1,20 @@
-"""What a person reads of servers."""
+"""What a person reads of a run: servers and their limits, rivals of the best, and repeats without a measurement."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from flagcore.domain.plan import Counts, Plan, gains
+import pytest
+
+from flagcore.domain.plan import Counts, Plan, failed_repeats, gains
 from flagcore.domain.serving import PER_DEVICE
-from flagcore.domain.trial import Role, Trial
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.report.page.assembly import result_text
 from flagcore.report.page.run import RunData
-from flagcore.report.page.summary import no_best
+from flagcore.report.page.summary import MAX_RIVALS, no_best
 from flagcore.report.result import result
-from flagcore.report.text import candidate_line, load_text
+from flagcore.report.text import candidate_line
 from flagcore.tuner.stages.rank import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -85,12 +87,6 @@ def test_the_best_is_reported_with_the_cost_of_the_limits() -> None:
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 
-def test_limits_without_cost_are_reported() -> None:
-    text = plan_text(plan(BASELINE, trial(1, 200.0)))
-    assert "Without the limits: no trial was better" in text
-    assert "latency limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
-
-
 def test_the_cost_of_limits_counts_load_points_that_break_them() -> None:
     best = trial(1, 200.0)
     assert best.measurement is not None
@@ -144,12 +140,28 @@ def test_the_front_holds_the_pareto_optimal_points() -> None:
     assert [point["output_tokens_per_s_per_user"] for point in shown] == [300.0, 1000.0]
 
 
-def test_a_load_without_a_rate_limit_shows_no_infinite_rate() -> None:
-    assert "4.0" in load_text({"request_rate": 4.0})
-    texts = [load_text({"request_rate": rate}) for rate in (float("inf"), "inf")]
-    assert all(text and "inf" not in text for text in texts)
-
-
 def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:
     record = {"candidate": {}, "output_tokens_per_s": 10_891.4, "memory": {"device_used_gib": 1.0}}
     assert "10,891" in candidate_line("baseline", record, {})
+
+
+@pytest.mark.parametrize(
+    ("rivals", "reported"),
+    [
+        (0, None),
+        (1, "trial 1 (parallel 1)"),
+        (MAX_RIVALS + 2, "; ".join([*(f"trial {n} (parallel {n})" for n in range(1, 1 + MAX_RIVALS)), "and 2 more"])),
+    ],
+)
+def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, reported: str | None) -> None:
+    found = plan(BASELINE, *(trial(number, 99.0 - number) for number in range(1, 9)), trial(9, 200.0))
+    text = plan_text(dataclasses.replace(found, rivals=found.trials[1 : 1 + rivals]))
+    assert (f"not significantly faster than {reported}." in text) if reported else ("significantly" not in text)
+
+
+def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
+    repeat = dataclasses.replace(trial(1, 100.0, role=Role.REPEAT), candidate=BASELINE.candidate)
+    late = dataclasses.replace(repeat, number=2, state=TrialState.TIMED_OUT, measurement=None, reason="still running")
+    assert failed_repeats([repeat, late]) == {2: "timed_out"}
+    assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(BASELINE, repeat, late))
+    assert "failed repeat" not in plan_text(plan(BASELINE, repeat))

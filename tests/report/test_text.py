@@ -8,7 +8,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.serving.llamacpp.knobs import KNOBS
 from flagcore.report.candidate_report import differs_text
-from flagcore.report.formats import render, table
+from flagcore.report.formats import render
 from flagcore.report.text import candidate_columns, candidate_text, values_text
 from tests import small
 
@@ -59,15 +59,6 @@ def test_a_plugins_knob_has_its_label() -> None:
     assert differs_text({"acme_overlap": (False, True)}, knobs) == "overlap off -> on"
 
 
-def test_figures_in_a_table_are_right_aligned_and_words_left_aligned() -> None:
-    assert table(["name", "n"], [["a", "1"], ["bb", "1,000"]]).splitlines() == [
-        "name      n",
-        "----  -----",
-        "a         1",
-        "bb    1,000",
-    ]
-
-
 def test_each_format_has_the_same_figures() -> None:
     records = [{"id": "x", "time": {"s": 0.123456789}}]
     columns = {"id": "id", "s": "time.s"}
@@ -76,9 +67,3 @@ def test_each_format_has_the_same_figures() -> None:
     assert render(records, "csv", columns) == "id,s\nx,0.123456789"
     assert "s: 0.123456789" in render(records, "yaml", columns)
     assert "0.1235" in render(records, "table", columns)
-
-
-def test_candidates_that_differ_have_rows_that_differ() -> None:
-    records = [{"candidate": {"enforce_eager": value}} for value in (None, False)]
-    unset, off = render(records, "table", candidate_columns(records, {})).splitlines()[2:]
-    assert unset != off

@@ -5,7 +5,6 @@ Charts are readable without colour: each series also has a pattern, symbol or da
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -150,8 +149,6 @@ MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Margins in pixels; axes add space for their labels."""
 LOG_FROM = 8.0
 """Minimum ratio of the largest to the smallest value for a logarithmic axis."""
-PADDING = 0.05
-"""The share by which an axis extends beyond its values. Otherwise a limit line at its end would look like the frame."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22, "categoryarray": 22}
 """Keys of a trace or layout that contain text, and the width at which it is wrapped."""
@@ -216,21 +213,9 @@ def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, 
 
 
 def spread_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty dict."""
-    if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
-        return {}
-    exponents = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
-    multiples = (1,) if exponents[1] - exponents[0] > 3 else (1, 2, 5)
-    ticks = [digit * 10.0**power for power in range(exponents[0], exponents[1] + 1) for digit in multiples]
-    return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
-
-
-def clear_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return an axis, logarithmic as in `spread_axis` or from 0, with padding around its values."""
-    axis = spread_axis(values)
-    low, high = (math.log10(end(values)) for end in (min, max)) if axis else (0.0, max(values, default=0.0) or 1.0)
-    room = (high - low) * PADDING
-    return axis | {"range": [low - room if axis else 0.0, high + room]}
+    """Return an axis from 0, or a logarithmic one for positive values that span more than a factor of `LOG_FROM`."""
+    is_wide = bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values)
+    return {"type": "log"} if is_wide else {"rangemode": "tozero"}
 
 
 def drawn(data: Any, width: int | None = None) -> Any:

@@ -33,23 +33,17 @@ LEVELS = NAMES["memory_levels"]
 MEASURED = {name: f"{name.removesuffix('_gib')}_bytes" for name in LEVELS} | {"reserved_gib": "peak_reserved_bytes"}
 """Names of the levels in a measurement."""
 GIB = 2**30
-STEP = {
-    "title": N_("Step time"),
-    "parts": N_("Parts of the step time (predicted)"),
-    "predicted": N_("step, predicted"),
-    "measured": N_("step, measured"),
-    "star": N_("measured step"),
-    "summary": N_("{name}: {part} takes {share:.1%} of a step of ~{seconds} s."),
-}
-REQUEST = {
-    "title": N_("Time of a request"),
-    "parts": N_("Parts of the mean time of a request (predicted)"),
-    "predicted": N_("request, predicted"),
-    "measured": N_("request, measured"),
-    "star": N_("measured request"),
-    "summary": N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
-}
-"""Texts of the parts of the time, for training and for servers."""
+STEP = (
+    N_("Step time"),
+    N_("Parts of the step time (predicted)"),
+    N_("{name}: {part} takes {share:.1%} of a step of ~{seconds} s."),
+)
+REQUEST = (
+    N_("Time of a request"),
+    N_("Parts of the mean time of a request (predicted)"),
+    N_("{name}: {part} takes {share:.1%} of a request of ~{seconds} s."),
+)
+"""Title, caption and summary of the parts of the time, for training and for servers."""
 
 
 def memory(run: RunData) -> Section | None:
@@ -164,11 +158,11 @@ def step_time(run: RunData) -> Section | None:
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
-    return Section("step", _((REQUEST if run.serves else STEP)["title"]), blocks)
+    return Section("step", _((REQUEST if run.serves else STEP)[0]), blocks)
 
 
 def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
-    texts = REQUEST if run.serves else STEP
+    _title, title, summary = REQUEST if run.serves else STEP
     times = {name: time_parts(trial) for name, trial in trials.items()}
     totals = {name: sum(time.values()) for name, time in times.items()}
     # of a server the mean of a request
@@ -180,24 +174,19 @@ def _step_parts(run: RunData, trials: Mapping[str, Trial]) -> Chart:
         rows.append([name, *(each for pair in shares for each in pair)])
         if any(seconds.values()):
             traces.append(bars(name, place, list(seconds.values()), list(times), width=0.5))
-    for name, figures in ((_(texts["predicted"]), totals), (_(texts["measured"]), steps)):
+    for name, figures in ((_("predicted"), totals), (_("measured"), steps)):
         rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
-    traces += stars(_(texts["star"]), [(step, name) for name, step in steps.items() if step is not None])
-    title = _(texts["parts"])
+    traces += stars(_("measured"), [(step, name) for name, step in steps.items() if step is not None])
     first, time = next(iter(times.items()))
-    largest_part = max(time, key=lambda part: float(time[part]))
+    largest = max(time, key=lambda part: float(time[part]))
+    share = time[largest] / (totals[first] or 1.0)
+    names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
     return Chart(
-        title=title,
-        summary=_(
-            texts["summary"],
-            name=first.capitalize(),
-            part=_(part_name(largest_part)),
-            share=time[largest_part] / (totals[first] or 1.0),
-            seconds=shown(totals[first]),
-        ),
+        title=_(title),
+        summary=_(summary, **names, share=share),
         traces=traces,
         layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
-        table=table(title, [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
+        table=table(_(title), [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
     )
 
 

@@ -156,8 +156,8 @@ def _scatter(run: RunData, pairs: Sequence[tuple[Trial, float, tuple[float, floa
             _("measured {unit}", unit=unit),
             _("predicted {unit}", unit=unit),
             height=430,
-            xaxis=dict(kind),
-            yaxis=dict(kind),
+            xaxis=kind,
+            yaxis=kind,
         ),
         table=table(
             _("Measured and predicted {unit}, with 80% intervals", unit=unit),

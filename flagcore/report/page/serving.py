@@ -15,11 +15,11 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    clear_axis,
     layout,
     limit_line,
     line,
     points,
+    spread_axis,
     table,
 )
 from flagcore.report.page.run import Record, RunData
@@ -111,7 +111,7 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
             f"{name}, s",
             short,
             shapes=[limit_line(_("limit {seconds:g} s", seconds=each), each) for each in limits],
-            xaxis=clear_axis([*(x for *_, x, _y in measured), *limits]),
+            xaxis=spread_axis([*(x for *_, x, _y in measured), *limits]),
         ),
         table=table(_("Load points by {rate} and {latency}", rate=short, latency=name), headings, rows, sortable=True),
     )

@@ -30,10 +30,8 @@ MAX_PASSES = 4200
 """Maximum number of passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
 """Maximum number of passes to simulate for the idle time of stages; the drawn part represents longer steps."""
-MAX_NUMBERED = 300
-"""Maximum number of passes for outlines and numbers of micro-batches."""
-MAX_PATTERNED = 600
-"""Maximum number of passes with patterns. Patterns of narrow bars cannot be seen, and make a printed page large."""
+MAX_DETAILED = 400
+"""Maximum number of passes with patterns, outlines and numbers, which cannot be seen on narrow bars."""
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -72,28 +70,22 @@ class Timeline:
         self.is_mirrored = self.schedule.copies > 1
         """Whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
         parts = 1 if self.is_mirrored else self.schedule.parts or passes.virtual
-        self.has_two_parts = not self.is_mirrored and parts == 2
         self.passes_per_microbatch = (3 if self.schedule.splits_backward else 2) * self.count * parts
 
-    def microbatches_to_show(self, most: int) -> int | None:
+    def microbatches_to_show(self) -> int | None:
         """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
-        `most` passes.
+        `MAX_PASSES`.
         """
         number = min(self.passes.microbatches, max(2 * self.count, 8))
         if self.passes.virtual > 1:
             number = min(self.passes.microbatches, -(-number // self.count) * self.count)
-        return number if self.passes_per_microbatch * number <= most else None
+        return number if self.passes_per_microbatch * number <= MAX_PASSES else None
 
     def blocks(self) -> list[Block]:
         """Return the chart, or why there is none and the seconds per micro-batch."""
-        number = self.microbatches_to_show(MAX_PASSES)
-        if self.schedule.splits_backward and not self.passes.weight_s:
-            text = _(
-                "No timeline: insight.json of this run is of an earlier version. Delete it to predict the run again."
-            )
-        elif number is None:
-            text = _("No timeline: {count} stages have too many passes to draw.", count=self.count)
-        else:
+        number = self.microbatches_to_show()
+        text = _("No timeline: {count} stages have too many passes to draw.", count=self.count)
+        if number is not None:
             try:
                 return [self._chart(number)]
             except NotModelled as error:
@@ -101,13 +93,12 @@ class Timeline:
         return [Text(text), self._seconds(self.passes.microbatches)]
 
     def _chart(self, number: int) -> Chart:
-        passes, schedule = self.passes, self.schedule
-        simulated = simulate(passes, number)
+        passes, drawn = self.passes, simulate(self.passes, number)
         is_short = self.passes_per_microbatch * passes.microbatches <= MAX_SIMULATED
         counted = passes.microbatches if is_short else number
-        simulation = simulate(passes, counted) if counted != number else simulated
-        step, is_paired = step_seconds(passes, simulation), any(each.lane for each in simulated)
-        data = self._seconds(counted, simulation, step)
+        simulated = drawn if counted == number else simulate(passes, counted)
+        step, is_paired = step_seconds(passes, simulated), any(each.lane for each in drawn)
+        data = self._seconds(counted, simulated, step)
         name = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
         devices = _("{count} devices", count=self.count) if self.is_mirrored else _("{count} stages", count=self.count)
         parts = [_("Schedule: {name}", name=name), devices]
@@ -119,51 +110,44 @@ class Timeline:
         if counted == passes.microbatches:
             times = {"seconds": shown(step), "formula": shown(passes.predicted_s)}
             summary.append(_("Simulated step: {seconds} s; formula: {formula} s.", **times))
-            if schedule.post_validation:
+            if self.schedule.post_validation:
                 text = _("Stages do not wait for each other before the optimizer, so the longest stage counts.")
                 summary.append(text)
         if number < passes.microbatches:
             summary.append(_("Shown: a step of {count} micro-batches.", count=number))
         if is_paired:
             summary.append(_("Forward and backward passes above each other run concurrently."))
-        if self.is_mirrored:
-            first = number - number // 2
-            summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
-        if len(simulated) <= MAX_NUMBERED:
+        if has_details := len(drawn) <= MAX_DETAILED:
             summary.append(_("Numbers are micro-batches."))
-            summary += [_("A prime, as in 1′, marks the second part of a stage.")] * self.has_two_parts
-        of_kinds = [[each for each in simulated if each.kind == kind and each.end_s > each.start_s] for kind in KINDS]
+        of_kinds = [[each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS]
         return Chart(
             title=_("Forward and backward passes of each stage (predicted)"),
             summary=" ".join(summary),
-            traces=[self._bars(n, some, len(simulated), is_paired) for n, some in enumerate(of_kinds) if some],
+            traces=[self._bars(n, some, has_details, is_paired) for n, some in enumerate(of_kinds) if some],
             layout=rows_layout(_("time in the step, s"), self.count, each=44 if is_paired else 30, **LAYOUT),
             table=data,
         )
 
-    def _bars(self, series: int, of_kind: Sequence[ExecutedPass], among: int, is_paired: bool) -> dict[str, Any]:
-        """Return the bars of the passes of one kind, `among` all that are drawn."""
+    def _bars(self, series: int, of_kind: Sequence[ExecutedPass], has_details: bool, is_paired: bool) -> dict[str, Any]:
+        """Return the bars of the passes of one kind."""
         trace = bars(
             _(KINDS[of_kind[0].kind]),
             series,
             [each.end_s - each.start_s for each in of_kind],
             [self._row(each.device) for each in of_kind],
             base=[each.start_s for each in of_kind],
-            hovertext=[self._hover(each) for each in of_kind],
-            hoverinfo="text",
+            hoverinfo="name",
             width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if is_paired else HIGH,
         )
         if is_paired:
             trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
-        has_numbers = among <= MAX_NUMBERED
-        trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
-        if among > MAX_PATTERNED:
-            trace["marker"] |= {"pattern": {"shape": ""}}
-        if has_numbers:
-            primes = ["′" * (self.has_two_parts and each.part >= self.count) for each in of_kind]
-            numbers = [f"{each.microbatch}{prime}" for each, prime in zip(of_kind, primes, strict=True)]
+        if has_details:
+            trace["marker"]["line"] = {"width": 1, "color": "#ffffff"}
+            numbers = [str(each.microbatch) for each in of_kind]
             trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             trace |= {"textfont": {"color": "#000000", "size": 12}}
+        else:
+            trace["marker"] |= {"line": {"width": 0}, "pattern": {"shape": ""}}
         return trace
 
     def _seconds(self, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
@@ -172,33 +156,27 @@ class Timeline:
         """
         passes = self.passes
         columns: dict[str, Sequence[float]] = {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
-        if self.schedule.splits_backward and passes.weight_s:
+        if self.schedule.splits_backward:
             columns[_("~weight gradients, s")] = passes.weight_s
         if passes.paired_s:
             columns[_("~concurrent, s")] = passes.paired_s
         if self.is_mirrored:
             columns = {n: [sum(pair) / 2.0 for pair in zip(s, s[::-1], strict=True)] for n, s in columns.items()}
-        busy_s = [counted * sum(pair) for pair in zip(*list(columns.values())[:2], strict=True)]
-        headings = [_("device") if self.is_mirrored else _("stage"), *columns, _("~busy, s")]
+        rows, headings = zip(*columns.values(), strict=True), [*columns, _("~busy, s")]
+        cells = [[place, *row, counted * (row[0] + row[1])] for place, row in enumerate(rows)]
         if played:
             headings += [_("~idle, s"), _("~idle, %")]
-            busy_s = [
-                sum(each.end_s - each.start_s for each in played if each.device == device and each.lane <= 0)
-                for device in range(self.count)
-            ]
-        rows = [
-            [place, *row, busy, *([step - busy, percent((step - busy) / step)] if played else [])]
-            for place, (*row, busy) in enumerate(zip(*columns.values(), busy_s, strict=True))
-        ]
-        return table(
-            _(
-                "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",
-                micro_batches=self._micro_batches(counted),
-                seconds=shown(passes.send_s),
-            ),
-            headings,
-            rows,
+            busy_s = [0.0] * self.count
+            for each in played:
+                busy_s[each.device] += (each.end_s - each.start_s) * (each.lane <= 0)
+            for row, busy in zip(cells, busy_s, strict=True):
+                row[-1:] = [busy, step - busy, percent((step - busy) / step)]
+        caption = _(
+            "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",
+            micro_batches=self._micro_batches(counted),
+            seconds=shown(passes.send_s),
         )
+        return table(caption, [_("device") if self.is_mirrored else _("stage"), *headings], cells)
 
     def _micro_batches(self, counted: int) -> str:
         if counted < self.passes.microbatches:
@@ -207,15 +185,6 @@ class Timeline:
 
     def _row(self, device: int) -> str:
         return _("device {number}", number=device) if self.is_mirrored else _("stage {number}", number=device)
-
-    def _hover(self, one: ExecutedPass) -> str:
-        return _(
-            "micro-batch {microbatch}, {kind}: part {part}, {row}",
-            microbatch=one.microbatch,
-            kind=_(KINDS[one.kind]),
-            part=one.part % self.count if self.is_mirrored else one.part,
-            row=self._row(one.device),
-        )
 
 
 def kinds(run: RunData) -> Section | None:

@@ -178,20 +178,6 @@ def test_a_table_is_sortable_by_keyboard_with_an_announcement(opened: Open) -> N
     assert "descending" in page.locator("[role=status]").inner_text()
 
 
-@pytest.mark.parametrize("width", [360, 1400])
-def test_a_long_row_heading_does_not_overlap_the_next_column(opened: Open, width: int) -> None:
-    head = opened("dense", width).page.locator("#trials tbody th").first
-    head.locator("span").evaluate("each => { each.textContent = 'granularity not set, '.repeat(6); }")
-    assert head.evaluate("each => each.scrollWidth <= each.clientWidth + 1")
-    assert head.bounding_box()["width"] <= 500
-
-
-def test_a_sorted_table_is_reported_in_the_pages_language(opened: Open) -> None:
-    page = opened("dense", language="zh").page
-    page.locator("#trials th button").first.press("Enter")
-    assert page.locator("[role=status]").inner_text() == "已按“试验”升序排列"
-
-
 def test_a_link_to_a_trial_opens_it(opened: Open) -> None:
     page = opened("failed", anchor="#trial-1").page
     assert page.locator("#trial-1").evaluate("each => each.open")
@@ -205,26 +191,6 @@ def test_the_command_is_copied_without_more(opened: Open) -> None:
     page.get_by_role("button", name="Copy").first.click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "flag run ."
-
-
-def test_the_navigation_stays_in_view(opened: Open) -> None:
-    page = opened("dense", 360).page
-    page.evaluate("scrollTo({ top: 3000, behavior: 'instant' })")
-    box = page.locator("nav").bounding_box()
-    assert box["y"] <= 1
-    assert box["height"] < 60
-
-
-def test_charts_follow_the_browsers_theme(opened: Open) -> None:
-    page = opened("dense", color_scheme="light").page
-    text = page.locator(".plot .xtitle").first
-    light = text.evaluate(COLOUR)
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(500)
-    assert text.evaluate(COLOUR) != light
-
-
-COLOUR = "each => getComputedStyle(each).fill"
 
 
 def test_text_has_contrast_in_light_and_dark_themes(opened: Open) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -58,14 +57,6 @@ def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> Non
 def test_the_headline_is_the_median_of_rounds_with_their_range(edited: Edited, gains: list[float], text: str) -> None:
     facts = edited("dense", lambda data: data.update(gains=gains)).facts("summary")
     assert facts["Speedup over the baseline"].text.startswith(text)
-
-
-@pytest.mark.parametrize("kind", MEASURED)
-def test_best_sh_is_written(runs: Runs, kind: str) -> None:
-    report = runs(kind)
-    codes = [each.text for each in report.page.section("summary").every("code")]
-    assert "flag run ." in codes  # the run is outside of the working directory
-    assert any(text.startswith("#!/bin/sh") for text in codes)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
@@ -142,7 +133,7 @@ def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
     report = runs(kind)
     rows = report.page.rows("step", "Parts of the step time")
     prediction = report.result["best"]["predicted"]
-    parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
+    parts = [row["~best, s"].value or 0.0 for row in rows if row["part"].text not in ("predicted", "measured")]
     assert sorted(parts) == sorted(prediction["time"].values())
     assert sum(parts) == pytest.approx(prediction["step_time_s"]["value"])
 
@@ -177,9 +168,6 @@ def test_the_pareto_front_of_load_points_is_in_the_result(runs: Runs) -> None:
     (limited,) = [chart for chart in report.page.charts if _x(chart) == "p99 TTFT, s"]
     limit = report.result["limits"]["ttft_s.p99"]
     assert limited["layout"]["shapes"][0]["x0"] == limit
-    axis = limited["layout"]["xaxis"]
-    low, high = axis["range"]
-    assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
     fronts = [each for chart in report.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
     assert all(len(front["x"]) > 1 for front in fronts)
 
@@ -211,15 +199,6 @@ def test_chip_facts_have_their_sources(runs: Runs) -> None:
     rows = runs("dense").page.rows("chips", "1 x 2 cpu")
     assert len(rows) > 3
     assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
-
-
-def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
-    report = runs("dense")
-    rows = report.page.rows("accuracy", "Measured and predicted")
-    (scatter,) = [each for each in report.page.charts if _x(each).startswith("measured")]
-    (drawn,) = [trace for trace in scatter["traces"] if "error_y" in trace]
-    assert drawn["x"] == [row["measured"].value for row in rows]
-    assert drawn["y"] == [row["~predicted"].value for row in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,14 +298,6 @@ def test_a_chart_compares_the_configurations_best_first(runs: Runs) -> None:
     speeds = [row["tokens/s/device"].value or 0.0 for row in others]
     assert speeds == sorted(speeds, reverse=True)
     assert all((row["lowest"].value or 0) <= (row["highest"].value or 0) for row in rows)
-
-
-def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, edited: Edited) -> None:
-    report = runs("dense")
-    assert "failed repeat" not in report.page.section("funnel").text
-    failed = {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
-    shown = edited("dense", lambda data: data["repeats"][-1].update(failed)).section("funnel").text
-    assert f"1 failed repeat (trial {report.result['repeats'][-1]['number']} timed out)." in shown
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,6 @@ def test_each_kind_is_as_idle_as_an_estimate_says(runs: Runs) -> None:
     assert sum(row["devices"].value or 0 for row in rows.values()) == 4
 
 
-def test_other_runs_have_no_kinds_of_chips(runs: Runs) -> None:
-    assert "kinds" not in runs("pipeline").page.sections
-
-
 def test_kinds_with_pipelines_of_their_own_idle_until_the_slowest_ends() -> None:
     fast, slow = (
         Passes(

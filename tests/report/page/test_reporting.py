@@ -84,12 +84,6 @@ def test_trials_that_ended_after_the_result_are_reported(copied: Copied, runs: R
     assert api.load_run(runs("resumed").folder).stopped_because == finished["stopped_because"]
 
 
-def test_a_resumed_run_is_reported_like_one_that_was_never_interrupted(runs: Runs) -> None:
-    page = runs("resumed").page
-    assert "in progress" not in page.section("summary").text
-    assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -127,12 +121,6 @@ def test_a_failed_report_page_does_not_lose_the_run(
     assert outcome.plan.best is not None
     assert (tmp_path / "run" / "result.json").exists()
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
-
-
-def test_missing_logs_are_reported(copied: Copied) -> None:
-    folder = copied("dense")
-    shutil.rmtree(folder / "trials")
-    assert "Its logs are empty or were deleted." in api.report(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1}'])

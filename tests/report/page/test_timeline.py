@@ -13,7 +13,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.training.schedules import pipeline_seconds
 from flagcore.physics.pipelines import SCHEDULES, ExecutedPass, pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
-from flagcore.report.page.timeline import KINDS, MAX_PASSES, Timeline, pipeline
+from flagcore.report.page.timeline import KINDS, Timeline, pipeline
 from tests import small
 from tests.physics.planned_orders import PLANNED, simulate
 from tests.report.page.reading import run_data
@@ -129,20 +129,19 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
 
 
 def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
-    def drawn_of(passes: Passes, most: int = 3000) -> int | None:
-        return Timeline(passes).microbatches_to_show(most)
+    def drawn_of(passes: Passes) -> int | None:
+        return Timeline(passes).microbatches_to_show()
 
     long_passes = replace(PASSES, microbatches=512)
     assert drawn_of(long_passes) == drawn_of(replace(long_passes, virtual=4)) == 8
     assert drawn_of(replace(PASSES, microbatches=2)) == 2
     assert drawn_of(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64)) is None
     sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(drawn_of(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32 for name in SCHEDULES)
+    assert all(drawn_of(replace(long_passes, schedule=name, **sixteen_batches)) == 32 for name in SCHEDULES)
 
 
-def section_of(passes: Passes, *without: str) -> Section:
-    front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
-    as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
+def section_of(passes: Passes) -> Section:
+    as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(passes).items()}
     section = pipeline(run_data({"pipelines": [as_read]}))
     assert section is not None
     return section
@@ -163,12 +162,10 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
     simulated_passes = simulate(passes, 8)
-    row, split = "device" if schedule == "dualpipe" else "stage", SCHEDULES[schedule].parts == 2
+    row = "device" if schedule == "dualpipe" else "stage"
 
     def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
-        prime_mark = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
-        name = f"{row} {each.device}", KINDS[each.kind]
-        return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{prime_mark}"
+        return f"{row} {each.device}", KINDS[each.kind], each.start_s, each.end_s - each.start_s, f"{each.microbatch}"
 
     assert sorted(drawn_of(chart)) == sorted(map(bar, simulated_passes))
     assert ("W" in {each.kind for each in simulated_passes}) is SCHEDULES[schedule].splits_backward
@@ -204,23 +201,6 @@ def test_the_number_of_drawn_micro_batches_is_shown() -> None:
     assert isinstance(chart, Chart)
     assert "8 of 40000 micro-batches" in chart.summary
     assert "formula" not in chart.summary
-
-
-NEW = ("weight_s", "paired_s", "weight_share")
-"""What runs of earlier versions do not keep of their passes."""
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: str) -> None:
-    if not SCHEDULES[schedule].splits_backward:
-        assert section_of(named(schedule), *NEW).blocks == section_of(named(schedule)).blocks
-        return
-    message, held = section_of(named(schedule), *NEW).blocks
-    assert isinstance(message, Text)
-    assert "insight.json" in message.text
-    assert isinstance(held, Table)
-    expected_ratio = (1.05, 1.05) if schedule == "dualpipe" else (1.2, 0.9)  # two devices share two stages
-    assert [row[1].value for row in held.rows][1:3] == pytest.approx(expected_ratio)
 
 
 @pytest.mark.parametrize("schedule", PLANNED)

@@ -9,7 +9,6 @@ import pytest
 
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
-from flagcore.errors import SpecError
 from flagcore.spec.models import context_length, gguf_shape
 from tests.engines.serving.engines.starting import SIZES, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
@@ -93,16 +92,6 @@ def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, val
     assert says in reason
 
 
-def test_unreadable_weights_are_reported_by_the_first_specific_line(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(64))
-    task = serving("llamacpp", on_cores=True, devices=2, weights=str(broken))
-    with started(ENGINE, task, {}, tmp_path) as server:
-        state, reason = server.failure()
-    assert state in (TrialState.INVALID, TrialState.FAILED)
-    assert "gguf" in reason
-
-
 def test_the_shape_comes_from_the_header(model: str) -> None:
     assert context_length(model) == SIZES["context"]
     assert gguf_shape(model) == {
@@ -118,16 +107,3 @@ def test_the_shape_comes_from_the_header(model: str) -> None:
         "qk_layernorm": True,
         "add_qkv_bias": False,
     }
-
-
-@pytest.mark.parametrize("bytes_of", [b"", b"GGUF", b"GGUF" + bytes(64), b"no model" * 100])
-def test_a_file_that_is_not_a_model_is_one_clear_error(bytes_of: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "file.gguf"
-    file.write_bytes(bytes_of)
-    with pytest.raises(SpecError, match=r"(?i)gguf"):
-        gguf_shape(str(file))
-
-
-def test_the_version_is_reported_without_starting_a_server(model: str) -> None:
-    assert ENGINE.program.version(serving("llamacpp", weights=model).spec).startswith("20")
-    ENGINE.program.ready(serving("llamacpp", weights=model).spec)

@@ -30,11 +30,6 @@ def test_the_context_grows_with_the_slots_to_hold_the_longest_requests() -> None
     assert after(server(longer, parallel=8).argv, "--ctx-size") == str(8 * 512)
 
 
-def test_a_context_set_by_the_user_is_kept() -> None:
-    task = cores(engine_args={"ctx_size": 1024})
-    assert after(server(task, parallel=4).argv, "--ctx-size") == "1024"
-
-
 def test_a_space_may_use_yaml_words() -> None:
     space = {"flash_attention": (True, False), "n_gpu_layers": ("auto", "all", 0), "instance": (1, 2)}
     choices = space_of(ENGINE, serving("llamacpp", space=space)).choices
@@ -92,16 +87,6 @@ def test_only_candidates_with_speculation_have_its_flags() -> None:
     words = server(task, speculation="draft-simple").argv
     assert (after(words, "--spec-type"), after(words, "--spec-draft-model")) == ("draft-simple", "draft.gguf")
     assert not [word for word in server(task).argv if word.startswith("--spec")]
-
-
-def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
-    with pytest.raises(SpecError) as refused:
-        ENGINE.axes(cores(space={"ubatchsize": (1,)}))
-    assert refused.value.key == "auto_tuner.space.ubatchsize"
-    assert "ubatch_size" in refused.value.problem + refused.value.fix
-    with pytest.raises(SpecError) as error:
-        ENGINE.axes(cores(space={"block_size": (16,)}))
-    assert error.value.key == "auto_tuner.space.block_size"
 
 
 def test_the_cache_has_the_elements_of_all_slots() -> None:

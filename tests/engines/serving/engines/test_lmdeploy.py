@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from flagcore.engines.serving.load.result import GENERATE
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import body
 from flagcore.engines.serving.space.weights import weight_bytes
-from tests.engines.serving.engines.tasks import planned, settings, space_of
-from tests.served import costs
+from tests.engines.serving.engines.tasks import planned, settings
 
 
 def cards(**arguments: Any) -> Task:
@@ -54,14 +52,3 @@ def test_untested_support_is_reported_to_users(monkeypatch: pytest.MonkeyPatch) 
     assert (part["ok"], part["fix"]) == ("untested", WORKLOAD.untested)
     on_chip = [part["ok"] for part in doctor() if "lmdeploy on this chip" in part["for"]]
     assert True not in on_chip
-
-
-def test_it_is_estimated_with_a_wide_interval_and_no_other_engines_overheads() -> None:
-    task = cards(space={"backend": "auto", "max_batch_size": (16, 64)}, memory=80 * 2**30)
-    task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
-    space = space_of(WORKLOAD, task)
-    found = WORKLOAD.predict(task, space.columns(), costs())
-    assert len(space) == 4
-    assert np.isfinite(found.step_time_s).all()
-    assert (found.high_s / found.low_s > 4.0).all()
-    assert WORKLOAD.overheads_for(task, on_host=False).iteration == 0.0

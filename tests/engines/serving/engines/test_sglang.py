@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.serving import Load
 from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.tasks import broken, merged, planned, server, settings
 from tests.small import DENSE, EXPERTS
@@ -48,11 +47,6 @@ def test_older_releases_answer_at_another_path() -> None:
 
     reported = ENGINE.reports.effective(fetch, "")
     assert (reported["tensor_model_parallel_size"], reported["data_parallel_size"]) == (2, 2)
-
-
-def test_an_open_loop_counts_all_requests() -> None:
-    task = cores(loads=(Load(input_len=100, output_len=28, num_prompts=50, request_rate=float("inf")),))
-    assert server(task).argv[-1] == str(2 * 50 * 128)
 
 
 def test_a_server_of_unset_drafted_tokens_lets_sglang_choose_them() -> None:

@@ -35,11 +35,6 @@ def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
     assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
 
 
-def test_a_job_record_needs_no_knobs_beyond_its_settings() -> None:
-    columns = {name: row(ENGINE, cards())[name] for name in ("tensor_model_parallel_size", "instances")}
-    assert ENGINE.settings(cards(weights=None, command=None), columns).chunked.item() == 1
-
-
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert server(cores()).environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     own = cores(engine_args={"kv_cache_memory_bytes": GIB})
@@ -59,16 +54,6 @@ def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> Non
     assert server(cores(), tensor_model_parallel_size=2).environment[bound] == f"{first}|{second}"
     assert server(cores(), instances=2, index=1).environment[bound] == second
     assert server(cores(), threads=2).environment[bound] == f"{first},{second}"
-
-
-def test_all_invalid_values_of_engine_args_are_reported() -> None:
-    arguments = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
-    with pytest.raises(SpecError) as error:
-        ENGINE.axes(cards(engine_args=arguments))
-    assert [(each.key, each.value) for each in error.value.problems] == [
-        ("serve.engine_args.max_num_seqs", -5),
-        ("serve.engine_args.enforce_eager", 7),
-    ]
 
 
 def test_a_removed_flag_is_reported_with_its_replacement() -> None:

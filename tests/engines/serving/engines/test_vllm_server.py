@@ -16,13 +16,10 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Candidate
-from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.server import read_job
-from flagcore.engines.serving.load.result import Target
-from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.__main__ import running_servers
 from flagcore.engines.serving.trial.failures import log_text
-from flagcore.engines.serving.trial.loads import LoadRunner, shares
+from flagcore.engines.serving.trial.loads import LoadRunner
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
@@ -102,30 +99,3 @@ def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
     assert point["repeats"][0]["figures"]["output_tokens_per_s"] > 0
     assert all(listeners(port) == [] for port in ports)
     assert not (tmp_path / "shared").exists()
-
-
-def test_an_illegal_block_size_fails_with_its_reason(model: str, tmp_path: Path) -> None:
-    with started(ENGINE, task(model), {"block_size": 16}, tmp_path, PATIENCE) as server:
-        state, reason = server.failure()
-    assert state is TrialState.INVALID
-    assert "No common block size for 16" in reason
-
-
-def test_speculation_and_prefix_caching_act_on_text(model: str, tmp_path: Path) -> None:
-    """Random weights repeat a token, which n-grams predict; half of each prompt is shared."""
-    requested = {"speculation": "ngram", "speculative_tokens": 3, "block_size": 32}
-    text = [{"prompt": "Same words. " * 12 + f"Number {n}. " * 10, "max_tokens": 32} for n in range(6)]
-    trace = tmp_path / "text.jsonl"
-    trace.write_text("\n".join(map(json.dumps, text)))
-    with started(ENGINE, task(model), requested, tmp_path, PATIENCE) as server:
-        assert server.wait() is None, server.log
-        reported = ENGINE.reports.effective(server.fetch, server.log)
-        start, load = ENGINE.reports.read_counters(server.fetch), Load(trace=str(trace), num_prompts=6, concurrency=2)
-        target = Target(url=server.url)
-        result = measure([target], load, model=model, vocab_size=8192, seed=1, timeout_s=PATIENCE)
-        found = shares(ENGINE.reports, start, ENGINE.reports.read_counters(server.fetch))
-    assert {knob: reported[knob] for knob in requested} == requested
-    assert result.problems == ()
-    assert result.requests[0].input_tokens == len("0.1\n" + text[0]["prompt"])
-    assert found["acceptance_rate"] > 0.9
-    assert 0.2 < found["cache_hit_rate"] < 0.9

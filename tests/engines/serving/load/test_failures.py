@@ -248,10 +248,6 @@ def test_a_missing_server_is_not_reached() -> None:
     assert "Connect call failed" in result.problems[0] or "refused" in result.problems[0].lower()
 
 
-def test_an_invalid_url_is_reported() -> None:
-    assert send("http://:99999", load=LOAD).problems[0].startswith("not reached: http://:99999/v1/completions")
-
-
 stops_in_the_middle = sends(2, 600.0)
 
 
@@ -268,13 +264,6 @@ def test_an_endless_answer_ends_with_the_load(behaviour: Behaviour) -> None:
     assert re.fullmatch(r"timed out: not answered within 0\.\d s \(4 requests\)", *result.problems)
     assert result.failed == 4
     assert not result.figures
-
-
-def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
-    with serving(no_usage) as served:
-        result = send(served.url, load=Load(input_len=8, output_len=5, num_prompts=4, concurrency=2, warmup=1))
-    assert result.problems[0].startswith("no usage")
-    assert len(served.bodies) == 1
 
 
 def test_a_server_that_dies_ends_the_load_immediately(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,19 +89,6 @@ def test_goodput_counts_requests_that_keep_all_limits_a_second(
     assert goodput(result(*answers), slo) == pytest.approx(requests_per_s)
 
 
-def test_load_with_a_problem_has_no_goodput() -> None:
-    assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
-
-
-def test_cpu_use_of_the_client_is_measured() -> None:
-    meter = Meter()
-    while meter.figures()["client_cpu_s"] < 0.05:
-        sum(range(10_000))
-    figures = meter.figures()
-    assert 0 < figures["client_cpu_share"] <= 1.2
-    assert figures["others_cores"] >= 0
-
-
 def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
     clock = iter([0.0, 2.0])

@@ -15,7 +15,6 @@ import pytest
 
 from flagcore.domain.serving import Images, Load
 from flagcore.engines.serving.load.images import Image, image_tokens
-from flagcore.engines.serving.load.result import RequestFailed
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import read_trace
 from flagcore.engines.serving.load.traffic import image_uris, traffic
@@ -100,13 +99,6 @@ def test_repeats_have_the_same_sizes_but_no_image_or_text_twice() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_a_shared_prefix_is_text_of_all_requests() -> None:
-    texts = [parts(body)[0]["text"].split() for body in sent(load(prefix_len=5, warmup=1))]
-    assert len({tuple(each[:5]) for each in texts}) == 1
-    assert len({tuple(each[5:]) for each in texts}) == len(texts)
-    assert {len(each) for each in texts} == {13}
-
-
 def test_numbers_and_sizes_follow_the_buckets() -> None:
     skewed = Images(buckets=((8, 8, 0.9), (16, 16, 0.1)), base_items_per_request=3, num_mm_items_range_ratio=1.0)
     images = traffic(load(images=skewed, num_prompts=2000)).images
@@ -115,16 +107,6 @@ def test_numbers_and_sizes_follow_the_buckets() -> None:
     assert counts.min() > 200
     small = [image.width == 8 for each in images for image in each]
     assert 0.87 < np.mean(small) < 0.93
-
-
-def test_random_images_have_squares_of_one_color() -> None:
-    requests = traffic(load(images=Images(buckets=((20, 12, 1.0),))))
-    width, height, values = pixels(image_uris(requests, "png", (0, 1))[0][0])
-    picture = np.frombuffer(values, dtype=np.uint8).reshape(height, width, 3)
-    assert picture.shape == (12, 20, 3)
-    for rows, columns in ((slice(0, 8), slice(8, 16)), (slice(8, 12), slice(16, 20))):
-        assert len({tuple(color) for color in picture[rows, columns].reshape(-1, 3).tolist()}) == 1
-    assert len({tuple(color) for color in picture.reshape(-1, 3).tolist()}) == 6
 
 
 def test_jpeg_is_written_with_its_size() -> None:
@@ -152,15 +134,6 @@ def test_a_trace_has_images_as_files_or_sizes(tmp_path: Path) -> None:
     assert [len(each) for each in urls] == [1, 2, 0]
     assert urls[1][0] == "data:image/jpeg;base64," + base64.b64encode(JPEG).decode()
     assert parts(bodies[2])[0]["text"].endswith("no image")
-
-
-TIMED = ((1000, "56x28"), (0, "16x8"))
-
-
-def test_lengths_of_a_trace_may_have_images(tmp_path: Path) -> None:
-    rows = [{"input_len": 9, "output_len": 2, "timestamp": time, "images": [size]} for time, size in TIMED]
-    assert read_trace(written(tmp_path, rows)).images == [(Image(16, 8),), (Image(56, 28),)]
-    assert read_trace(written(tmp_path, [{"input_len": 9, "output_len": 2}])).images == ()
 
 
 @pytest.mark.parametrize(
@@ -196,12 +169,6 @@ def test_image_tokens_are_those_that_a_server_counts(width: int, height: int, to
     assert image_tokens([(Image(width, height),), ()], VISION).tolist() == [tokens, 0]
 
 
-def test_images_outside_of_the_limits_are_scaled() -> None:
-    assert VISION.tokens(10, 10) * 28**2 >= VISION.min_pixels
-    large = VISION.tokens(20_000, 10_000)
-    assert 0.9 * VISION.max_tokens < large <= VISION.max_tokens
-
-
 def chat(events: list[Body], made: int) -> Any:
     stream = Stream()
     for now, event in enumerate(events):
@@ -215,9 +182,3 @@ def test_the_first_event_of_a_chat_has_no_text() -> None:
     events = [delta(role="assistant", content=""), delta(reasoning_content="a"), delta(content="b"), delta("length")]
     found = chat([*events, usage], 2)
     assert (found.ttft_s, found.gaps_s, found.input_tokens) == (1.0, (1.0,), 9)
-
-
-def test_a_wrong_count_of_a_chat_is_found() -> None:
-    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}
-    with pytest.raises(RequestFailed, match="wrong length"):
-        chat([delta(content="b"), delta("length"), usage], 2)

@@ -70,11 +70,6 @@ def test_the_time_of_a_load_is_estimated_from_its_first_tokens(begun: Begun, sec
     assert begun.needed_s(2048) == (None if seconds is None else pytest.approx(seconds))
 
 
-def test_events_give_a_guess_before_the_first_answer() -> None:
-    assert Begun(seconds=8.0, count=4, tokens=256, left=192, waits=True).guess_s(2048) == pytest.approx(256.0)
-    assert Begun(seconds=8.0, count=0, tokens=0.0, waits=True).guess_s(2048) is None
-
-
 def sent(behaviour: Behaviour, timeout_s: float, fewest: int, share_s: float = 1e9, **changes: Any) -> LoadResult:
     with serving(behaviour) as served:
         load = Load(input_len=8, output_len=4, **changes)
@@ -115,12 +110,3 @@ def test_requests_that_arrive_too_late_are_not_waited_for() -> None:
     assert result.duration_s < 15.0
     assert result.progress is not None
     assert result.progress.all_s == pytest.approx(990.0)
-
-
-def test_without_a_token_nothing_is_estimated() -> None:
-    async def never(body: Body, wire: Wire) -> None:
-        await asyncio.sleep(600)
-
-    result = sent(never, 0.3, 8, num_prompts=16, concurrency=4)
-    assert result.progress is not None
-    assert (result.progress.answered, result.progress.has_tokens, result.progress.all_s) == (0, False, None)

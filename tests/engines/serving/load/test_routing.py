@@ -121,12 +121,6 @@ def test_a_prefix_does_not_overload_its_instance() -> None:
     assert prefixes.choose(["system", "z"], [1, 0]) == 1
 
 
-def test_a_short_prefix_does_not_decide() -> None:
-    prefixes = Prefixes(2)
-    prefixes.choose(["system", *range(9)], [0, 0])
-    assert prefixes.choose(["system", *range(100, 109)], [1, 0]) == 1
-
-
 def test_pieces_of_a_prompt_include_what_is_before_them() -> None:
     first, second = pieces_of(list(range(40))), pieces_of([99, *range(1, 40)])
     assert len(first) == 2

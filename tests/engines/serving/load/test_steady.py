@@ -54,13 +54,6 @@ def test_a_load_ends_with_enough_requests_for_its_figures(asked: str, concurrenc
     assert fewest <= ended <= 1.25 * fewest
 
 
-def test_a_noisy_load_lasts_until_its_interval_is_small() -> None:
-    noisy = np.random.default_rng(1).gamma(1.0, 1.0, size=20_000)
-    state = SteadyState(("e2e_s.mean",), None)
-    ended = first_end(state, answers(noisy.tolist()))
-    assert 300 < ended < 10_000
-
-
 def test_intervals_contain_the_mean() -> None:
     rng, inside, state = np.random.default_rng(2), 0, SteadyState(("e2e_s.mean",), None)
     for _ in range(200):
@@ -76,12 +69,6 @@ def test_a_load_that_takes_too_long_ends_with_any_steady_state() -> None:
     state, sent = SteadyState(("ttft_s.p99",), None, max_s=50.0), answers([1.0] * 100)
     assert state.reached(sent[:40], 40.0) is None
     assert isinstance(state.reached(sent[:60], 60.0), Window)
-
-
-def test_the_number_of_requests_is_limited_by_the_memory_for_long_prompts() -> None:
-    state = SteadyState((), 10)
-    assert state.most(Load(input_len=1, num_prompts=None)) > 2 * state.most(Load(input_len=200_000, num_prompts=None))
-    assert state.most(Load(input_len=10**6, num_prompts=None)) >= MIN_COUNTED
 
 
 def measured(delays_s: list[float], **changes: object) -> LoadResult:

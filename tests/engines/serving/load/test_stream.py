@@ -102,11 +102,6 @@ def test_the_chunking_of_reads_does_not_matter(size: int, newline: bytes) -> Non
     assert result.output_tokens == 6
 
 
-def test_spaces_of_the_json_and_the_order_of_its_keys_do_not_matter() -> None:
-    compact = b'data:{"choices":[{"text":"a","index":0,"finish_reason":null}],"id":"x"}\n\n'
-    assert len(fed((11.0, compact * 3), (11.0, ending())).gaps_s) == 2
-
-
 @pytest.mark.parametrize(
     ("late", "message"),
     [
@@ -148,13 +143,6 @@ def test_the_finish_event_is_found_among_similar_events() -> None:
     )
     with pytest.raises(RequestFailed, match="finish_reason is 'abort'"):
         answer(stream)
-
-
-def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
-    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": answer}) for answer in (1, 2, 3)]
-    stream = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
-    assert stream.output_tokens == 3
-    assert stream.gaps_s == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("read", [None, 0, "8", True, float("nan"), 10**400, [8]])

@@ -56,20 +56,6 @@ def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path
     assert trace.notes == ("lengths of 2 requests are estimated: 4 bytes of UTF-8 a token",)
 
 
-def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> None:
-    listed = read_trace(written(tmp_path, json.dumps(SHAREGPT), "list.json"))
-    messages = [{"messages": [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 400}]}]
-    assert columns(listed) == ([10, 2], [100, 1], None)
-    assert columns(read_trace(written(tmp_path, messages))) == ([10], [100], None)
-
-
-def test_token_counts_in_a_trace_are_used_and_not_estimated(tmp_path: Path) -> None:
-    counted = [{**SHAREGPT[0], "prompt_tokens": 33, "completion_tokens": 44}]
-    trace = read_trace(written(tmp_path, counted))
-    assert columns(trace) == ([33], [44], None)
-    assert trace.notes == ()
-
-
 def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Path) -> None:
     sampled = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
     assert sampled.input_len.tolist() == [1110, 710]
@@ -158,11 +144,6 @@ def test_texts_may_contain_unicode_line_separators(tmp_path: Path) -> None:
     assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([3, 3], [2, 2], None)
 
 
-def test_chinese_texts_have_more_tokens_than_a_quarter_of_their_characters(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "你好" * 20}, {"from": "gpt", "value": "\U0001f600" * 8}]
-    assert columns(read_trace(written(tmp_path, [{"conversations": turns}]))) == ([30], [8], None)
-
-
 def test_half_a_character_becomes_a_replacement_that_utf8_can_have(tmp_path: Path) -> None:
     (text,) = read_trace(written(tmp_path, '{"prompt": "a\\ud83d", "max_tokens": 2}')).texts
     assert text == "a\ufffd"
@@ -172,11 +153,6 @@ def test_a_file_in_another_encoding_is_reported_with_the_byte(tmp_path: Path) ->
     (tmp_path / "trace.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(SpecError, match=r"not UTF-8: .* at byte 12"):
         read_trace(str(tmp_path / "trace.jsonl"))
-
-
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="cannot be read"):
-        read_trace(str(tmp_path / "none.jsonl"))
 
 
 def test_prompts_and_conversations_are_texts(tmp_path: Path) -> None:
@@ -237,8 +213,3 @@ def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
 def test_a_turn_has_at_least_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
     row = {"input_len": 5000, "conversations": [{"from": who, "value": "a" * 40} for who in ("human", "gpt") * 2]}
     assert read_trace(written(tmp_path, [row]), turns=2).input_len.tolist() == [5000, 5000]
-
-
-def test_requests_without_a_second_turn_are_no_conversations() -> None:
-    assert traffic(Load(turns=4, num_prompts=1, concurrency=1)).follows is None
-    assert traffic(Load(turns=4, num_prompts=2, concurrency=1)).follows is not None

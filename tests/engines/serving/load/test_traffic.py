@@ -10,19 +10,12 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.traffic import Traffic, prompts, traffic, warm_up
-from flagcore.errors import SpecError
 
 
 def arrivals(**changes: float) -> np.ndarray:
     sampled = traffic(Load(num_prompts=4000, **changes))  # type: ignore[arg-type]
     assert sampled.arrive_s is not None
     return sampled.arrive_s
-
-
-def test_lengths_are_fixed_unless_a_range_is_given() -> None:
-    sampled = traffic(Load(input_len=100, output_len=10, prefix_len=7, num_prompts=5, concurrency=1))
-    assert sampled.input_len.tolist() == [107] * 5
-    assert sampled.output_len.tolist() == [10] * 5
 
 
 @pytest.mark.parametrize(
@@ -64,10 +57,6 @@ def test_load_of_another_seed_has_other_lengths() -> None:
     assert one.input_len.tolist() != other.input_len.tolist()
 
 
-def test_closed_loop_has_no_arrivals() -> None:
-    assert traffic(Load(concurrency=3)).arrive_s is None
-
-
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0, 100.0])
 def test_the_mean_rate_is_exact_and_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
     at = arrivals(request_rate=20.0, burstiness=burstiness)
@@ -75,14 +64,6 @@ def test_the_mean_rate_is_exact_and_burstiness_is_the_shape_of_the_gaps(burstine
     assert at[0] == 0
     assert gaps.mean() == pytest.approx(1 / 20)
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.1)
-
-
-def test_infinite_rate_is_a_burst() -> None:
-    assert not arrivals(request_rate=math.inf).any()
-
-
-def test_single_request_comes_at_once() -> None:
-    assert traffic(Load(num_prompts=1, request_rate=2.0)).arrive_s.tolist() == [0.0]  # type: ignore[union-attr]
 
 
 def prompts_of(requests: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
@@ -134,11 +115,6 @@ def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
     assert one[512:600] != two[512:600]
     assert three[:488] == one[512:1000]
     assert [len(one), len(two), len(three)] == [1000, 600, 512]
-
-
-def test_vocabulary_that_is_too_small_is_an_error() -> None:
-    with pytest.raises(SpecError, match="too small"):
-        prompts_of(traffic(Load(num_prompts=1, concurrency=1)), vocab_size=2)
 
 
 def test_turns_continue_the_prompt_and_the_answer_before() -> None:
