@@ -19,7 +19,7 @@ import flagcore
 from docs.site import cli_page, docstrings, engine_tables, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.engines.megatron.launch.reading import METRICS, STEPS
+from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.engines.serving.engine import Engine
 from flagcore.plugins import WORKLOADS, names, workload
 from tests.pages import FENCE, PAGES, ROOT, TEXT, prose

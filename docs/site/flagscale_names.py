@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.engines.megatron.importing.shape import OTHER_LAYERS
+from flagcore.engines.megatron.importing.arguments import OTHER_LAYERS
 
 NAMES = {"other_layers": OTHER_LAYERS}
 

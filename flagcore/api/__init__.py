@@ -1,8 +1,7 @@
 """The Python API, which the CLI uses, too. It connects plugins, engine, launcher, strategy, store and loop."""
 
-from flagcore.api.explaining.candidate_report import explain_candidate
 from flagcore.api.explaining.compare import compare
-from flagcore.api.explaining.states import explain
+from flagcore.api.explaining.states import explain, explain_candidate
 from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.managing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.managing.hosts import check_hosts

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
-from flagcore_flagscale.engines import TABLES
-from flagcore_flagscale.source import Source
+from flagcore_flagscale.source import TABLES, Source
 
 Entry = tuple[str, Any]
 """One argument: a key of the tree and its value."""

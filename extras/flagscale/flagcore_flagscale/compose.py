@@ -13,8 +13,7 @@ from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
-from flagcore_flagscale.engines import TABLES
-from flagcore_flagscale.source import Source
+from flagcore_flagscale.source import TABLES, Source
 
 _MANDATORY_PATTERN = re.compile(r"\$\{([\w.]+):\?\?\??\}")
 """FlagScale's notation for a reference to a mandatory key."""

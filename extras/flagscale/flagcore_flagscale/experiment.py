@@ -12,8 +12,7 @@ from typing import Any
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import UNEQUAL, HostLine, read_hosts
 from flagcore.spec.plain_data import spec_error
-from flagcore_flagscale.engines import TABLES
-from flagcore_flagscale.source import Source
+from flagcore_flagscale.source import TABLES, Source
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"

@@ -20,7 +20,7 @@ from flagcore.engines.megatron.mixed.hetero import mixed
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS
 from flagcore.errors import UsageError
 from flagcore.spec.plain_data import dump_yaml
-from flagcore_flagscale.engines import ENGINES, flagscale_name
+from flagcore_flagscale.source import ENGINES, flagscale_name
 
 ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")

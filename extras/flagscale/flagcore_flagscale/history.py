@@ -17,8 +17,8 @@ from flagcore.contracts import History, HistoryRow
 from flagcore.domain.files import read_regular
 from flagcore.domain.space import KnobValue
 from flagcore.errors import UsageError
-from flagcore_flagscale.engines import ENGINES, KNOB_NAMES, TABLES
 from flagcore_flagscale.experiment import TIME_LIMITS
+from flagcore_flagscale.source import ENGINES, KNOB_NAMES, TABLES
 
 TRAIN_COLUMN = "performance"
 SERVE_COLUMNS: dict[str, str] = TABLES["served_columns"]

@@ -1,5 +1,7 @@
 """What an import reads and returns.
 
+It also has FlagScale's names of serving engines, their knobs and flags, and the lists of `tables.yaml`.
+
 `Source` is a composed tree whose keys are taken one by one. Remaining keys get a note, so that none is dropped
 silently. `Imported` is a spec with notes, its commented YAML, and errors with the keys of the tree.
 """
@@ -10,14 +12,41 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from flagcore.contracts import ImportNote
 from flagcore.engines.megatron.importing.arguments import flag_name
+from flagcore.engines.serving.llamacpp.profile import KNOBS as LLAMACPP
+from flagcore.engines.serving.sglang.profile import KNOBS as SGLANG
+from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes, commented_yaml
 from flagcore.spec.plain_data import spec_error
-from flagcore_flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
+
+TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}
+"""flagcore's names of engines by FlagScale's names."""
+DEFAULT_ENGINES = ("vllm", "llama_cpp")
+"""The engines of a tree without engines, as in FlagScale."""
+KNOBS = {
+    engine: frozenset(knob.name for knob in knobs)
+    for engine, knobs in (("vllm", VLLM), ("sglang", SGLANG), ("llamacpp", LLAMACPP))
+}
+"""Names of knobs by engine."""
+DEFAULT_SPACE: dict[str, dict[str, Any]] = TABLES["own_space"]
+KNOB_NAMES = {"instance": "instances", "instace": "instances"}
+"""flagcore's names of knobs in FlagScale's spaces; the second one is a typo in its space for SGLang."""
+COMMON_ARGUMENTS: dict[str, dict[str, str]] = TABLES["common_arguments"]
+KNOBS_BY_ARGUMENT: dict[str, str] = TABLES["arguments_as_knobs"]
+RESERVED_ARGUMENTS: dict[str, str] = TABLES["own_arguments"]
+
+
+def flagscale_name(engine: str) -> str:
+    """Return FlagScale's name for an engine of flagcore."""
+    return next(name for name, ours in ENGINES.items() if ours == engine)
 
 
 class Source(Notes):

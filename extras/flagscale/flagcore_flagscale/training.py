@@ -13,8 +13,8 @@ from flagcore.engines.megatron.importing.arguments import (
     baseline_of,
     baseline_problem,
     options,
+    shape,
 )
-from flagcore.engines.megatron.importing.shape import shape
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.mixed.meshes import MESHES
 from flagcore.engines.megatron.space.knobs import SPACE_KNOBS

@@ -17,9 +17,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron import predict as prediction
+from flagcore.engines.megatron import reading, start
 from flagcore.engines.megatron.command import checks
 from flagcore.engines.megatron.importing.command import spec_of_command
-from flagcore.engines.megatron.launch import reading, start, trial_program
 from flagcore.engines.megatron.layers.split import SPLIT, with_derived_split
 from flagcore.engines.megatron.mixed import meshes
 from flagcore.engines.megatron.mixed import planner as mesh_planner
@@ -60,7 +60,7 @@ class Megatron(contracts.Workload):
     name = "megatron"
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
-    modules: Mapping[str, str] = trial_program.MODULES
+    modules: Mapping[str, str] = start.MODULES
 
     columns = staticmethod(knob_rows.columns)
     published = staticmethod(production.published)
@@ -104,8 +104,8 @@ class Megatron(contracts.Workload):
     values_alone = staticmethod(mesh_planner.values_alone)
     splits = staticmethod(meshes.splits)
     with_derived_split = staticmethod(with_derived_split)
-    as_installed = staticmethod(trial_program.as_installed)
-    installation_notes = staticmethod(trial_program.installation_notes)
+    as_installed = staticmethod(start.as_installed)
+    installation_notes = staticmethod(start.installation_notes)
     ready_to_probe = staticmethod(start.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
     stage_ranks = staticmethod(start.stage_ranks)

@@ -12,9 +12,8 @@ from flagcore.contracts import Costs, Platform
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.command.flags import implementation_of_command
-from flagcore.engines.megatron.layers.fastest import layouts, split_layers
-from flagcore.engines.megatron.layers.memory_fit import fit_splits
+from flagcore.engines.megatron.command.user_command import implementation_of_command
+from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.layers.stages import LAYOUT, parse_layout
 from flagcore.engines.megatron.mixed.meshes import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flagcore_flagscale import engines, history
+from flagcore_flagscale import history, source
 
 PAGE = (Path(__file__).parents[3] / "docs" / "flagscale.md").read_text(encoding="utf-8")
 
 
 def test_columns_of_a_history_are_on_the_page() -> None:
     page = PAGE[: PAGE.index("## Conversion of keys")]
-    names = (*history.OTHER_COLUMNS, *history.IGNORED_KNOBS, *engines.KNOB_NAMES)
+    names = (*history.OTHER_COLUMNS, *history.IGNORED_KNOBS, *source.KNOB_NAMES)
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from flagcore_flagscale import FlagScale, Imported, translate
 from flagcore_flagscale.compose import compose
-from flagcore_flagscale.engines import RESERVED_ARGUMENTS
+from flagcore_flagscale.source import RESERVED_ARGUMENTS
 
 import flagcore
-from flagcore.engines.megatron.launch import start
+from flagcore.engines.megatron import start
 from flagcore.engines.megatron.space.options import settings_in_force
 from flagcore.engines.serving.llamacpp import profile as llama_knobs
 from flagcore.engines.serving.sglang import profile as sglang_knobs

@@ -19,15 +19,16 @@ from flagcore.domain.secrets import redact_text
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.engines.megatron.command.arguments import ArgumentProblem, known_releases, release_table
-from flagcore.engines.megatron.command.flags import environment, settings_of_command
 from flagcore.engines.megatron.command.launch import trial_command
 from flagcore.engines.megatron.command.trial import KNOB_REASON, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
     argument_table,
     detected_release,
+    environment,
     import_folders,
     release_of,
+    settings_of_command,
     user_command,
 )
 from flagcore.engines.megatron.layers.stages import EMBEDDING, LAYOUT, LOSS

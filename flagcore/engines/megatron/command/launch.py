@@ -18,7 +18,6 @@ from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.engines.megatron.command.arguments import Argument
-from flagcore.engines.megatron.command.flags import environment, expand_command, flags
 from flagcore.engines.megatron.command.trial import (
     Change,
     ChangedCommand,
@@ -30,6 +29,9 @@ from flagcore.engines.megatron.command.trial import (
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
     argument_table,
+    environment,
+    expand_command,
+    flags,
     readable_command,
     release_of,
     user_command,

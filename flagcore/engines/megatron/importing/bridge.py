@@ -20,8 +20,7 @@ import yaml
 
 from flagcore.contracts import Importer, ImportNote
 from flagcore.domain.chip import Chip, normalize_name
-from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options
-from flagcore.engines.megatron.importing.shape import shape
+from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.engines.megatron.layers.stages import LAYOUT
 from flagcore.engines.megatron.space.settings import SETTINGS
 from flagcore.errors import SpecError, UsageError, join_errors

@@ -11,8 +11,7 @@ from typing import Any
 from flagcore.contracts import ImportNote
 from flagcore.engines.megatron.command.arguments import release_table
 from flagcore.engines.megatron.command.user_command import UserCommand, detected_release, read_command
-from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options
-from flagcore.engines.megatron.importing.shape import shape
+from flagcore.engines.megatron.importing.arguments import SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.importing import Notes

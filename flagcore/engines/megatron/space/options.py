@@ -8,8 +8,7 @@ from typing import Any
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
-from flagcore.engines.megatron.command.flags import settings_of_command
-from flagcore.engines.megatron.command.user_command import readable_command, release_of
+from flagcore.engines.megatron.command.user_command import readable_command, release_of, settings_of_command
 from flagcore.engines.megatron.layers.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, parse_layout
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.engines.megatron.space.settings import recompute_modules, words

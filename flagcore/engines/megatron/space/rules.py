@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.command.flags import implementation_of_command
+from flagcore.engines.megatron.command.user_command import implementation_of_command
 from flagcore.engines.megatron.layers.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
 from flagcore.engines.megatron.layers.stages import FIRST, LAST, LAYOUT, VIRTUAL_STAGES
 from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM

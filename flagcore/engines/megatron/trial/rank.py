@@ -28,9 +28,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.chip import SPEED_TEST
-from flagcore.engines.megatron.trial import torch_patches
 from flagcore.engines.megatron.trial.config import check_layers
-from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
+from flagcore.engines.megatron.trial.device import RankDevice, init_fake_world, map_cuda_to_cpu, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import BuiltModel, build
 from flagcore.engines.megatron.trial.training import (
@@ -79,7 +78,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number % job.processes)
     if job.device.type == "cpu":
-        torch_patches.map_cuda_to_cpu()
+        map_cuda_to_cpu()
     start = time.perf_counter()
     join()
     _make_groups(job)
@@ -171,7 +170,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     """Run the rank for `train_iters` steps and write its measurements to `metrics.json`."""
 
     def join() -> None:
-        torch_patches.init_fake_world(job.device.type, probe.rank, job.world_size)
+        init_fake_world(job.device.type, probe.rank, job.world_size)
 
     rank_device, built, startup = start_rank(job, probe.device, join)
     stage = groups.get_pipeline_model_parallel_rank()

@@ -11,7 +11,7 @@ import pytest
 
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.command.flags import environment, expand_command, flags
+from flagcore.engines.megatron.command.user_command import environment, expand_command, flags
 from flagcore.errors import LaunchError, SpecError
 from tests import small
 

@@ -11,7 +11,7 @@ from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import known_releases, release_table
-from flagcore.engines.megatron.command.flags import flags
+from flagcore.engines.megatron.command.user_command import flags
 from flagcore.engines.megatron.space.knobs import BY_NAME, KNOBS
 from flagcore.errors import SpecErrors
 from tests import small

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from flagcore.domain.launch import Exit, classify
-from flagcore.engines.megatron.launch.reading import FAILURES
+from flagcore.engines.megatron.reading import FAILURES
 
 TORCHRUN = """\
 W1121 16:37:35.812000 7400 elastic/multiprocessing/api.py:1028] Sending process 7408 closing signal SIGTERM

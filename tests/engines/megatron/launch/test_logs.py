@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.engines.megatron.launch import reading
-from flagcore.engines.megatron.launch.reading import MegatronLog, log_files, read_logs
+from flagcore.engines.megatron import reading
+from flagcore.engines.megatron.reading import MegatronLog, log_files, read_logs
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2

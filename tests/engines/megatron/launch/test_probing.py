@@ -12,7 +12,7 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.engines.megatron import WORKLOAD
-from flagcore.engines.megatron.launch.reading import NoMetrics
+from flagcore.engines.megatron.reading import NoMetrics
 from tests import small
 
 DEEP = dataclasses.replace(small.DENSE, num_layers=16, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)

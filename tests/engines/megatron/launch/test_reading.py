@@ -13,7 +13,7 @@ import pytest
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.launch.reading import CommandProgress, program_progress
+from flagcore.engines.megatron.reading import CommandProgress, program_progress
 from flagcore.errors import FlagError
 from tests import small
 

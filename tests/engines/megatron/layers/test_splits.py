@@ -14,8 +14,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.layers.fastest import layouts, split_layers
-from flagcore.engines.megatron.layers.memory_fit import fit_splits
+from flagcore.engines.megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore.engines.megatron.layers.split import SPLIT
 from flagcore.engines.megatron.layers.stages import LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts

@@ -18,8 +18,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.mixed.hetero import mixed
 from flagcore.engines.megatron.mixed.meshes import MESHES, SIZES
 from flagcore.engines.megatron.mixed.options import share_sizes
-from flagcore.engines.megatron.mixed.planner import with_meshes
-from flagcore.engines.megatron.mixed.replica_planner import planned_replicas
+from flagcore.engines.megatron.mixed.planner import planned_replicas, with_meshes
 from flagcore.engines.megatron.mixed.trials import plain_values, require_runnable, shares
 from flagcore.engines.megatron.space.knobs import divisors
 from flagcore.errors import LaunchError, SpecError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flagcore.contracts import Platform
+from flagcore.engines.megatron import start
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.launch import trial_program
 from flagcore.engines.megatron.predict import training
 from flagcore.engines.megatron.trial.job import JobError, parse_job
 from flagcore.errors import SpecError
@@ -25,8 +25,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Let transformer-engine be installed, and import or not."""
 
     def set_installed(*, imports: bool = True) -> None:
-        monkeypatch.setattr(trial_program, "installed", lambda module, requirement="": True)
-        monkeypatch.setattr(trial_program, "_imports", lambda modules: imports)
+        monkeypatch.setattr(start, "installed", lambda module, requirement="": True)
+        monkeypatch.setattr(start, "_imports", lambda modules: imports)
 
     return set_installed
 

@@ -1,1 +1,0 @@
-"""Starts trials and reads their results. Nothing here runs inside of a trial."""
