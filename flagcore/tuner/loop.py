@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
@@ -278,7 +278,7 @@ class _Search:
         self._emit("trial_started", trial)
         best = self.state.best if trial.role is Role.SEARCH else None
         # Parallel trials start as new processes: a template process is forked for one trial at a time.
-        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == cold_repeat(self.state))
+        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == self.state.cold_repeat)
         run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
         self.pool.start(trial, run)
 

@@ -14,7 +14,7 @@ from flagcore.api.planning.estimate import before_trials, knob_record, plugin_no
 from flagcore.api.runs import RESULT, Run, no_best_error, unreadable_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import Counts, count, failed_repeats
-from flagcore.domain.search_state import DOES_NOT_FIT, rivals
+from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits
 from flagcore.i18n import N_, _
@@ -137,7 +137,7 @@ def _all_runs(subject: Subject) -> Iterator[str]:
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
         yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
-    if has_repeats and any(trial.candidate == subject.candidate for trial in rivals(state)):
+    if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
         yield _("not significantly slower than the best")
 
 
