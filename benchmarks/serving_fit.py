@@ -26,9 +26,10 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
+from flagcore.engines.serving.model.candidates import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import iteration_costs
-from flagcore.engines.serving.model.predict import memory_of, predict, serving_of, split_of
+from flagcore.engines.serving.model.memory import serving_memory
+from flagcore.engines.serving.model.predict import predict, serving_of, split_of
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.physics.roofline import Curve, Roofline
 from flagcore.spec import read_job
@@ -192,16 +193,14 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     costs, overheads = prediction_inputs(points, values)
     engine = plugins.workload(points.engine)
     settings = engine.settings(points.task, points.columns)
-    serving, split = (
-        serving_of(points.task, costs.kernels, overheads),
-        split_of(settings, engine.graph_tokens(points.task)),
-    )
-    memory = memory_of(serving, split, settings, costs)
+    serving = serving_of(points.task, costs.kernels, overheads)
+    split = split_of(settings, engine.graph_tokens(points.task))
+    memory = serving_memory(serving, split, settings, costs)
     prompt, output, flight = points.lens.T
     predicted_s = steady_state(
-        iteration_costs(serving, split, costs),
-        overheads,
         ClosedLoop(
+            costs=iteration_costs(serving, split, costs),
+            overheads=overheads,
             flight=np.maximum(flight / split.instances, 1.0),
             prompt=prompt,
             output=output,

@@ -33,6 +33,8 @@ CHIP = Chip(
     dense_flops_per_second={"bf16": Fact(value=900e12, source=SOURCE)},
     link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=400e9, source=SOURCE)),
 )
+SHAPE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+"""An inline shape of a spec."""
 DENSE = Model(
     name="dense",
     num_layers=4,

@@ -1,8 +1,7 @@
 """The Python API, which the CLI uses, too. It connects plugins, engine, launcher, strategy, store and loop."""
 
-from flagcore.api.explaining.candidate_report import explain_candidate
 from flagcore.api.explaining.compare import compare
-from flagcore.api.explaining.states import explain
+from flagcore.api.explaining.states import explain, explain_candidate
 from flagcore.api.managing.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.managing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.managing.hosts import check_hosts
@@ -21,52 +20,3 @@ from flagcore.api.tuning.tune import tune
 from flagcore.report.candidate_report import CandidateReport, Comparison
 from flagcore.report.estimate import Estimate
 from flagcore.report.explanation import Explanation
-
-__all__ = [
-    "AT_ONCE",
-    "REPORT",
-    "CandidateReport",
-    "Comparison",
-    "Estimate",
-    "Explanation",
-    "Exported",
-    "ImportedCommand",
-    "ImportedTrials",
-    "Outcome",
-    "Probed",
-    "Run",
-    "calibrate",
-    "calibrations",
-    "check_hosts",
-    "check_tree",
-    "chip_table",
-    "compare",
-    "compare_runs",
-    "defaults_of",
-    "devices",
-    "differing_knobs",
-    "doctor",
-    "estimate",
-    "estimate_jobs",
-    "explain",
-    "explain_candidate",
-    "export",
-    "export_targets",
-    "forget",
-    "import_history",
-    "list_runs",
-    "load_run",
-    "manifest",
-    "new_spec",
-    "plugin_table",
-    "probe",
-    "read_command",
-    "read_process",
-    "read_tree",
-    "remove_run",
-    "report",
-    "run_best",
-    "show_run",
-    "summary",
-    "tune",
-]

@@ -13,7 +13,7 @@ from flagcore.api.inputs import knobs_of_spec
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Speedup, gains
-from flagcore.domain.search_state import SearchState, rivals
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Trial
 from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError
 from flagcore.i18n import N_, _
@@ -66,7 +66,7 @@ class Run(Notebook):
     @property
     def speedup(self) -> Speedup | None:
         """The median speedup of the best over the baseline with its range; None if unknown."""
-        indistinct = {trial.candidate for trial in rivals(self.search_state)}
+        indistinct = {trial.candidate for trial in self.search_state.rivals}
         return Speedup.of(self.gains, is_significant=not self.baseline or self.baseline.candidate not in indistinct)
 
     @property

@@ -25,12 +25,12 @@ from flagcore.i18n.width import wrapped
 
 COMMANDS = {
     "calibrate": "flagcore.cli.machine",
-    "compare": "flagcore.cli.explain",
+    "compare": "flagcore.cli.plan",
     "completion": "flagcore.cli.machine",
     "devices": "flagcore.cli.machine",
     "doctor": "flagcore.cli.machine",
     "estimate": "flagcore.cli.plan",
-    "explain": "flagcore.cli.explain",
+    "explain": "flagcore.cli.plan",
     "export": "flagcore.cli.tune",
     "import": "flagcore.cli.specs",
     "init": "flagcore.cli.specs",
@@ -39,7 +39,7 @@ COMMANDS = {
     "probe": "flagcore.cli.plan",
     "report": "flagcore.cli.tune",
     "run": "flagcore.cli.tune",
-    "runs": "flagcore.cli.runs",
+    "runs": "flagcore.cli.tune",
     "schema": "flagcore.cli.machine",
     "tune": "flagcore.cli.tune",
 }

@@ -14,17 +14,7 @@ from statistics import median
 from typing import Any, Literal
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.search_state import (
-    DOES_NOT_FIT,
-    Pruned,
-    SearchState,
-    cold_start,
-    drift,
-    drifted,
-    noise,
-    rivals,
-    speed,
-)
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, noise, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
@@ -290,7 +280,7 @@ def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
     """Return the plan of a search. For the best and the baseline, runs with whole steps are preferred."""
-    cold = cold_start(search_state)
+    cold = search_state.cold_start
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -307,9 +297,9 @@ def summarize(
             for trial in search_state.trials
             if len(runs := search_state.runs_of(trial.candidate)) > 1
         },
-        rivals=rivals(search_state),
-        drift=drift(search_state),
-        drifted=drifted(search_state),
+        rivals=search_state.rivals,
+        drift=search_state.drift,
+        drifted=search_state.drifted,
         cold_start=cold[0] if cold else None,
         cold_start_differs=bool(cold and abs(cold[0]) > cold[1]),
         fidelity=task.spec.control.fidelity,

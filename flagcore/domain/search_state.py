@@ -114,6 +114,78 @@ class SearchState:
         """The candidates with a conclusive trial. Others may be tried again."""
         return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.is_conclusive)
 
+    @property
+    def rivals(self) -> tuple[Trial, ...]:
+        """The measured candidates that do not differ significantly from the best, the fastest first."""
+        best = self.best
+        if best is None:
+            return ()
+        best_runs, best_speed = self.runs_of(best.candidate), self.speed_of(best.candidate)
+        near_best = []
+        for trial in self.trials:
+            if trial.candidate == best.candidate or not self.keeps_limits(trial.candidate):
+                continue
+            runs, own_speed = self.runs_of(trial.candidate), self.speed_of(trial.candidate)
+            if own_speed and not significant(best_speed / own_speed - 1.0, best_runs, runs):
+                near_best.append(trial)
+        return tuple(sorted(near_best, key=lambda trial: -self.speed_of(trial.candidate)))
+
+    @property
+    def finalists(self) -> tuple[Trial, ...]:
+        """The measured baseline, the best and the fastest rivals in this order, without duplicates.
+
+        Empty if there is no best.
+        """
+        if self.best is None:
+            return ()
+        baseline = self.baseline
+        measured = (baseline,) if baseline and baseline.state is TrialState.MEASURED else ()
+        chosen = {trial.candidate: trial for trial in (*measured, self.best, *self.rivals[:MAX_RIVALS])}
+        return tuple(chosen.values())
+
+    @property
+    def drift(self) -> float | None:
+        """The relative speedup from the first to the last run of the baseline; None if it ran once."""
+        runs = self.runs_of(self.baseline.candidate) if self.baseline else ()
+        return speed(runs[-1]) / speed(runs[0]) - 1.0 if len(runs) > 1 else None
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the drift of the baseline exceeds the noise of its runs."""
+        change = self.drift
+        if change is None or self.baseline is None:
+            return False
+        runs = self.runs_of(self.baseline.candidate)
+        return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))
+
+    @property
+    def cold_repeat(self) -> Candidate | None:
+        """The candidate whose next repeat must be a cold start, or None. There is one cold repeat per search.
+
+        It is not the baseline: to measure the drift of the machine, all runs of the baseline must start in one way.
+        """
+        if any(trial.measurement and not trial.warm for trial in self.repeats):
+            return None
+        others = (trial.candidate for trial in self.finalists if trial is not self.baseline)
+        return next(others, None)
+
+    @property
+    def cold_start(self) -> tuple[float, float] | None:
+        """The relative speedup from the warm to the cold runs of a candidate, and its noise.
+
+        The speedup is corrected for the drift. None if no candidate has both warm and cold runs.
+        """
+        baseline = self.baseline
+        baseline_runs = self.runs_of(baseline.candidate) if baseline else ()
+        for trial in self.trials:
+            runs = self.runs_of(trial.candidate) if trial is not baseline else ()
+            warm, cold = ([run for run in runs if run.warm is is_warm] for is_warm in (True, False))
+            if warm and cold:
+                change = median(map(speed, cold)) / median(map(speed, warm))
+                change_noise = math.hypot(*map(noise, (warm, cold, baseline_runs)))
+                return change / (1.0 + (self.drift or 0.0)) - 1.0, change_noise
+        return None
+
 
 def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
     """Return the seconds that trials with steps took outside of these, mostly for their start."""
@@ -161,42 +233,13 @@ def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Seque
     return slowdown >= max(noise(first_runs), noise(second_runs)) / math.sqrt(runs)
 
 
-def rivals(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return the measured candidates that do not differ significantly from the best, the fastest first."""
-    best = search_state.best
-    if best is None:
-        return ()
-    best_runs, best_speed = search_state.runs_of(best.candidate), search_state.speed_of(best.candidate)
-    near_best = []
-    for trial in search_state.trials:
-        if trial.candidate == best.candidate or not search_state.keeps_limits(trial.candidate):
-            continue
-        runs, own_speed = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
-        if own_speed and not significant(best_speed / own_speed - 1.0, best_runs, runs):
-            near_best.append(trial)
-    return tuple(sorted(near_best, key=lambda trial: -search_state.speed_of(trial.candidate)))
-
-
-def finalists(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return the measured baseline, the best and the fastest rivals in this order, without duplicates.
-
-    Empty if there is no best.
-    """
-    if search_state.best is None:
-        return ()
-    baseline = search_state.baseline
-    measured = (baseline,) if baseline and baseline.state is TrialState.MEASURED else ()
-    chosen = {trial.candidate: trial for trial in (*measured, search_state.best, *rivals(search_state)[:MAX_RIVALS])}
-    return tuple(chosen.values())
-
-
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return the minimum number of repeats of each finalist: `control.repeats` if there are several.
 
     A finalist whose run was not final runs again at least once. All finalists run on each number of
     `control.trial_nodes`.
     """
-    trials = finalists(search_state)
+    trials = search_state.finalists
     rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)
     return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
 
@@ -207,58 +250,15 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     The finalists run again in rotation, `min_repeats` times each, and then up to `EXTRA_ROUNDS` times while a rival
     does not differ significantly. The total is limited, too, because the best and its rivals may change.
     """
-    trials, minimum = finalists(search_state), min_repeats(control, search_state)
+    trials, minimum = search_state.finalists, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
     max_rounds = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
     if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
         return None
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
-    if not waiting and control.repeats and rivals(search_state):
+    if not waiting and control.repeats and search_state.rivals:
         waiting = [trial for trial in trials if done[trial.candidate] < max_rounds]
     return min(waiting, key=lambda trial: done[trial.candidate], default=None)
-
-
-def drift(search_state: SearchState) -> float | None:
-    """Return the relative speedup from the first to the last run of the baseline; None if it ran once."""
-    runs = search_state.runs_of(search_state.baseline.candidate) if search_state.baseline else ()
-    return speed(runs[-1]) / speed(runs[0]) - 1.0 if len(runs) > 1 else None
-
-
-def drifted(search_state: SearchState) -> bool:
-    """Return whether the drift of the baseline exceeds the noise of its runs."""
-    change = drift(search_state)
-    if change is None or search_state.baseline is None:
-        return False
-    runs = search_state.runs_of(search_state.baseline.candidate)
-    return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))
-
-
-def cold_repeat(search_state: SearchState) -> Candidate | None:
-    """Return the candidate whose next repeat must be a cold start, or None. There is one cold repeat per search.
-
-    It is not the baseline: to measure the drift of the machine, all runs of the baseline must start in the same way.
-    """
-    if any(trial.measurement and not trial.warm for trial in search_state.repeats):
-        return None
-    others = (trial.candidate for trial in finalists(search_state) if trial is not search_state.baseline)
-    return next(others, None)
-
-
-def cold_start(search_state: SearchState) -> tuple[float, float] | None:
-    """Return the relative speedup from the warm to the cold runs of a candidate, and its noise.
-
-    The speedup is corrected for the drift. None if no candidate has both warm and cold runs.
-    """
-    baseline = search_state.baseline
-    baseline_runs = search_state.runs_of(baseline.candidate) if baseline else ()
-    for trial in search_state.trials:
-        runs = search_state.runs_of(trial.candidate) if trial is not baseline else ()
-        warm, cold = ([run for run in runs if run.warm is is_warm] for is_warm in (True, False))
-        if warm and cold:
-            change = median(map(speed, cold)) / median(map(speed, warm))
-            change_noise = math.hypot(*map(noise, (warm, cold, baseline_runs)))
-            return change / (1.0 + (drift(search_state) or 0.0)) - 1.0, change_noise
-    return None
 
 
 MAX_FAILED_AT_START = 5
@@ -325,11 +325,11 @@ def seconds_left(
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
     """Return the minimum seconds that the remaining repeats take, or with `at_most` the maximum."""
-    extra = EXTRA_ROUNDS if at_most and control.repeats and rivals(search_state) else 0
+    extra = EXTRA_ROUNDS if at_most and control.repeats and search_state.rivals else 0
     minimum = min_repeats(control, search_state)
     remaining = (
         (trial, minimum[trial.candidate] + extra - len(search_state.repeats_of(trial.candidate)))
-        for trial in finalists(search_state)
+        for trial in search_state.finalists
     )
     return sum((max(0, runs) * full_duration_s(control, trial) for trial, runs in remaining), 0.0)
 

@@ -7,8 +7,8 @@
 3. `loop` repeats: `stages.rank` asks one of `strategies` for the next candidate, `trial_runner` runs it, and its result
    prunes others. `stages.limit` ends trials and the search.
 4. `trial_runner` runs a trial. `stages.shorten` makes it smaller, `stages.devices` waits for its devices,
-   `stages.launch` starts it, and `stages.measure` watches it, with the telemetry of `stages.readings`. A probe runs
-   single ranks instead, with `stages.probe`.
+   `stages.launch` starts it, and `stages.measure` watches it and its devices. A probe runs single ranks instead, with
+   `stages.probe`.
 
 `learning` corrects predictions by measurements. `store` keeps the trials of a run, `calibration` what later runs use.
 """

@@ -11,20 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import (
-    Choice,
-    Event,
-    Launcher,
-    OnEvent,
-    Plugins,
-    Problem,
-    SearchContext,
-    Strategy,
-    Workload,
-)
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
-from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
@@ -37,10 +27,10 @@ from flagcore.tuner.stages.launch import nodes_left
 from flagcore.tuner.stages.limit import cap_limit, search_time, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
+from flagcore.tuner.stages.shorten import SmallerTask
 from flagcore.tuner.trial_runner import (
     TrialPool,
     TrialRunner,
-    can_run_on,
     plan_shortened_steps,
     plan_time_limit,
     predicted_trial,
@@ -144,7 +134,8 @@ class _Search:
         before = self.store.trials()
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
-        self.can_run_on = cache(partial(can_run_on, problem))
+        self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
+        """Which rows of the space can run on a number of nodes, with fewer replicas."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()
@@ -287,7 +278,7 @@ class _Search:
         self._emit("trial_started", trial)
         best = self.state.best if trial.role is Role.SEARCH else None
         # Parallel trials start as new processes: a template process is forked for one trial at a time.
-        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == cold_repeat(self.state))
+        cold = trial.group is not None or (trial.role is Role.REPEAT and trial.candidate == self.state.cold_repeat)
         run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
         self.pool.start(trial, run)
 

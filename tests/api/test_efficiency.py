@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flagcore import api
-from flagcore.api.planning.advice import FAR_BELOW, USUAL_MFU
+from flagcore.api.planning.estimate import FAR_BELOW, USUAL_MFU
 from flagcore.errors import NothingFits
 
 SHAPE = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.states import state_of
+from flagcore.api.explaining.states import candidate_report, state_of
 from flagcore.api.explaining.subject import Subject, columns_of
 from flagcore.api.runs import Run, trial_fields
 from flagcore.api.snapshot import Snapshot, load_snapshot

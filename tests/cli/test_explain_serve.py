@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.explaining.candidate_report import candidate_report
+from flagcore.api.explaining.states import candidate_report
 from flagcore.api.explaining.subject import allowed_rows
 from flagcore.api.snapshot import load_snapshot
 from flagcore.errors import NothingFits

@@ -8,20 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.plan import gains
-from flagcore.domain.search_state import (
-    EXTRA_ROUNDS,
-    MIN_NOISE,
-    SearchState,
-    cold_repeat,
-    cold_start,
-    drift,
-    drifted,
-    finalists,
-    next_repeat,
-    noise,
-    rivals,
-    significant,
-)
+from flagcore.domain.search_state import EXTRA_ROUNDS, MIN_NOISE, SearchState, next_repeat, noise, significant
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -65,17 +52,17 @@ def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple
 
 def test_baseline_best_and_two_rivals_run_again_in_rotation() -> None:
     known = first(base=50.0, a=100.0, b=99.5, c=99.0, d=98.5, far=90.0)
-    assert names(finalists(learn(known))) == ["base", "a", "b", "c"]
-    assert names(rivals(learn(known))) == ["b", "c", "d"]
+    assert names(learn(known).finalists) == ["base", "a", "b", "c"]
+    assert names(learn(known).rivals) == ["b", "c", "d"]
     order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[99.5], c=[99.0], d=[98.5])
     assert order[:4] == ["base", "a", "b", "c"]
 
 
 def test_noisy_steps_make_more_rivals() -> None:
     known = first(base=50.0, a=100.0, b=95.0)
-    assert rivals(learn(known)) == ()
+    assert learn(known).rivals == ()
     known[1] = trial(1, "a", 100.0, spread=0.08)
-    assert names(rivals(learn(known))) == ["b"]
+    assert names(learn(known).rivals) == ["b"]
 
 
 def test_the_noise_of_runs_is_half_of_their_difference() -> None:
@@ -87,21 +74,21 @@ def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
     assert slow.measurement is not None
     broken = replace(slow, measurement=replace(slow.measurement, broken=("ttft_s.p99 is 2 s, over 1 s",)))
     known = first(base=50.0, a=100.0)
-    assert names(rivals(learn([*known, slow]))) == ["b"]
-    assert rivals(learn([*known, broken])) == ()
+    assert names(learn([*known, slow]).rivals) == ["b"]
+    assert learn([*known, broken]).rivals == ()
 
 
 def test_a_baseline_that_failed_is_not_run_again() -> None:
     base, *others = first(base=50.0, a=100.0, b=99.5)
     failed = replace(base, state=TrialState.OUT_OF_MEMORY, measurement=None)
-    assert names(finalists(learn([failed, *others]))) == ["a", "b"]
+    assert names(learn([failed, *others]).finalists) == ["a", "b"]
 
 
 def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
     known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
-    assert names(rivals(learn(known))) == ["b"]
+    assert names(learn(known).rivals) == ["b"]
     less = trial(3, "slow", 35.0, spread=2.0)
-    assert names(rivals(learn([*known[:3], less]))) == ["b", "slow"]
+    assert names(learn([*known[:3], less]).rivals) == ["b", "slow"]
 
 
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
@@ -150,8 +137,8 @@ def test_a_new_leader_after_whole_runs_runs_whole_too() -> None:
 
 def test_the_interval_of_the_scaling_makes_rivals() -> None:
     plain = first(base=50.0, a=100.0, b=95.0)
-    assert rivals(learn(plain)) == ()
-    assert names(rivals(learn([plain[0], *(shortened(each, 0.06) for each in plain[1:])]))) == ["b"]
+    assert learn(plain).rivals == ()
+    assert names(learn([plain[0], *(shortened(each, 0.06) for each in plain[1:])]).rivals) == ["b"]
 
 
 def test_gains_are_of_whole_runs_only() -> None:
@@ -200,8 +187,8 @@ def test_repeats_end_even_on_a_noisy_machine(seed: int) -> None:
 @pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
 def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
-    assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)
-    assert drifted(learn(trials)) is reported
+    assert learn(trials).drift == pytest.approx(last / 50.0 - 1)
+    assert learn(trials).drifted is reported
 
 
 def warm(trials: list[Trial]) -> list[Trial]:
@@ -210,16 +197,16 @@ def warm(trials: list[Trial]) -> list[Trial]:
 
 def test_one_repeat_other_than_the_baseline_starts_cold() -> None:
     trials = warm(first(base=50.0, a=100.0, b=99.5))
-    assert cold_repeat(learn(trials)) == trials[1].candidate
+    assert learn(trials).cold_repeat == trials[1].candidate
     trials += warm([trial(3, "base", 50.0, Role.REPEAT)])
-    assert cold_repeat(learn(trials)) == trials[1].candidate
-    assert cold_repeat(learn([*trials, trial(4, "a", 100.0, Role.REPEAT)])) is None
+    assert learn(trials).cold_repeat == trials[1].candidate
+    assert learn([*trials, trial(4, "a", 100.0, Role.REPEAT)]).cold_repeat is None
 
 
 def test_if_the_baseline_is_the_best_its_rival_starts_cold() -> None:
     trials = warm(first(base=100.0, a=99.5))
-    assert cold_repeat(learn(trials)) == trials[1].candidate
-    assert cold_repeat(learn(trials[:1])) is None
+    assert learn(trials).cold_repeat == trials[1].candidate
+    assert learn(trials[:1]).cold_repeat is None
 
 
 @pytest.mark.parametrize(
@@ -230,12 +217,12 @@ def test_a_cold_start_is_compared_with_warm_ones_beyond_the_drift(
     cold: float, last: float, change: float, reported: bool
 ) -> None:
     trials = warm([*first(base=50.0, a=100.0), trial(2, "base", last, Role.REPEAT)])
-    assert cold_start(learn(trials)) is None
-    found = cold_start(learn([*trials, trial(3, "a", cold, Role.REPEAT)]))
+    assert learn(trials).cold_start is None
+    found = learn([*trials, trial(3, "a", cold, Role.REPEAT)]).cold_start
     assert found[0] == pytest.approx(change)
     assert (abs(found[0]) > found[1]) is reported
 
 
 def test_runs_that_all_start_cold_are_not_compared() -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 50.0, Role.REPEAT), trial(3, "a", 80.0, Role.REPEAT)]
-    assert cold_start(learn(trials)) is None
+    assert learn(trials).cold_start is None

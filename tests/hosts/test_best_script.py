@@ -10,6 +10,7 @@ import pytest
 
 from flagcore import api
 from tests.hosts.bed import SLURM, Bed, missing
+from tests.small import SHAPE
 
 TRAINING = """\
 import os
@@ -31,13 +32,7 @@ def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], b
     if not bed.slurm:
         bed.start_slurm()
     spec = {
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "ffn_hidden_size": 128,
-            "num_attention_heads": 4,
-            "vocab_size": 128,
-        },
+        "model": SHAPE,
         "cluster": {
             "chip": "cpu",
             "nodes": 2,

@@ -50,7 +50,6 @@ CANDIDATES = {
     2: {"even": (None, None), "tuned": (None, "balanced"), "fast": ("fast dp2", None)},
 }
 """The meshes and the split of each candidate, by the number of hosts of a kind. Without meshes, hosts are stages."""
-EVEN, UNEQUAL = "fast x8 | slow x8", "fast x12 | slow x4"
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +137,3 @@ def test_a_tuned_split_over_fast_and_slow_hosts_is_faster_as_predicted(bed: Bed,
     check_faster_as_predicted(even, faster, others)
     best = result["best"]["candidate"]
     assert best["layer_split"] or best["meshes"]
-
-
-def test_an_unequal_data_split_over_a_fast_and_a_slow_host_is_faster_as_predicted(bed: Bed, tmp_path: Path) -> None:
-    space = {**SIZES, "meshes": [EVEN, UNEQUAL, "fast"]}
-    result = tuned(bed, tmp_path / "replicas", 1, 16, space=space, baseline={"meshes": EVEN})
-    found = {each["candidate"]["meshes"]: each for each in result["trials"]}
-    check_faster_as_predicted(found.pop(EVEN), found.pop(UNEQUAL), [*found.values()])
-    assert result["best"]["candidate"]["meshes"] == UNEQUAL

@@ -65,13 +65,7 @@ def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
     (folder / "hosts").write_text(lines)
     (folder / "program.py").write_text(PROGRAM)
     data = {
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "ffn_hidden_size": 128,
-            "num_attention_heads": 4,
-            "vocab_size": 1000,
-        },
+        "model": small.SHAPE,
         "cluster": {"hostfile": "hosts", **cluster},
         "train": {
             "engine": "megatron",

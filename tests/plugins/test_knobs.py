@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from flagcore import api
 from flagcore.contracts import Problem
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
-from flagcore.domain.prediction import features
+from flagcore.domain.prediction import Predictions, features
+from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
@@ -69,13 +71,7 @@ PLUGIN = """
         ]
 """
 SPEC: dict[str, Any] = {
-    "model": {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-    },
+    "model": small.SHAPE,
     "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
     "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"},
     "auto_tuner": {
@@ -101,12 +97,20 @@ def with_space(base: Path, **changes: Any) -> Path:
     return file
 
 
+def columns_of(task: Task, values: Mapping[str, Any]) -> dict[str, IntArray]:
+    return candidate_columns(small.platform(task), values)
+
+
+def predicted_rows(task: Task, columns: Mapping[str, IntArray]) -> Predictions:
+    return predict_columns(small.platform(task), columns)
+
+
 def predicted(*knobs: Knob, **values: Any) -> Any:
     """Predict one candidate of TP 2 and PP 2 with values of knobs."""
     task = small.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=knobs)
+    task = replace(task, knobs=knobs)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    return predict_columns(small.platform(task), candidate_columns(small.platform(task), {**own, **values})).row(0)
+    return predicted_rows(task, columns_of(task, {**own, **values})).row(0)
 
 
 def test_an_effect_on_a_part_of_the_step_shifts_that_part_and_widens_the_interval() -> None:
@@ -122,22 +126,18 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     assert on.time_s["pp_bubble_s"] < off.time_s["pp_bubble_s"]
     task = small.task(settings={"pipeline_schedule": "zb-h1"})
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    assert (
-        on.step_time_s
-        == predict_columns(small.platform(task), candidate_columns(small.platform(task), own)).row(0).step_time_s
-    )
+    assert on.step_time_s == predicted_rows(task, columns_of(task, own)).row(0).step_time_s
 
 
 def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> None:
     settings = {"pipeline_schedule": "dualpipev"}
     knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
-    task = small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8)
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    task = replace(small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8), knobs=(knob,))
     (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_schedule_pipeline_schedule"]
     own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
     cases = {(None, 8): False, ("dualpipev", 1): False, ("dualpipev", 2): True}
     for (value, size), broken in cases.items():
-        columns = candidate_columns(small.platform(task), {**own, "micro_batch_size": size, "acme_schedule": value})
+        columns = columns_of(task, {**own, "micro_batch_size": size, "acme_schedule": value})
         assert rule.broken(columns).tolist() == [broken]
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
@@ -146,11 +146,13 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
     updated = Effect(settings={"pipeline_schedule": "zb-h1"})
     extra = Effect(settings={"offload_stages": "0,3"})
     knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": extra})
-    task = small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4)
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    task = replace(
+        small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4),
+        knobs=(knob,),
+    )
 
     def broken(value: str | None, **sizes: int) -> set[str]:
-        columns = candidate_columns(small.platform(task), {"micro_batch_size": 1, **sizes, "acme_schedule": value})
+        columns = columns_of(task, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
         return {rule.name for rule in legality(small.platform(task)).rules if rule.broken(columns).any()}
 
     four = {"pipeline_model_parallel_size": 4}
@@ -163,11 +165,10 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
 
 def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
-    task = small.task(space={"acme_schedule": (None, "zb-2p")})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    task = replace(small.task(space={"acme_schedule": (None, "zb-2p")}), knobs=(knob,))
     engine, costs, first = workload_of(task.spec.work), small.costs(task), np.array([0])
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    off, on = (candidate_columns(small.platform(task), {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
+    off, on = (columns_of(task, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
     held = predict_components(small.platform(task), both, np.array([0, 0]))["ffn"]["activation_bytes"]
     ffn_bytes = [
@@ -191,30 +192,25 @@ def test_an_effect_on_memory_changes_the_memory_in_use() -> None:
 
 
 def test_many_rows_are_predicted_in_their_own_order() -> None:
-    task = small.task(space={"acme_schedule": (None, "zb-h1", "wait")})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
+    task = replace(small.task(space={"acme_schedule": (None, "zb-h1", "wait")}), knobs=(SCHEDULE,))
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    each = [
-        candidate_columns(small.platform(task), {**own, "acme_schedule": value})
-        for value in ("wait", None, "zb-h1", None)
-    ]
+    each = [columns_of(task, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    expected = [predict_columns(small.platform(task), one).row(0).step_time_s for one in each]
-    assert predict_columns(small.platform(task), columns).step_time_s.tolist() == pytest.approx(expected)
+    expected = [predicted_rows(task, one).row(0).step_time_s for one in each]
+    assert predicted_rows(task, columns).step_time_s.tolist() == pytest.approx(expected)
 
 
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
     problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = legality(small.platform(_with(problem, KNOB))).rules
+    rules = legality(small.platform(replace(problem.task, knobs=(KNOB,)))).rules
     (rule,) = [each for each in rules if each.name == "acme_fused_needs_tensor_model_parallel_size"]
     columns = {"acme_fused": np.array([0, 1, 1]), "tensor_model_parallel_size": np.array([1, 1, 2])}
     assert rule.broken(columns).tolist() == [False, True, False]
 
 
 def test_a_knob_of_experts_is_illegal_for_dense_models() -> None:
-    task = small.task(space={"acme_fused": (False, True)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, experts_only=True),))
+    task = replace(small.task(space={"acme_fused": (False, True)}), knobs=(replace(KNOB, experts_only=True),))
     (rule,) = [each for each in legality(small.platform(task)).rules if each.name == "acme_fused_without_experts"]
     assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
 
@@ -262,8 +258,10 @@ def test_explain_reports_every_knob_of_the_chip(install: Install, tmp_path: Path
 
 
 def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
-    task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
+    task = replace(
+        small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)}),
+        knobs=(replace(KNOB, requires=()),),
+    )
     engine = workload_of(task.spec.work)
     legal = legality(small.platform(task))
     space = build(legal.axes, legal.rules, legal.merges)
@@ -374,8 +372,3 @@ def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     extra = loaded.knobs_on_any_chip("megatron")
     spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=extra)
     return build_problem(spec, loaded, workload_of(spec.work))
-
-
-def _with(problem: Problem, knob: Knob) -> Task:
-    task = problem.platform.task
-    return Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))

@@ -12,6 +12,7 @@ import pytest
 from flagcore.domain.knob import Knob
 from flagcore.errors import SpecError
 from flagcore.spec import json_schema, parse_spec, read_job
+from tests.small import SHAPE
 
 KNOBS = (
     Knob(name="shards", help="Number of shards.", maximum=64, neutral=1),
@@ -23,13 +24,12 @@ ENGINES: Any = {
     "acme": SimpleNamespace(kind="train", knobs=KNOBS),
     "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
 }
-MODEL = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
 TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
 
 
 def parse(space: Any = None, baseline: Any = None, *, sections: Any = None, base: Path = Path(), **train: Any) -> Any:
     tuner = {"space": space or {}, "baseline": baseline}
-    data = {"model": MODEL, "train": {**TRAIN, **train}, "auto_tuner": tuner, **(sections or {})}
+    data = {"model": SHAPE, "train": {**TRAIN, **train}, "auto_tuner": tuner, **(sections or {})}
     return parse_spec(data, file="x", base=base, engines=ENGINES)
 
 
@@ -73,7 +73,7 @@ def test_the_default_engine_of_a_record_is_the_first_training_engine() -> None:
     record = {
         "id": "a",
         "kind": "train",
-        "model": MODEL,
+        "model": SHAPE,
         "cluster": {"chip": "x", "devices": 8, "devices_per_node": 8},
         "train": {name: value for name, value in TRAIN.items() if name != "engine"},
         "candidate": {"shards": 4, "dispatch": "ring"},
@@ -85,7 +85,7 @@ def test_the_default_engine_of_a_record_is_the_first_training_engine() -> None:
 
 def test_an_unknown_engine_does_not_hide_other_errors() -> None:
     tuner = {"space": {"nope": 1}, "control": {"max_trials": "many"}}
-    sections = {"model": {**MODEL, "hidden_size": 63}, "auto_tuner": tuner, "envs": {"1": "x"}}
+    sections = {"model": {**SHAPE, "hidden_size": 63}, "auto_tuner": tuner, "envs": {"1": "x"}}
     error = error_of(engine="acmee", seq_length="x", sections=sections)
     assert {(each.key, each.value) for each in error.problems} == {
         ("train.engine", "acmee"),

@@ -8,21 +8,14 @@ import pytest
 
 from flagcore.errors import SpecError
 from flagcore.spec import read_job
-from tests.small import ENGINES
+from tests.small import ENGINES, SHAPE
 
 ErrorOf = Callable[..., SpecError]
 RECORD: dict[str, Any] = {
     "id": "a#1",
     "kind": "train",
     "source": "somebody",
-    "model": {
-        "name": "tiny",
-        "num_layers": 4,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 1000,
-    },
+    "model": {"name": "tiny", **SHAPE},
     "cluster": {"chip": "Example 80G", "devices": 8, "devices_per_node": 4, "interconnect": "tin cans"},
     "train": {"seq_length": 128, "global_batch_size": 8, "precision": "nvfp4", "attention": "unfused", "notes": "?"},
     "candidate": {

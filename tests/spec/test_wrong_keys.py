@@ -10,7 +10,7 @@ from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
-from tests.small import ENGINES
+from tests.small import ENGINES, SHAPE
 
 ReadError = Callable[..., SpecError]
 SPACE = "auto_tuner.space."
@@ -129,9 +129,8 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
     ],
 )
 def test_an_impossible_shape_is_refused(read_error: ReadError, more: str, key: str, problem: str) -> None:
-    sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
     name = more.partition(":")[0]
-    shape = ", ".join(f"{known}: {size}" for known, size in sizes.items() if known != name)
+    shape = ", ".join(f"{known}: {size}" for known, size in SHAPE.items() if known != name)
     error = read_error(model=f"model: {{{shape}, {more}}}\n")
     assert error.key == f"model.{key}"
     assert problem in error.problem
@@ -198,9 +197,6 @@ def test_python_objects_are_bounded_too() -> None:
             parse_spec(data, file="here", base=Path(), engines=ENGINES)
         assert caught.value.file == "here"
         assert len(str(caught.value)) < 400
-
-
-SHAPE = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
 
 
 def error_in(shape: dict[str, int], space: dict[str, Any], *plugin_knobs: Knob) -> SpecError:

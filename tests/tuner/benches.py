@@ -20,7 +20,7 @@ from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.loop import Dependencies, TuneResult, tune
 from flagcore.tuner.store.trials import OptunaStore
-from flagcore.tuner.strategies.simple import PREDICTED
+from flagcore.tuner.strategies import PREDICTED
 from tests import small
 
 SPACE: dict[str, Any] = {

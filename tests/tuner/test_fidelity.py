@@ -23,8 +23,7 @@ from flagcore.engines.megatron.adapter import Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
-from flagcore.tuner.strategies import learned
-from flagcore.tuner.strategies.simple import RANDOM
+from flagcore.tuner.strategies import RANDOM, learned
 from tests import small
 from tests.tuner.benches import Bench, Ended, at, plugin, size_of, sizes_of, write_steps
 

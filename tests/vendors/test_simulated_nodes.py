@@ -66,64 +66,11 @@ CAMBRICON = "| CNMON v5.10.13                                               Driv
     "|  0%   32C        106 W/ 250 W |     0 MiB/ 23374 MiB | N/A           Default |\n"
     for n in range(4)
 )
-ASCEND = (
-    "| npu-smi 24.1.0.3                 Version: 24.1.0.3                                             |\n"
-    + "".join(
-        f"| {n}     910B3               | OK            | 91.0        37                0    / 0             |\n"
-        f"| 0                         | 0000:C{n}:00.0  | 0           0    / 0      3380 / 65536         |\n"
-        for n in range(4)
-    )
-)
-AMD = json.dumps(
-    {
-        f"card{n}": {
-            "GPU use (%)": "0",
-            "VRAM Total Memory (B)": "206141652992",
-            "VRAM Total Used Memory (B)": "297611264",
-            "Temperature (Sensor junction) (C)": "36.0",
-            "Current Socket Graphics Package Power (W)": "131.0",
-            "PCI Bus": f"0000:2{n}:00.0",
-            "Card Series": "AMD Instinct MI300X OAM",
-        }
-        for n in range(4)
-    }
-)
-MTHREADS = "    mthreads-gmi:2.3.2           Driver Version:3.3.5-server\n" + "".join(
-    f"{n}    MTT S5000      |00000000:0{n}:00.0    |0%    2MiB(81920MiB)\n"
-    "     Physical      P0|16x(16x)            |49C   YES\n"
-    "                                               |      On-die, EDC\n"
-    for n in range(4)
-)
-HYGON = json.dumps(
-    {
-        f"card{n}": {
-            "PCI Bus": f"0000:3{n}:00.0",
-            "Card Series": "BW",
-            "Average Graphics Package Power (W)": "88.0",
-            "Temperature (Sensor junction) (C)": "55.0",
-            "HCU use (%)": "0.0",
-            "vram Total Memory (MiB)": "65520",
-            "vram Total Used Memory (MiB)": "2",
-        }
-        for n in range(4)
-    }
-)
-KUNLUNXIN = "| XPU-SMI               Driver Version: 5.0.21.47    XPU-RT Version: 5.0.21   |\n" + "".join(
-    f"|   {n}  P800 OAM           N/A   | 00000000:1{n}:00.0 N/A |                    0 |\n"
-    "| N/A   39C  N/A     90W / 400W |      0MiB / 98304MiB |      0%      Default |\n"
-    "|                               |      0MiB /    96MiB |             Disabled |\n"
-    for n in range(4)
-)
 NODES = {
     "nvidia": ("A800-80GB", {"nvidia-smi": NVIDIA}),
     "metax": ("C500", {"mx-smi": METAX, "mx-smi topo": PAIRS, "nvidia-smi": METAX}),
     "iluvatar": ("BI-V150", {"ixsmi": ILUVATAR}),
     "cambricon": ("MLU370-X8", {"cnmon": CAMBRICON}),
-    "ascend": ("910B3", {"npu-smi": ASCEND}),
-    "amd": ("MI300X", {"rocm-smi": AMD}),
-    "mthreads": ("MTT-S5000", {"mthreads-gmi": MTHREADS}),
-    "hygon": ("BW1000", {"hy-smi": HYGON}),
-    "kunlunxin": ("P800", {"xpu-smi": KUNLUNXIN}),
 }
 SPEC: dict[str, Any] = {
     "model": {

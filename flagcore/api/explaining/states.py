@@ -1,4 +1,4 @@
-"""States of combinations and of single candidates, with reasons."""
+"""States of combinations and of single candidates with reasons, and the report on one candidate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from flagcore.api.planning.estimate import before_trials, knob_record, plugin_no
 from flagcore.api.runs import RESULT, Run, no_best_error, unreadable_error
 from flagcore.api.snapshot import Snapshot, all_trials, load_snapshot
 from flagcore.domain.plan import Counts, count, failed_repeats
-from flagcore.domain.search_state import DOES_NOT_FIT, rivals
+from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits
 from flagcore.i18n import N_, _
-from flagcore.report.candidate_report import differs_text, seconds_text
+from flagcore.report.candidate_report import CandidateReport, differs_text, seconds_text
 from flagcore.report.explanation import Explanation, needs_text
 from flagcore.report.formats import shown
 from flagcore.report.result import stop_reason
+from flagcore.report.result import trial as trial_record
 from flagcore.report.text import candidate_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
+from flagcore.tuner.stages.predict import record
 from flagcore.tuner.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -135,7 +137,7 @@ def _all_runs(subject: Subject) -> Iterator[str]:
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
         yield line + ("; " + _("it is the best") if best and best.candidate == subject.candidate else "")
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
-    if has_repeats and any(trial.candidate == subject.candidate for trial in rivals(state)):
+    if has_repeats and any(trial.candidate == subject.candidate for trial in state.rivals):
         yield _("not significantly slower than the best")
 
 
@@ -245,3 +247,48 @@ def _counts(snapshot: Snapshot, run: Run) -> Counts:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise unreadable_error(run.folder / RESULT, error) from None
     return counts
+
+
+def explain_candidate(
+    where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
+) -> CandidateReport:
+    """Explain one candidate of a spec, or of a run's folder.
+
+    `candidate` is `best`, `baseline`, a number (for a run the number of a trial, for a spec the position in the list of
+    `estimate`, from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
+    """
+    return candidate_report(load_snapshot(where, chip, without), candidate)
+
+
+def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
+    """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
+    subject = Subject.of(snapshot, name)
+    account, nearest, changes = account_of(subject), subject.nearest_measured(), subject.changes()
+    if account["state"] in (OPEN, RAN):
+        changes.pop("allowed", None)
+    is_equivalent = subject.named & subject.differing(subject.requested).keys()
+    return CandidateReport(
+        **account,
+        objective=snapshot.task.spec.objective,
+        requested=subject.requested.as_dict() if is_equivalent else None,
+        expected_s=subject.expected_s,
+        trials=tuple(trial_record(trial) for trial in subject.trials),
+        nearest={**trial_record(nearest), "differs": subject.differing(nearest.candidate)} if nearest else None,
+        changes={kind: _change(subject, row) for kind, row in changes.items()},
+        causes=subject.causes,
+        matches=tuple(_change(subject, row) for row in subject.others),
+        knobs=snapshot.problem.knobs,
+    )
+
+
+def _change(subject: Subject, row: int) -> Mapping[str, Any]:
+    snapshot, other = subject.snapshot, Subject.of_row(subject.snapshot, row)
+    trials = (trial.number for trial in snapshot.search_state.trials if trial.candidate == other.candidate)
+    return {
+        "candidate": other.candidate.as_dict(),
+        "differs": subject.differing(other.candidate),
+        "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
+        "expected_s": other.expected_s,
+        "trial": next(trials, None),
+        "measured": other.measured_s is not None,
+    }

@@ -1,36 +1,36 @@
-"""Predictions without trials: the candidates of a spec, counts by outcome, and the knobs of plugins."""
+"""Predictions without trials: the candidates of a spec, the gain of mixing chips, and the change that helps most."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data, with_objective
-from flagcore.api.planning.advice import bottleneck_text, cheapest_change, mfu_warning
-from flagcore.api.planning.mixing import mixing_of
 from flagcore.api.snapshot import build_problem_of_spec, prediction_records, read_spec
-from flagcore.contracts import Platform, Problem
-from flagcore.domain.effects import engine_task
+from flagcore.contracts import Platform, Plugins, Problem, Workload
+from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.prediction import Passes, idle_of
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
-from flagcore.domain.spec import AUTO, Task, pareto
-from flagcore.errors import NothingFits
+from flagcore.domain.spec import AUTO, Spec, Task, pareto
+from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import _
 from flagcore.report.estimate import Estimate
-from flagcore.report.formats import lookup
+from flagcore.report.explanation import part_name
+from flagcore.report.formats import lookup, size_text
 from flagcore.report.text import serving_load_text
 from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline_text, unmet_text
-from flagcore.tuner.problem import candidate_columns, no_launch_reason, rows_by_time
+from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.limit import search_time
-from flagcore.tuner.stages.predict import model_table, record
+from flagcore.tuner.stages.predict import limit, model_table, record
+from flagcore.tuner.stages.rank import learn
 
 
 def estimate(
@@ -149,8 +149,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 def before_trials(problem: Problem) -> Counts:
     """Return the counts of combinations by outcome before any trial."""
-    no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
-    return count(problem.space, problem.pruned, no_trials)
+    return count(problem.space, problem.pruned, learn(()))
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
@@ -202,3 +201,222 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
     }
+
+
+def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] | None:
+    """Return the fastest plan of several kinds of chips and those of each kind alone as plain data; None if no plan of
+    several kinds has a time.
+
+    `split` is how the mixed plan divides the work over the kinds, `others` are the fastest plans that divide it in the
+    other ways of the engine.
+    `of_sum` is the throughput over that of all kinds alone together, `of_best_alone` over that of the fastest kind,
+    `best_alone`. `idle` is the share of the pipeline's time in which the devices of a kind have no work. `limit` is
+    the bottleneck of the mixed plan, `slowest` the kind with the slowest stage. `layers` are those of its stages;
+    `balanced` has the layers of the derived split and its step time if the plan has another split, else it is None.
+    """
+    order, titles = rows_by_time(problem), problem.task.cluster.names
+    ways = problem.workload.splits(problem.task, problem.space.columns(order))
+    rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
+    plans = [(name, rows[:1], _plan(problem, rows)) for name, rows in rows_of_ways.items()]
+    found = [(plan | {"split": name}, row) for name, row, plan in plans if plan]
+    if not found:
+        return None
+    (mixed, row), *others = sorted(found, key=lambda pair: float(pair[0]["step_time_s"]))
+    alone = [plan for group in range(len(titles)) if (plan := _alone(spec, problem, group, plugins))]
+    total = sum(each["tokens_per_second"] for each in alone)
+    best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
+    pipelines = _pipelines(problem, row)
+    shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
+    stages = [
+        (seconds, titles[group])
+        for each in pipelines
+        for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
+    ]
+    return {
+        "mixed": mixed,
+        "others": [plan for plan, _ in others],
+        "alone": alone,
+        "of_sum": mixed["tokens_per_second"] / total if alone else None,
+        "of_best_alone": mixed["tokens_per_second"] / best["tokens_per_second"] if best else None,
+        "best_alone": best["chips"] if best else "",
+        "idle": {title: share for title, share in shares.items() if share is not None},
+        "limit": limit(problem.predictions.row(int(row[0]))),
+        "slowest": max(stages, default=(0.0, ""))[1],
+        "layers": [count for each in pipelines for count in each.layers],
+        "balanced": _balanced(problem, row),
+    }
+
+
+def _balanced(problem: Problem, row: IntArray) -> dict[str, Any] | None:
+    """Return the layers and the step time of a candidate with the derived split; None if it has that split."""
+    columns, workload = problem.space.columns(row), problem.workload
+    found = workload.with_derived_split(engine_task(problem.task, effects_of_row(problem.task, columns)), columns)
+    pipelines = workload.pipelines(*found, problem.costs) if found else ()
+    if found is None or len(pipelines) != 1:
+        return None
+    seconds = float(workload.predict(*found, problem.costs).step_time_s[0])
+    return {"layers": list(pipelines[0].layers), "step_time_s": seconds}
+
+
+def _alone(spec: Spec, mixed: Problem, group: int, plugins: Plugins) -> dict[str, Any] | None:
+    """Return the fastest plan of one kind of chips; None if it cannot run the job, or has no time."""
+    workload, fixed = mixed.workload, {name: values for name, values in spec.space.items() if values != AUTO}
+    space = {**workload.values_alone(mixed.task, group), **fixed}
+    space = {name: values for name, values in space.items() if name not in workload.derived_knobs}
+    own = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
+    try:
+        problem = build_problem(own, plugins, workload, plan=True)
+        return _plan(problem, rows_by_time(problem))
+    except FlagError:
+        return None
+
+
+def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
+    """Return the first of `rows` as a plan; None without rows, or if its time is unknown."""
+    cluster, train = problem.task.cluster, problem.task.spec.train
+    for row in rows[:1].tolist():
+        if (seconds := problem.predictions.row(row).step_time_s) is not None:
+            return {
+                "chips": cluster.chips,
+                "devices": cluster.devices,
+                "tokens_per_second": train.global_batch_size * train.seq_length / seconds,
+                "step_time_s": seconds,
+                "candidate": problem.space.candidate(row).as_dict(),
+                "implementation": train.implementation or "local",
+            }
+    return None
+
+
+def _pipelines(problem: Problem, row: IntArray) -> Sequence[Passes]:
+    """Return the passes of each pipeline of a candidate; empty if they are unknown."""
+    task, columns = problem.task, problem.space.columns(row)
+    return problem.workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.costs)
+
+
+DOUBLINGS = 4
+"""How often the number of nodes is doubled."""
+
+
+def cheapest_change(problem: Problem, without: Collection[str]) -> str:
+    """Return the first change with which a candidate is left: other knobs, then more devices or nodes.
+
+    Empty if none of them helps and candidates fit, because then rules remove them.
+    """
+    task = problem.task
+    changes = _changes_to_fit(task.spec, task.cluster.groups[0].chip.devices_per_node)
+    for change, changed, first in _fastest_of_each(changes, problem.workload, without):
+        candidate = changed.set_knobs(changed.space.candidate(first))
+        return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)
+    if problem.predictions.fits.any():  # rules are the reason
+        return ""
+    nodes = task.cluster.groups[0].nodes << DOUBLINGS
+    return _("neither other knobs nor up to {nodes} nodes help: use a chip with more memory", nodes=nodes)
+
+
+def _fastest_of_each(
+    changes: Iterable[tuple[str, Spec]], workload: Workload, without: Collection[str]
+) -> Iterator[tuple[str, Problem, int]]:
+    """Yield the change, the problem and the first row by time of each changed spec with a candidate."""
+    with loaded_plugins(without) as loaded:
+        for change, spec in changes:
+            try:
+                changed = build_problem(spec, loaded, workload, plan=True)
+            except FlagError:
+                continue
+            if changed.pruned.open_rows.size:
+                yield change, changed, int(rows_by_time(changed)[0])
+
+
+def _changes_to_fit(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
+    """Yield descriptions of changes and the changed specs, the cheapest first.
+
+    `most` is the number of devices of a whole node.
+    """
+    work = replace(spec.work, default_space=True) if isinstance(spec.work, ServeSpec) else spec.work
+    widest = replace(spec, space={}, baseline=None, work=work)
+    if spec.space:
+        yield _("all knobs in the space"), widest
+    if spec.cluster.groups:
+        return
+    devices = spec.cluster.devices_per_node or most
+    while (devices := 2 * devices) <= most and spec.cluster.nodes == 1:
+        cluster = replace(spec.cluster, devices_per_node=devices)
+        yield _("cluster.devices_per_node = {devices}", devices=devices), replace(widest, cluster=cluster)
+    for doubling in range(1, DOUBLINGS + 1):
+        nodes = spec.cluster.nodes << doubling
+        cluster = replace(spec.cluster, nodes=nodes, hosts=())
+        yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
+
+
+USUAL_MFU = (0.38, 0.43)
+"""The range of MFU that a large pretraining job reports: Llama 3 in bf16, https://arxiv.org/abs/2407.21783, table 4."""
+PRECISIONS = ("bf16", "fp16")
+"""The precisions of that range. In fp8, the peak is twice as high, and the MFU is lower."""
+FAR_BELOW = 0.5
+"""The share of the lower end below which a job is far below. Chosen."""
+LARGE = 1e9
+"""Minimum number of parameters for the comparison. Chosen; kernels of smaller models use less of a device."""
+MIN_PART = 0.05
+"""Minimum share of a listed part of a step."""
+MAX_BATCH_DOUBLINGS = 3
+"""How often the global batch size is doubled."""
+WORTH = 1.1
+"""Minimum factor on the MFU of a change worth naming."""
+
+
+def bottleneck_text(predicted: Mapping[str, Any]) -> str:
+    """Return what limits a predicted training step, with its share; empty without a time."""
+    name, time = predicted.get("limit"), predicted.get("time") or {}
+    memory, total = predicted["memory"], sum(time.values())
+    if name == "memory":
+        used, capacity = size_text(memory["device_used_gib"]), size_text(memory.get("capacity_gib"))
+        return _("Bottleneck: memory, ~{used} of {capacity}.", used=used, capacity=capacity)
+    seconds = next((value for part, value in time.items() if part_name(part) == name), None)
+    if seconds is None or not total:
+        return ""
+    return _("Bottleneck: {limit}, ~{share:.0%} of a step.", limit=_(str(name)), share=seconds / total)
+
+
+def mfu_warning(problem: Problem, without: Collection[str], predicted: Mapping[str, Any], params: float) -> str:
+    """Return a warning if the MFU of a prediction is far below that of large jobs, why, and the cheapest change.
+
+    Empty for servers, small models, other precisions, and if the MFU is unknown.
+    """
+    spec, mfu = problem.task.spec, predicted.get("mfu")
+    if isinstance(spec.work, ServeSpec) or mfu is None or params < LARGE or spec.train.precision not in PRECISIONS:
+        return ""
+    if mfu >= FAR_BELOW * USUAL_MFU[0]:
+        return ""
+    low, high = USUAL_MFU
+    text = _("MFU ~{mfu:.1%} is far below the {low:.0%} to {high:.0%} of large jobs.", mfu=mfu, low=low, high=high)
+    return " ".join(filter(None, [text, _why(predicted), _cheapest_speedup(problem, without, mfu)]))
+
+
+def _why(predicted: Mapping[str, Any]) -> str:
+    """Return the largest parts of a step besides compute, or that its kernels are slow."""
+    time, step = predicted["time"], sum(predicted["time"].values())
+    parts = sorted((part for part in time if part != "compute_s"), key=lambda part: -time[part])
+    large = [part for part in parts[:3] if time[part] > MIN_PART * step]
+    shares = ", ".join(f"{_(part_name(part))} {time[part] / step:.0%}" for part in large)
+    compute_mfu = predicted["mfu"] * step / time["compute_s"] if time.get("compute_s") else 0.0
+    if shares and compute_mfu >= FAR_BELOW * USUAL_MFU[0]:
+        return _("The step has {parts}.", parts=shares)
+    kernels = _("Its kernels alone reach {mfu:.1%}: they are small, or limited by memory bandwidth.", mfu=compute_mfu)
+    return kernels + (" " + _("The step has {parts}.", parts=shares) if shares else "")
+
+
+def _cheapest_speedup(problem: Problem, without: Collection[str], mfu: float) -> str:
+    for change, changed, first in _fastest_of_each(_changes_of_batch(problem.task.spec), problem.workload, without):
+        found: Any = record(changed.task, changed.predictions.row(first))
+        if found.get("mfu", 0.0) >= WORTH * mfu:
+            return _("Cheapest change: {change}, ~{mfu:.1%}.", change=change, mfu=found["mfu"])
+    return ""
+
+
+def _changes_of_batch(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """Yield descriptions of changes that need no other hardware, and the changed specs."""
+    if spec.space:
+        yield _("all knobs in the space"), replace(spec, space={}, baseline=None)
+    for doubling in range(1, MAX_BATCH_DOUBLINGS + 1):
+        batch = spec.train.global_batch_size << doubling
+        yield f"train.global_batch_size = {batch}", replace(spec, work=replace(spec.train, global_batch_size=batch))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from flagcore_amd import discover, smi
-from flagcore_amd.hooks import plugin
 from flagcore_testing import fakes
 
 from flagcore.vendorkit.matrix import links_of
@@ -62,17 +61,6 @@ def test_amd_smi_may_print_a_single_device_without_a_list() -> None:
     assert smi.read(json.dumps(first)).rows == smi.read(text("amd-smi-1.json")).rows[:1]
 
 
-@pytest.mark.parametrize("other", ["", "{", "[1]", '{"gpu_data": 3}', '{"card0": 3}', "GPU  Temp  AvgPwr"])
-def test_other_text_lists_no_device(other: str) -> None:
-    assert smi.read(other).rows == ()
-    assert smi.read_metrics(other) == {}
-
-
 def test_links_are_read_from_the_matrix_of_link_types() -> None:
     with fakes.machine({"rocm-smi": fakes.prints(text("rocm-smi-3.txt"))}):
         assert links_of(discover.DETECTOR.matrix())[0] == "XGMI: 1-7"
-
-
-def test_cards_of_two_dies_are_two_devices() -> None:
-    dies = {chip.name: chip.devices_per_card for chip in plugin.flagcore_chips()}
-    assert {name for name, count in dies.items() if count == 2} == {"MI250", "MI250X"}

@@ -7,16 +7,6 @@ from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 
 
-def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
-    support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", None, "train")
-    assert support is not None
-    assert (support.device_type, support.distributed_backend, support.preload) == (
-        "mlu",
-        "cncl",
-        ("torch_mlu", "torch_mlu.utils.gpu_migration"),
-    )
-
-
 def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
     reasons = {
         chip.name: support.reason

@@ -93,10 +93,6 @@ def test_the_table_of_version_6_is_read_completely() -> None:
     assert listing.left_out == ("card 2 (MLU590-M9) is virtual function 0 of another",)
 
 
-def test_another_tools_table_is_ignored() -> None:
-    assert smi.read(TABLE.replace("CNMON v6", "OTHER v6")).rows == ()
-
-
 def test_a_card_with_unreadable_memory_is_reported() -> None:
     listing = smi.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
     assert [row.device.index for row in listing.rows] == [1]

@@ -24,11 +24,6 @@ def test_only_the_second_chip_of_a_card_reports_power() -> None:
     }
 
 
-def test_the_table_of_nvidia_is_rejected() -> None:
-    table = text("ixsmi-4.txt").replace("IX-ML:", "NVIDIA-SMI")
-    assert smi.read(table).rows == ()
-
-
 def test_uuids_are_listed_by_index() -> None:
     assert smi.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
 

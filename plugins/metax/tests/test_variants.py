@@ -57,7 +57,3 @@ def test_persistence_mode_may_follow_the_name() -> None:
 
 def test_memory_in_other_units_is_read_in_them() -> None:
     assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
-
-
-def test_an_empty_device_list_gives_none() -> None:
-    assert smi.read(TABLE[: TABLE.index("+--")].replace(": 8", ": 0") + "no device found\n").rows == ()

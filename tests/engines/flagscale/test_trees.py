@@ -20,8 +20,8 @@ from flagcore_flagscale.source import RESERVED_ARGUMENTS
 import flagcore
 from flagcore.engines.megatron import start
 from flagcore.engines.megatron.space.options import settings_in_force
-from flagcore.engines.serving.llamacpp import knobs as llama_knobs
-from flagcore.engines.serving.sglang import knobs as sglang_knobs
+from flagcore.engines.serving.llamacpp import profile as llama_knobs
+from flagcore.engines.serving.sglang import profile as sglang_knobs
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec

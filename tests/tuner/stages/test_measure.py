@@ -93,7 +93,7 @@ def measured(
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that advances by two seconds whenever it is read, so that each poll reads the devices."""
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: float(next(clock)))
 
 
 def test_a_completed_trial_is_measured_if_it_wrote_metrics(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ class Reader:
 
 def test_devices_are_read_at_most_once_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ran(ended(), polls=4, seconds=0.55)
-    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
     reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
     done = measured(run, tmp_path, platform=small.platform(TASK, **small.read(devices(0), (reader,))))
     assert done.measurement.telemetry["power_watts"] == 150.0
@@ -267,7 +267,7 @@ def test_the_energy_of_a_token_is_that_of_the_devices_in_use_during_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Ran(ended())
-    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
     readers = [
         Reader(*({"power_watts": watts} for watts in (50.0, *loaded, 70.0))) for loaded in ((300, 500), (200, 200))
     ]
@@ -515,7 +515,7 @@ class Steps(Engine):
 
 
 def ran(engine: Any, run: Ran, monkeypatch: pytest.MonkeyPatch, platform: Platform = ON_CPU) -> Trial:
-    monkeypatch.setattr("flagcore.tuner.stages.readings.time.monotonic", lambda: run.now)
+    monkeypatch.setattr("flagcore.tuner.stages.measure.time.monotonic", lambda: run.now)
     return measure(run, replace(platform, workload=engine), LIMITED, "", None)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.tuner.strategies.simple import PREDICTED, RANDOM
+from flagcore.tuner.strategies import PREDICTED, RANDOM
 from tests.tuner.strategies.contexts import SPACE, search_context
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from flagcore.engines.serving.model.simulation import Outcome, Price, Simulation
+from flagcore.engines.serving.model.simulation import Price, Simulation
 from flagcore.engines.serving.model.vision import ImageWork
 
 
@@ -56,20 +56,8 @@ class _Server:
     last: _Batch | None = None
 
 
-def simulate_disaggregated(
-    price: Price,
-    prefill: Prefill,
-    lengths: Sequence[tuple[int, int]],
-    arrivals: Sequence[float] | None,
-    concurrency: int,
-    images: Sequence[ImageWork] = (),
-) -> Outcome:
-    """Simulate requests as `simulation.simulate` does, for an instance that decodes with the times `price`."""
-    return _Disaggregated(price, prefill, lengths, arrivals, concurrency, images).run()
-
-
-class _Disaggregated(Simulation):
-    """The state of a simulation.
+class Disaggregated(Simulation):
+    """A simulation of an instance that decodes with the times `price`.
 
     The lane has a share of the instances that prefill: `per_decode`, rounded to at least one. The rest of the time of
     an instance belongs to other lanes, so that a batch of t seconds occupies it for t x rounded / `per_decode`.
@@ -82,7 +70,7 @@ class _Disaggregated(Simulation):
         lengths: Sequence[tuple[int, int]],
         arrivals: Sequence[float] | None,
         concurrency: int,
-        images: Sequence[ImageWork],
+        images: Sequence[ImageWork] = (),
     ) -> None:
         self.prefill = prefill
         self.servers = [_Server() for _ in range(max(1, round(prefill.per_decode)))]

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.vision import tower_bytes
 from flagcore.engines.serving.model.work import Serving, Split
+from flagcore.engines.serving.space.settings import Settings
 from flagcore.engines.transformer import attended, cached_layers, widths
 from flagcore.physics.roofline import BYTES
 
@@ -35,44 +37,45 @@ class ServingMemory:
     cache_tokens: FloatArray
 
 
-def serving_memory(
-    serving: Serving,
-    split: Split,
-    *,
-    budget: FloatArray,
-    own_cache: FloatArray,
-    batched_tokens: FloatArray,
-    running: FloatArray,
-    longest: FloatArray | float = 1.0,
-    tower_shares: FloatArray | None = None,
-) -> ServingMemory:
+def serving_memory(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
     """Return the memory of a device.
 
-    The cache has the bytes of `budget` without weights, activations and graphs, or `own_cache` if it is not NaN. The
-    weights of a vision tower are split over `tower_shares` ranks, by default over the tensor ranks. `longest` is the
-    number of tokens of the longest request.
+    The cache has the rest of the engine's share of memory, which driver and libraries reduce, or the size that is set.
+    With `on_device` in the settings, the host has some layers with their cache, and the embedding tables.
     """
-    model = serving.model
+    model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, split)
+    running = settings.max_running.astype(np.float64)
     activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
     if model.vision is not None:
-        shares = split.tensor if tower_shares is None else tower_shares
+        shares = split.tensor if settings.tower_shares is None else settings.tower_shares
         tower, peak = tower_bytes(model.vision, shares, batched_tokens)
         weights, activations = weights + tower / split.cores, np.maximum(activations, peak / split.cores)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
-    other = 0.0 if serving.overheads.activations_beside else activations + graphs
-    if not serving.overheads.frees_windows:
+    budget = np.full(weights.shape, np.inf)
+    if (capacity := costs.memory.capacity_bytes()) is not None:
+        driver = costs.memory.device_used_bytes(np.zeros(1)) + split.communicators * communicator_bytes(costs.memory)
+        budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
+    other = 0.0 if overheads.activations_beside else activations + graphs
+    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - other, settings.cache_bytes)
+    if not overheads.frees_windows:
         model = replace(model, windows=None)
     token = token_bytes(model, split, serving.tokens)
-    cache = np.where(np.isnan(own_cache), budget - weights - other, own_cache)
+    longest_token = token_bytes(model, split, settings.context_len.astype(np.float64), batched_tokens)
+    cache_tokens = cache / token * split.data
+    if settings.on_device is not None:
+        share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+        layers = np.maximum(weights - table_bytes(model, split), 0.0) * share
+        weights = np.where(settings.on_device < 1.0, layers, weights)
+        cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
         activations=activations,
         graphs=graphs,
         cache=cache,
         token=token,
-        longest_token=token_bytes(model, split, longest, batched_tokens),
-        cache_tokens=cache / token * split.data,
+        longest_token=longest_token,
+        cache_tokens=cache_tokens,
     )
 
 

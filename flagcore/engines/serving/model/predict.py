@@ -14,8 +14,8 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
 from flagcore.engines.serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
-from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
-from flagcore.engines.serving.model.vision import EncoderCosts, encoder_costs
+from flagcore.engines.serving.model.memory import ServingMemory, serving_memory
+from flagcore.engines.serving.model.vision import encoder_costs
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.space.hardware import Hardware
 from flagcore.engines.serving.space.placement import InstanceKinds, uniform_kinds
@@ -62,22 +62,24 @@ def predict(
     Memory is that of the fullest device. With several load points, the metrics are those of the point that
     `flagcore.engines.serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
-    serve = task.spec.serve
     kinds = kinds or uniform_kinds(settings.instances)
     split = split_of(settings, graph_tokens, 1.0 if costs.synchronous else crowding(task, kinds, settings))
-    memory, times = _memory_and_times(task, settings, split, costs, overheads)
+    serving, vision = serving_of(task, costs.kernels, overheads), task.spec.model.vision
+    memory, times = _memory_and_times(task, serving, settings, split, costs)
+    encoder = None
+    if vision is not None:
+        shares = split.tensor if settings.tower_shares is None else settings.tower_shares
+        encoder = encoder_costs(vision, serving, split, costs, shares)
     context = Candidates(
         kinds=kinds,
-        serve=serve,
-        objective=task.spec.objective,
+        task=task,
         settings=settings,
         split=split,
         memory=memory,
         times=times,
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, split, costs),
-        vision=task.spec.model.vision,
-        encoder=_encoder(task, settings, split, costs, overheads),
+        encoder=encoder,
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
@@ -89,14 +91,6 @@ def predict(
     width_factor = WIDTH_FACTOR if unmeasured else 1.0
     few_cpus = not costs.synchronous and task.cluster.groups[0].cpus_per_node is None
     return _predictions(context, figures, costs, width_factor, few_cpus=few_cpus)
-
-
-def _encoder(task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads) -> EncoderCosts | None:
-    vision, shares = task.spec.model.vision, settings.tower_shares
-    if vision is None:
-        return None
-    serving = serving_of(task, costs.kernels, overheads)
-    return encoder_costs(vision, serving, split, costs, split.tensor if shares is None else shares)
 
 
 def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
@@ -135,15 +129,15 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
 
 
 def _memory_and_times(
-    task: Task, settings: Settings, split: Split, costs: Costs, overheads: Overheads
+    task: Task, serving: Serving, settings: Settings, split: Split, costs: Costs
 ) -> tuple[ServingMemory, IterationCosts]:
     """Return the memory and iteration costs of candidates with their own format of weights and time of the host."""
-    serve, serving = task.spec.serve, serving_of(task, costs.kernels, overheads)
-    memory, times = memory_of(serving, split, settings, costs), iteration_costs(serving, split, costs)
+    serve, overheads = task.spec.serve, serving.overheads
+    memory, times = serving_memory(serving, split, settings, costs), iteration_costs(serving, split, costs)
     if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
         fp8_task = replace(task, spec=replace(task.spec, work=replace(serve, precision="fp8")))
         fp8 = serving_of(fp8_task, costs.kernels, overheads)
-        memory = _selected(settings.quantized, memory_of(fp8, split, settings, costs), memory)
+        memory = _selected(settings.quantized, serving_memory(fp8, split, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, split, costs), times)
     if settings.host_s is not None:
         changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
@@ -210,46 +204,10 @@ def split_of(
     )
 
 
-def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
-    """Return the memory of a device. Driver and libraries reduce the budget of the engine."""
-    capacity = costs.memory.capacity_bytes()
-    driver_bytes = costs.memory.device_used_bytes(np.zeros(1)) + split.communicators * communicator_bytes(costs.memory)
-    budget = np.full(settings.instances.shape, np.inf)
-    if capacity is not None:
-        outside_bytes = 0.0 if serving.overheads.activations_beside else driver_bytes
-        budget = settings.memory_fraction * capacity - outside_bytes
-    memory = serving_memory(
-        serving,
-        split,
-        budget=budget,
-        own_cache=settings.cache_bytes,
-        batched_tokens=settings.max_batched_tokens.astype(np.float64),
-        running=settings.max_running.astype(np.float64),
-        longest=settings.context_len.astype(np.float64),
-        tower_shares=settings.tower_shares,
-    )
-    return memory if settings.on_device is None else _offload(serving, split, memory, settings.on_device)
-
-
-def _offload(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
-    """Return the memory of a device if the host has some layers with their cache, and the embedding tables."""
-    model = serving.model
-    device_share = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
-    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * device_share
-    weights = np.where(on_device < 1.0, layers, memory.weights)
-    return replace(
-        memory,
-        weights=weights,
-        cache=memory.cache * device_share,
-        token=memory.token * device_share,
-        longest_token=memory.longest_token * device_share,
-    )
-
-
 def _predictions(
     context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float, *, few_cpus: bool
 ) -> Predictions:
-    objective, memory, settings = context.objective, context.memory, context.settings
+    objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
     if objective == "goodput_requests_per_s":  # orders candidates without good requests

@@ -1,10 +1,17 @@
-"""Simulates the requests of a load point on its lanes, and computes the metrics of a client."""
+"""Simulates the requests of a load point on its lanes, and computes the metrics of a client.
+
+A prefix cache has the tokens of earlier turns, and of blocks or texts that requests share. It keeps the most recently
+used parts of prompts up to its size, as vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
+`mem_cache/radix_cache.py`) do. Answers do not count: the next turn has the answer of the trace.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,12 +20,97 @@ from flagcore.domain.serving import OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.images import image_tokens
-from flagcore.engines.serving.load.traces import Traffic
+from flagcore.engines.serving.load.routing import Prefixes
+from flagcore.engines.serving.load.traces import BLOCK, Traffic
 from flagcore.engines.serving.load.traffic import in_flight, traffic
-from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.reuse import Part, cached_tokens, prefix_lanes, prompt_parts, turn_order
-from flagcore.engines.serving.model.simulation import Outcome, Price, simulate
+from flagcore.engines.serving.model.disaggregated import Disaggregated, Prefill
+from flagcore.engines.serving.model.simulation import Outcome, Price, Simulation
 from flagcore.engines.serving.model.vision import ImageWork, image_work
+
+Part = tuple[Hashable, int]
+"""A part of a prompt: its identity, which includes everything before it, and its tokens."""
+
+
+def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
+    """Return the parts of each prompt after the common prefix; empty if nothing else is known to be shared."""
+    if requests.blocks:
+        return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
+    if requests.follows is None:
+        return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
+    parts = list[list[Part]]()
+    for index, (length, before) in enumerate(zip(requests.input_len.tolist(), requests.follows.tolist(), strict=True)):
+        past = parts[before] if before >= 0 else []
+        parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
+    return parts
+
+
+def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
+    """Return the parts of texts between the places where texts with the same beginning diverge."""
+    cuts: list[set[int]] = [{len(text)} for text in texts]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    for direction in (order, order[::-1]):
+        shared = list[int]()  # with the texts before, in ascending order
+        for before, index in pairwise(direction):
+            common = _common(texts[before], texts[index])
+            shared = [*(each for each in shared if each < common), common]
+            cuts[index].update(shared)
+    parts = list[list[Part]]()
+    for text, length, found in zip(texts, lengths, cuts, strict=True):
+        ends = sorted(found - {0})
+        tokens = [round(length * end / len(text)) for end in ends]
+        sizes = np.diff([0, *tokens]).tolist()
+        parts.append([(hash(text[:end]), size) for end, size in zip(ends, sizes, strict=True)])
+    return parts
+
+
+def _common(left: str, right: str) -> int:
+    """Return the number of first characters that two texts share, by bisection."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left.startswith(right[low:middle], low) else (low, middle - 1)
+    return low
+
+
+def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
+    """Return the tokens of each prompt, in order, that a cache of `capacity` tokens has from those before it."""
+    cache, used, found = OrderedDict[Hashable, int](), 0, list[float]()
+    for parts in prompts:
+        hit, matches = 0, True
+        for name, size in parts:
+            matches = matches and name in cache
+            hit += size * matches
+            used += size - cache.pop(name, 0)
+            cache[name] = size
+        while used > capacity and cache:
+            used -= cache.popitem(last=False)[1]
+        found.append(float(hit))
+    return np.array(found)
+
+
+def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
+    """Return the lane of each prompt if the router is prefix-aware and the lanes are about equally fast."""
+    prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
+    lane_of = np.zeros(len(prompts), dtype=np.int64)
+    for index, parts in enumerate(prompts):
+        lane_of[index] = prefixes.choose([name for name, _ in parts], (counts - counts.min()).tolist())
+        counts[lane_of[index]] += 1
+    return lane_of
+
+
+def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
+    """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
+
+    `flight` conversations run at once, each with its next turn after its last one. Requests of the same turn are in
+    random order, because the least busy instance may be any.
+    """
+    is_first = follows < 0
+    conversation = np.cumsum(is_first) - 1
+    starts = np.flatnonzero(is_first)
+    turn = np.arange(follows.size) - starts[conversation]
+    shuffled = np.random.default_rng([seed, 3]).random(follows.size)
+    return np.lexsort((shuffled, turn, conversation // max(flight, 1))), turn
+
 
 MAX_REQUEST_TIMES = 20_000
 """Maximum number of requests with their own latencies; of more, an evenly spaced sample is kept."""
@@ -63,11 +155,13 @@ class RequestTimes:
             seconds=outcome.duration,
         )
 
-    def endless(self, simulated: int, flight: int, rows: slice) -> RequestTimes:
-        """Return the times of `flight` requests in flight; `simulated` of them were simulated, of which `rows` count.
+    def endless(self, simulated: int, flight: int, first: int, last: int) -> RequestTimes:
+        """Return the times of `flight` requests in flight; `simulated` of them were simulated, and the `first` and
+        `last` ones do not count unless there are few others.
 
         Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait.
         """
+        rows = slice(first, self.count - last) if self.count > 2 * simulated else slice(None)
         ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
         seconds = float(e2e.sum()) / simulated
         wait = (flight - simulated) * seconds / e2e.size
@@ -180,31 +274,23 @@ class SimulatedLoad:
         assert requests.follows is not None
         flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
         order, turn = turn_order(requests.follows, flight, self.load.seed)
-        return replace(
-            self,
-            load=self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight),
-            input_len=self.input_len[order],
-            output_len=self.output_len[order],
-            arrivals=None if self.arrivals is None else self.arrivals[order],
-            parts=[self.parts[index] for index in order],
-            turn=turn[order],
-            think_s=self.load.think_time_s,
-        )
+        load = self.load if requests.arrive_s is not None else replace(self.load, concurrency=flight)
+        return replace(self._ordered(order, self.arrivals), load=load, turn=turn[order], think_s=load.think_time_s)
 
     def _spread(self, between_s: float) -> SimulatedLoad:
         """Return an open loop of conversations with `between_s` seconds from the arrival of a turn to the next one."""
         assert self.turn is not None
         assert self.arrivals is not None
         arrivals = self.arrivals + self.turn * between_s
-        order = np.argsort(arrivals, kind="stable")
+        return replace(self._ordered(np.argsort(arrivals, kind="stable"), arrivals), turn=None, hits={})
+
+    def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
         return replace(
             self,
             input_len=self.input_len[order],
             output_len=self.output_len[order],
-            arrivals=arrivals[order],
+            arrivals=None if arrivals is None else arrivals[order],
             parts=[self.parts[index] for index in order],
-            turn=None,
-            hits={},
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
@@ -274,21 +360,6 @@ class SimulatedLoad:
         figures = figures_of(times, flight / lane_flight, slo)  # the number of full lanes
         return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
 
-    @property
-    def _is_endless(self) -> bool:
-        """Whether the load is a closed loop that goes on."""
-        return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
-
-    def _endless(self, times: RequestTimes, simulated: int, flight: int, *, is_crowded: bool = False) -> RequestTimes:
-        """Return the times of a load that goes on.
-
-        The first wave found free slots: it counts only in measurements that include it. If requests wait for slots
-        (`is_crowded`), neither the first wave nor the last one counts.
-        """
-        first, last = simulated * (self.load.is_steady or is_crowded), simulated * is_crowded
-        rows = slice(first, times.count - last) if times.count > 2 * simulated else slice(None)
-        return times.endless(simulated, flight, rows)
-
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
 
@@ -313,12 +384,17 @@ class SimulatedLoad:
             hits, think_s = self._hits_of(price, lanes)[:count].tolist(), 0.0
             if self.turn is not None:  # first turns have no think time
                 think_s = self.think_s * float((self.turn > 0).mean())
-            outcome = simulate(price, lengths, arrival_times, simulated, hits, think_s, images)
+            simulation = Simulation(price, lengths, arrival_times, simulated, hits, think_s, images)
         else:
-            outcome = simulate_disaggregated(price, prefill, lengths, arrival_times, simulated, images)
-        times = RequestTimes.from_outcome(outcome)
-        if self._is_endless:
-            return self._endless(times, simulated, flight, is_crowded=price.lane.running < flight)
+            simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
+        times = RequestTimes.from_outcome(simulation.run())
+        if self.load.num_prompts is None and self.load.trace is None and self.arrivals is None:
+            # The first wave found free slots: it counts only in measurements that include it. If requests wait for
+            # slots, neither the first wave nor the last one counts.
+            is_crowded = price.lane.running < flight
+            return times.endless(
+                simulated, flight, simulated * (self.load.is_steady or is_crowded), simulated * is_crowded
+            )
         if count < inputs.size:
             accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
             delay = (flight - simulated) * accepted_s  # the front end parses the first wave together

@@ -172,26 +172,12 @@ class Outcome:
     duration: float = 0.0
 
 
-def simulate(
-    price: Price,
-    lengths: Sequence[tuple[int, int]],
-    arrivals: Sequence[float] | None,
-    concurrency: int,
-    hits: Sequence[float] = (),
-    think_s: float = 0.0,
-    images: Sequence[ImageWork] = (),
-) -> Outcome:
-    """Simulate requests of `lengths` (prompt, output) and return the outcome.
+class Simulation:
+    """A simulation of requests of `lengths` (prompt, output).
 
     Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
     request `think_s` after another one ends. `hits` are the prompt tokens in the prefix cache, besides the prefix that
     all requests share. `images` is the work for the images of each request.
-    """
-    return Simulation(price, lengths, arrivals, concurrency, hits, think_s, images).run()
-
-
-class Simulation:
-    """The state of a simulation.
 
     `used` is the number of cached tokens, `offset` + running x `step` the context of all running sequences, `finish` -
     running x `step` the number of their remaining tokens, and `promised` the number of tokens of admitted prompts.

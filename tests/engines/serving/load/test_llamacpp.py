@@ -11,7 +11,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.engines.serving.load.traffic import traffic
-from flagcore.engines.serving.model.reuse import cached_tokens, prompt_parts
+from flagcore.engines.serving.model.simulated_load import cached_tokens, prompt_parts
 from tests.engines.serving.engines.starting import Running, started, tiny_model
 from tests.engines.serving.engines.tasks import serving
 from tests.engines.serving.load.servers import send

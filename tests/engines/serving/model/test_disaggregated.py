@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, simulate
+from flagcore.engines.serving.model.disaggregated import Disaggregated, Prefill
+from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, Simulation
 from tests.engines.serving.model.test_simulation import LANE, OVER
 from tests.served import times
 
@@ -28,7 +28,7 @@ def run(
     lane: Lane = LANE,
 ) -> Outcome:
     prefill = Prefill(price=price(), per_decode=per_decode, transfer=transfer)
-    return simulate_disaggregated(price(lane), prefill, lengths, arrivals, concurrency)
+    return Disaggregated(price(lane), prefill, lengths, arrivals, concurrency).run()
 
 
 def rate(outcome: Outcome) -> float:
@@ -51,7 +51,7 @@ def test_a_lone_request_passes_through_all_stages_once() -> None:
 def test_prompts_do_not_delay_answers() -> None:
     """A prompt of 16,384 tokens arrives while another answer is decoded."""
     lengths, arrivals = [(64, 400), (16_384, 2)], [0.0, 0.02]
-    both = simulate(price(), lengths, arrivals, 2)
+    both = Simulation(price(), lengths, arrivals, 2).run()
     apart = run(lengths, arrivals)
     alone = run(lengths[:1], arrivals[:1])
     assert max(gap for gap, _ in apart.gaps) < 2.0 * max(gap for gap, _ in alone.gaps)

@@ -15,7 +15,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.engines.serving.model import candidates, simulated_load
-from flagcore.engines.serving.model.closed_loop import PARTS
+from flagcore.engines.serving.model.candidates import PARTS
 from flagcore.engines.serving.model.predict import crowding
 from flagcore.engines.serving.model.work import UNFITTED, overheads_of
 from flagcore.engines.serving.sglang.profile import RECEIVE

@@ -10,8 +10,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import traffic
-from flagcore.engines.serving.model.reuse import cached_tokens, prompt_parts, turn_order
-from flagcore.engines.serving.model.simulated_load import HIT_RATE
+from flagcore.engines.serving.model.simulated_load import HIT_RATE, cached_tokens, prompt_parts, turn_order
 from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.tasks import row, serving
 from tests.served import costs

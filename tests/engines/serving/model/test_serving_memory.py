@@ -10,7 +10,8 @@ import pytest
 from flagcore.domain.model import Indexer, LinearAttention, Windows
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore.engines.serving.model.work import Serving, Split
-from tests.served import DENSE, EXPERTS, LATENT, OVER, split
+from tests.engines.serving.model.test_predict import settings
+from tests.served import DENSE, EXPERTS, LATENT, OVER, costs, split
 
 GIB = 2**30
 
@@ -19,11 +20,12 @@ def serving(model: object = DENSE, precision: str = "bf16", **arguments: object)
     return Serving(model=model, precision=precision, overheads=replace(OVER, **arguments))
 
 
-def memory(of: Serving, on: Split, budget: float = 72e9, tokens: float = 8192.0) -> ServingMemory:
-    rows = np.ones_like(on.tensor)
-    return serving_memory(
-        of, on, budget=budget * rows, own_cache=np.nan * rows, batched_tokens=tokens * rows, running=256.0 * rows
-    )
+def memory(of: Serving, on: Split, budget: float = 72e9, **arguments: object) -> ServingMemory:
+    held = costs()
+    outside = 0.0 if of.overheads.activations_beside else held.memory.device_used_bytes(np.zeros(1))
+    share = (budget + outside) / held.memory.capacity_bytes()
+    rows = settings(tensor=on.tensor, memory_fraction=share, **arguments)
+    return serving_memory(of, on, rows, held)
 
 
 def test_the_weights_of_an_8b_model_have_the_size_of_its_files() -> None:
@@ -88,7 +90,7 @@ def test_the_cache_takes_the_remaining_memory() -> None:
     found = memory(serving(), split())
     rest = 72e9 - found.weights - found.activations - found.graphs
     assert found.cache_tokens == pytest.approx(rest / (36 * 2 * 8 * 128 * 2))
-    assert memory(serving(), split(), tokens=65536.0).cache[0] < found.cache[0]
+    assert memory(serving(), split(), max_batched_tokens=65536).cache[0] < found.cache[0]
     assert memory(serving(), split(captured=0.0)).cache[0] > found.cache[0]
 
 
@@ -98,10 +100,7 @@ def test_an_engine_may_count_activations_outside_its_share() -> None:
 
 
 def test_a_cache_size_that_is_set_is_used() -> None:
-    one = np.ones(1)
-    found = serving_memory(
-        serving(), split(), budget=np.nan * one, own_cache=4.0 * GIB * one, batched_tokens=2048 * one, running=8 * one
-    )
+    found = memory(serving(), split(), cache_bytes=4.0 * GIB)
     assert found.cache[0] == 4 * GIB
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flagcore.engines.serving.model import simulation
-from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, simulate
+from flagcore.engines.serving.model.simulation import Lane, Outcome, Price, Simulation
 from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import times
 
@@ -104,7 +104,7 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, mixes=mixes)
     expected = token_by_token(price, lengths, arrivals, 6)
-    for result, requested in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
+    for result, requested in zip(ends(Simulation(price, lengths, arrivals, 6).run()), expected, strict=True):
         assert result == pytest.approx(requested, rel=1e-9)
 
 
@@ -116,35 +116,35 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
     price = Price(costs, 0, replace(LANE, budget=96.0), replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
-    at_once = simulate(price, lengths, None, 3)
+    at_once = Simulation(price, lengths, None, 3).run()
     monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
-    for result, expected in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
+    for result, expected in zip(ends(at_once), ends(Simulation(price, lengths, None, 3).run()), strict=True):
         assert result == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token() -> None:
     price = price_of()
-    (request,) = simulate(price, [(1000, 3)], None, 1).requests
+    (request,) = Simulation(price, [(1000, 3)], None, 1).run().requests
     prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
     assert request.first == pytest.approx(6e-3 + prompt)
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
 def test_requests_that_arrive_together_share_the_front_end_and_are_scheduled_together() -> None:
-    one, two, later = simulate(price_of(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).requests
+    one, two, later = Simulation(price_of(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).run().requests
     assert one.first == two.first
     assert later.first - later.arrival < one.first
 
 
 def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
     price = price_of(replace(LANE, running=2.0))
-    outcome = simulate(price, [(100, 20)] * 4, [0.0] * 4, 4)
+    outcome = Simulation(price, [(100, 20)] * 4, [0.0] * 4, 4).run()
     assert outcome.requests[2].first > outcome.requests[0].end
 
 
 def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
     whole_prompts, pieces = (
-        simulate(price_of(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
+        Simulation(price_of(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2).run()
         for budget in (8192.0, 256.0)
     )
     assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in whole_prompts.gaps)
@@ -152,14 +152,15 @@ def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() ->
 
 
 def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
-    mixed, unmixed = (simulate(price_of(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
+    lengths = [(64, 50), (512, 2)]
+    mixed, unmixed = (Simulation(price_of(mixes=each), lengths, [0.0, 0.01], 2).run() for each in (True, False))
     assert unmixed.requests[0].end > mixed.requests[0].end
 
 
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
     large_cache, small_cache = (
-        simulate(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0)
+        Simulation(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8).run() for room in (1e9, 2000.0)
     )
     assert large_cache.preemptions == 0
     assert small_cache.preemptions > 0
@@ -169,29 +170,30 @@ def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
 
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
-    assert simulate(price, [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
+    assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
 
 
 def test_an_engine_that_polls_rarely_delays_requests() -> None:
-    often, rarely = (simulate(price_of(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
+    lengths = [(64, 400), (64, 2)]
+    often, rarely = (Simulation(price_of(receive=each), lengths, [0.0, 0.05], 2).run() for each in (1, 40))
     assert rarely.requests[1].first > often.requests[1].first
 
 
 def test_a_shared_prefix_is_not_computed_again() -> None:
     plain, shared = (
-        simulate(price_of(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8)
+        Simulation(price_of(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8).run()
         for prefix in (0.0, 900.0)
     )
     assert shared.duration < 0.7 * plain.duration
 
 
 def test_gaps_are_all_tokens_after_the_first() -> None:
-    outcome = simulate(price_of(), [(100, 30)] * 5, None, 2)
+    outcome = Simulation(price_of(), [(100, 30)] * 5, None, 2).run()
     assert sum(count for _, count in outcome.gaps) == 5 * 29
 
 
 def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:
     lengths = [(1000, 1), (500, 1), (1000, 1)]
-    first = [each.first for each in simulate(price_of(prompt_token=1e-2), lengths, [0.0] * 3, 3).requests]
+    first = [each.first for each in Simulation(price_of(prompt_token=1e-2), lengths, [0.0] * 3, 3).run().requests]
     assert [later - earlier for earlier, later in pairwise(first)] == pytest.approx([5.0, 10.0], rel=0.02)
     assert first[0] == pytest.approx(10.0, rel=0.02)

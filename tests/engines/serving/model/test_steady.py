@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
+from flagcore.engines.serving.model.candidates import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
-from flagcore.engines.serving.model.simulation import Lane, Price, simulate
+from flagcore.engines.serving.model.simulation import Lane, Price, Simulation
 from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import OVER, times
 
@@ -32,9 +32,8 @@ def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: in
     lengths = [
         (round(prompt * draw.uniform(0.9, 1.1)), round(output * draw.uniform(0.9, 1.1))) for _ in range(12 * flight)
     ]
-    requests = simulate(Price(costs, 0, lane, replace(UNFITTED, request=OVER.request)), lengths, None, flight).requests[
-        2 * flight :
-    ]
+    price = Price(costs, 0, lane, replace(UNFITTED, request=OVER.request))
+    requests = Simulation(price, lengths, None, flight).run().requests[2 * flight :]
     tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
     rate = flight * output / np.mean([each.end - each.arrival for each in requests])
     found = steady_state(loop(costs, flight, prompt, output, cache))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flagcore.engines.serving.load.images import Image
-from flagcore.engines.serving.model.disaggregated import Prefill, simulate_disaggregated
-from flagcore.engines.serving.model.simulation import Price, simulate
+from flagcore.engines.serving.model.disaggregated import Disaggregated, Prefill
+from flagcore.engines.serving.model.simulation import Price, Simulation
 from flagcore.engines.serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore.engines.serving.model.work import PIXEL, Serving
 from tests.engines.serving.model.test_simulation import LANE, OVER
@@ -23,7 +23,7 @@ PRICE = Price(times(), 0, LANE, OVER, lambda images: [ENCODE_S] * len(images))
 
 def test_an_image_waits_for_the_front_end_and_the_tower() -> None:
     lengths, arrivals = [(512, 3), (512, 3)], [0.0, 10.0]
-    text, seen = (simulate(PRICE, lengths, arrivals, 1, images=images) for images in ((), WORK))
+    text, seen = (Simulation(PRICE, lengths, arrivals, 1, images=images).run() for images in ((), WORK))
     added = [after.first - before.first for before, after in zip(text.requests, seen.requests, strict=True)]
     assert added == pytest.approx([ENCODE_S + 1e6 * PIXEL] * 2)
 
@@ -31,14 +31,14 @@ def test_an_image_waits_for_the_front_end_and_the_tower() -> None:
 def test_images_are_decoded_one_after_the_other() -> None:
     lengths = [(512, 3)] * 2
     free = Price(times(), 0, LANE, OVER, lambda images: [0.0] * len(images))
-    text, seen = (simulate(free, lengths, [0.0, 0.0], 2, images=images) for images in ((), WORK))
+    text, seen = (Simulation(free, lengths, [0.0, 0.0], 2, images=images).run() for images in ((), WORK))
     assert seen.requests[1].first == pytest.approx(text.requests[1].first + 2e6 * PIXEL, rel=0.1)
 
 
 def test_the_instance_that_prefills_has_the_tower() -> None:
     decode = Price(times(), 0, LANE, OVER, lambda images: [9.0] * len(images))
     prefill = Prefill(price=PRICE, per_decode=1.0, transfer=0.0)
-    text, seen = (simulate_disaggregated(decode, prefill, [(512, 3)], [0.0], 1, images) for images in ((), WORK[:1]))
+    text, seen = (Disaggregated(decode, prefill, [(512, 3)], [0.0], 1, images).run() for images in ((), WORK[:1]))
     assert seen.requests[0].first - text.requests[0].first == pytest.approx(ENCODE_S + 1e6 * PIXEL)
 
 
