@@ -15,9 +15,9 @@ from flagcore.engines.training.layout import DEFAULTS, Layout, Options, StageLay
 from flagcore.engines.training.memory import training as memory
 from flagcore.engines.training.memory.activations import norm, stored_scores
 from flagcore.engines.training.memory.modules import Sizes
-from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import Kinds
-from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.memory.training import split_parameters
+from flagcore.engines.training.stages import stage_parameters
 from flagcore.physics.cost_stack import PlainMemory
 from tests import small
 from tests.engines.training.candidates import (

@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.parameters import padded_vocab
+from flagcore.engines.training.stages import padded_vocab
 from flagcore.engines.training.time.passes import (
     Block,
     Linear,

@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training
-from flagcore.engines.training.parameters import layer_input_bytes
+from flagcore.engines.training.stages import layer_input_bytes
 from flagcore.engines.transformer import widths
 from flagcore.physics.pipelines import SCHEDULES
 

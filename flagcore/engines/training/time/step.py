@@ -14,11 +14,10 @@ from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
-from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
-from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.memory.training import split_parameters
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.engines.training.stages import Part, Stage, stage, stages
+from flagcore.engines.training.stages import Part, Stage, stage, stage_parameters, stages
 from flagcore.engines.training.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore.engines.training.time.passes import Block, Seconds, StageTime
