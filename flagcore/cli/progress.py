@@ -5,16 +5,168 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from flagcore.cli import options
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.trial import Trial
+from flagcore.domain.spec import objective_value
+from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
-from flagcore.report.progress import details, fields_of, finished_line, general_lines, line, status_line
+from flagcore.i18n.width import columns, cut
+from flagcore.report.text import (
+    candidate_text,
+    duration_text,
+    objective_text,
+    scaled_text,
+    search_time_text,
+    short_line,
+    state_name,
+)
+
+MIN_NAME = 10
+"""Minimum number of columns for a running configuration."""
+WIDE = 70
+"""Minimum width of a line that tells that the time left is a maximum."""
+
+
+def general_lines(event: Event) -> list[str]:
+    """Return the lines of an event that are not about its trial."""
+    notes = [_(event.note)] if event.note else []
+    return [search_time_text(event.search_time), *notes] if event.search_time else notes
+
+
+def line(event: Event) -> str:
+    """Return an event as one line: the trial, its result, finished trials, time left, best so far."""
+    trial, name = event.trial, _name(event.trial)
+    if event.kind == "trial_started":
+        candidate = candidate_text(trial.candidate, event.knobs)
+        return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
+    if event.kind == "trial_waits":
+        return _("{trial} waits for its devices: {reason}", trial=name, reason=trial.reason)
+    measurement = trial.measurement if not trial.state.failed else None
+    result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
+    if trial.state is TrialState.MEASURED and trial.reason:
+        result += f"; {trial.reason}"
+    return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
+
+
+def _name(trial: Trial) -> str:
+    if trial.fidelity != PROBE:
+        return _("trial {number} ({role})", number=trial.number, role=_(trial.role.value))
+    name = _("probe {number}", number=trial.number)
+    return name + (f" ({_('baseline')})" if trial.role is Role.BASELINE else "")
+
+
+def _predicted(event: Event) -> str:
+    trial = event.trial
+    step = (trial.believed or {}).get("step_time_s", trial.predicted.get("step_time_s"))
+    if not isinstance(step, dict):
+        return ""
+    if "objective" in trial.predicted:
+        value = objective_text(event.objective, objective_value(event.objective, step["value"]))
+    else:
+        value = f"{step['value']:.3g} s"
+    text = ", " + _("predicted ~{value}", value=value)
+    short = event.trial.shortened
+    if short and short.nodes:
+        text += ", " + _("on {nodes} of {of_nodes} nodes", nodes=short.nodes, of_nodes=short.of_nodes)
+    elif short:
+        text += ", " + _("shortened to {part} of {whole} samples", part=short.global_batch_size, whole=short.whole)
+    return text
+
+
+def details(event: Event) -> list[str]:
+    """Return why a trial that starts was chosen, and its log; empty for other events."""
+    if event.kind != "trial_started":
+        return []
+    reason = event.trial.chosen_because
+    reason_lines = ["  " + _("chosen for {reason}", reason=reason)] if reason else []
+    return [*reason_lines, "  " + _("log: {file}", file=event.trial.log)]
+
+
+def _status(event: Event) -> str:
+    parts = [_("{done}/{total} trials", done=event.trials_finished, total=event.trials_planned)]
+    if event.seconds_left is not None:
+        parts.append(_time_left(event.seconds_left))
+    if event.best and event.best.measurement:
+        result = _step(event.best, event.best.measurement, event.objective)
+        parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
+    return ", ".join(parts)
+
+
+def _time_left(seconds: float) -> str:
+    return _("at most ~{time} left", time=duration_text(seconds))
+
+
+def _step(trial: Trial, measured: Measurement, objective: str) -> str:
+    """Return a measurement in a few words; `~` marks one that is partly modelled."""
+    if measured.figures:
+        return short_line(measured, objective)
+    mark = "~" if measured.modelled_s is not None else ""
+    text = _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
+    if measured.scaled_from is None:
+        return text
+    nodes = (trial.shortened.nodes, trial.shortened.of_nodes) if trial.shortened else ()
+    return f"{text} ({scaled_text(measured.scaled_from, *nodes)})"
+
+
+def status_line(event: Event, running: Sequence[Trial], seconds_left: float | None, width: int) -> str:
+    """Return the state of a search in one line of at most `width` columns.
+
+    It has the finished trials, the time left, the best so far and the configurations that run, the less important
+    parts shorter if they do not fit.
+    """
+    parts = [f"{event.trials_finished}/{event.trials_planned}"]
+    if seconds_left is not None:
+        time_left = _time_left(seconds_left)
+        parts.append(time_left if width >= WIDE else _("~{time} left", time=duration_text(seconds_left)))
+    names = [f"{each.number}: {candidate_text(each.candidate, event.knobs)}" for each in running]
+    best, named = event.best if event.best and event.best.measurement else None, ""
+    if best and best.measurement:
+        result = _step(best, best.measurement, event.objective).split(",")[0]
+        parts.append(_("best {result}", result=result))
+        configuration = cut(candidate_text(best.candidate, event.knobs), max(MIN_NAME, width // 4))
+        named = f" ({configuration})"
+    line = " | ".join(parts)
+    if columns(line + named) + (MIN_NAME + len(" | ")) * bool(names) <= width:
+        line += named
+    room = width - columns(line) - len(" | ")
+    return f"{line} | {cut(', '.join(names), room)}" if names and room >= MIN_NAME else cut(line, width)
+
+
+def finished_line(event: Event, width: int) -> str:
+    """Return the end of a trial with its configuration; a measurement is cut to one line, a failure is not."""
+    trial, measurement = event.trial, event.trial.measurement if not event.trial.state.failed else None
+    configuration = candidate_text(trial.candidate, event.knobs)
+    text = f"{_name(trial)} {state_name(trial.state.value, trial.fidelity)}"
+    if measurement is None:
+        return f"{text}: {configuration}: {trial.reason or '-'}"
+    return cut(f"{text}: {_step(trial, measurement, event.objective)}: {configuration}", width)
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """Return the trial of an event and the state of the search as plain data, for a line of JSON."""
+    trial = event.trial
+    measured = trial.measurement
+    return {
+        "event": event.kind,
+        "trial": {
+            "number": trial.number,
+            "role": trial.role.value,
+            "state": trial.state.value,
+            "candidate": trial.candidate.as_dict(),
+            "reason": trial.reason,
+            "step_time_s": measured.step_time_s if measured else None,
+            "log": trial.log,
+        },
+        "best": event.best.number if event.best else None,
+        "trials_finished": event.trials_finished,
+        "trials_planned": event.trials_planned,
+        "seconds_left": event.seconds_left,
+    }
 
 
 @contextmanager

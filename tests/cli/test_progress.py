@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from flagcore.cli.progress import line, status_line
 from flagcore.contracts import Event
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.space.knobs import BY_NAME
 from flagcore.i18n.width import columns, cut
-from flagcore.report.progress import line, status_line
 from tests import small
 
 CANDIDATE = small.candidate(use_recompute=True, recompute_granularity="full", use_distributed_optimizer=True)

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.knob import Effect, Knob
 from flagcore.engines.megatron.space.knobs import BY_NAME
-from flagcore.engines.serving.llamacpp.knobs import KNOBS
+from flagcore.engines.serving.llamacpp.profile import KNOBS
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import render
 from flagcore.report.text import candidate_columns, candidate_text, values_text

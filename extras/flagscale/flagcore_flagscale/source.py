@@ -19,8 +19,8 @@ import yaml
 
 from flagcore.contracts import ImportNote
 from flagcore.engines.megatron.importing.arguments import flag_name
-from flagcore.engines.serving.llamacpp.knobs import KNOBS as LLAMACPP
-from flagcore.engines.serving.sglang.knobs import KNOBS as SGLANG
+from flagcore.engines.serving.llamacpp.profile import KNOBS as LLAMACPP
+from flagcore.engines.serving.sglang.profile import KNOBS as SGLANG
 from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.importing import Notes, commented_yaml

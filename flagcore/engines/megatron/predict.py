@@ -96,12 +96,12 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
     """
     train, layout = base_inputs(task, columns)
     is_derived, run_costs = balanced(columns) & (layout.split == 0), costs_in_run(costs)
-    if not is_derived.any():
-        return train, layout
-    blocks = Blocks.from_layout(train, layout, run_costs)
-    train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
-    memory = memory_in_use(train, layout, costs)
-    return fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)[:2]
+    if is_derived.any():
+        blocks = Blocks.from_layout(train, layout, run_costs)
+        train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
+        memory = memory_in_use(train, layout, costs)
+        train, layout, _ = fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)
+    return train, layout
 
 
 def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:

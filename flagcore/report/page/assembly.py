@@ -11,9 +11,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.page.blocks import Block, Cell, Chart, Code, Collapsed, Facts, Page, Section, Text, table
-from flagcore.report.page.improvements import improvements
 from flagcore.report.page.rendering import plain_table, plain_text
-from flagcore.report.page.resources import memory, step_time
+from flagcore.report.page.resources import improvements, memory, step_time
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import accuracy, funnel, learning, progress
 from flagcore.report.page.serving import front_table, serving

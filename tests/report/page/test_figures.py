@@ -18,7 +18,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown, size_text
 from flagcore.report.page.blocks import Table, Text
-from flagcore.report.page.improvements import improvements
+from flagcore.report.page.resources import improvements
 from flagcore.report.page.run import MAX_LISTED
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 from tests.report.page.reading import Read, run_data

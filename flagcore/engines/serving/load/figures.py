@@ -1,15 +1,157 @@
-"""Computes the metrics of a load."""
+"""Computes the metrics of a load, detects its steady state, and ends it when its figures are precise.
+
+A load starts with empty servers and ends with requests that have fewer neighbours, so figures of all requests depend on
+their number. Only the requests between both ends count in a steady state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.serving import LATENCIES
+from flagcore.domain.serving import LATENCIES, MIN_REQUESTS, OPEN_LOOP_FLIGHT, Load
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.result import Answer, LoadResult
-from flagcore.engines.serving.load.steady import Window
+
+MIN_COUNTED = 100
+"""Fewest requests that count."""
+BATCHES = 5
+"""Consecutive batches of requests whose means give the interval. Each has at least as many requests as are in flight,
+so that batches are nearly independent."""
+T_QUANTILE = 2.776
+"""0.975 quantile of Student's t distribution with BATCHES - 1 degrees of freedom."""
+PRECISION = 0.05
+"""A load ends when the 95% intervals of its means are at most this share of the mean to either side."""
+MAX_RATIO = 3
+"""A load ends without this precision after this multiple of the fewest requests."""
+MAX_TOKENS = 20_000_000
+"""Most tokens of the prompts of a load, which are in memory, unless the fewest requests have more."""
+RAMP_BATCH = 5
+"""Requests of a batch of MSER-5."""
+CUT_ERROR = 2 * PRECISION
+"""Smallest relative uncertainty of a load that was cut: its first requests describe later ones less well. Chosen."""
+GROWTH = 1.1
+"""Ratio of the numbers of requests of two checks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Seconds after the first send. The requests sent from `begin_s` to before `end_s` count.
+
+    `error` is the half-width of the widest 95% interval of a mean, relative to the mean.
+    """
+
+    begin_s: float
+    end_s: float
+    error: float
+
+    def counted(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
+        """Return the answers that count."""
+        return tuple(answer for answer in answers if self.begin_s <= answer.start_s < self.end_s)
+
+
+class SteadyState:
+    """Decides when a load has enough requests for the `asked` figures, such as `ttft_s.p99`.
+
+    `concurrency` is None for an open loop. After `max_s` seconds any steady state suffices.
+    """
+
+    def __init__(self, asked: Collection[str], concurrency: int | None, max_s: float = math.inf) -> None:
+        self._asked, self._concurrency, self._max_s = asked, concurrency, max_s
+        self._next = float(MIN_COUNTED)
+
+    def most(self, load: Load) -> int:
+        """Return the maximum number of requests of `load`."""
+        fewest = self.enough
+        fitting = MAX_TOKENS // (load.input_len + load.prefix_len)
+        return max(fewest, min(MAX_RATIO * fewest, fitting))
+
+    @property
+    def enough(self) -> int:
+        """The fewest requests of a load with precise figures."""
+        flight = self._concurrency or OPEN_LOOP_FLIGHT
+        return self._fewest(flight) + flight
+
+    def reached(self, answers: Sequence[Answer], end_s: float) -> Window | None:
+        """Return the window if the answers to the requests sent before `end_s` suffice, else None.
+
+        All of these requests must be answered. Does nothing until the number of answers has grown by GROWTH.
+        """
+        is_late = end_s > self._max_s
+        if len(answers) < self._next and not is_late:
+            return None
+        self._next = GROWTH * len(answers)
+        window = self.window(answers, end_s)
+        if is_late:
+            return window
+        flight = self._concurrency or math.ceil(_mean_in_flight(answers))
+        enough = window is not None and len(window.counted(answers)) >= self._fewest(flight)
+        return window if window is not None and enough and window.error <= PRECISION else None
+
+    def window(self, answers: Sequence[Answer], end_s: float) -> Window | None:
+        """Return the steady state before `end_s`; None if the first half of the requests or more is the ramp."""
+        sent = sorted((answer for answer in answers if answer.start_s < end_s), key=lambda answer: answer.start_s)
+        ramps = [_ramp(_known(sent, name)) for name in ("ttft_s", "e2e_s")]
+        counted = sent[max(self._concurrency or 0, *(ramp or 0 for ramp in ramps)) :]  # the first wave finds free slots
+        if None in ramps or 2 * len(counted) < max(4 * BATCHES, len(sent)):
+            return None
+        names = {name.partition(".")[0].replace("itl_s", "tpot_s") for name in self._asked if "_s." in name}
+        errors = [_error(_known(counted, name)) for name in names or {"e2e_s"}]
+        return Window(counted[0].start_s, end_s, max(errors))
+
+    def _fewest(self, flight: int) -> int:
+        needed = [MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in self._asked]
+        return max(MIN_COUNTED, BATCHES * flight, *needed)
+
+
+def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
+    """Return the window from the first send to `end_s`, None with fewer than `fewest` answers that count.
+
+    All requests sent before `end_s` must be answered. The first wave counts, as in a load with a number of requests.
+    """
+    window = Window(0.0, end_s, math.inf)
+    counted = window.counted(answers)
+    if len(counted) < fewest or end_s <= 0.0:
+        return None
+    per_token = _error(np.array([answer.e2e_s / answer.output_tokens for answer in counted]))
+    return replace(window, error=max(per_token, CUT_ERROR))
+
+
+def _ramp(values: FloatArray) -> int | None:
+    """Return the number of values before the steady state, None if at least half of them are.
+
+    It is the cut that makes the standard error of the mean of the rest least (MSER-5: White, Cobb and Spratt, "A
+    comparison of five steady-state truncation heuristics for simulation", Winter Simulation Conference 2000).
+    """
+    count = values.size // RAMP_BATCH
+    if count < 4:
+        return 0
+    means = values[: count * RAMP_BATCH].reshape(count, RAMP_BATCH).mean(axis=1)
+    left = np.arange(count, 0, -1)
+    sums, squares = np.cumsum(means[::-1])[::-1], np.cumsum(means[::-1] ** 2)[::-1]
+    errors = (squares - sums**2 / left) / left**2
+    cut = int(np.argmin(errors[: count // 2 + 1]))
+    return cut * RAMP_BATCH if cut < count // 2 else None
+
+
+def _error(values: FloatArray) -> float:
+    """Return the half-width of the 95% interval of the mean, relative to it, by means of batches."""
+    means = np.array([part.mean() for part in np.array_split(values, BATCHES)])
+    return float(T_QUANTILE * means.std(ddof=1) / math.sqrt(BATCHES) / means.mean()) if means.mean() > 0 else 0.0
+
+
+def _known(answers: Sequence[Answer], name: str) -> FloatArray:
+    values = _values(answers, name)
+    return values if values.size else np.zeros(1)
+
+
+def _mean_in_flight(answers: Sequence[Answer]) -> float:
+    starts = [answer.start_s for answer in answers]
+    return sum(answer.e2e_s for answer in answers) / max(max(starts) - min(starts), 1e-9)
+
 
 _REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 

@@ -17,7 +17,7 @@ import psutil
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
-from flagcore.engines.serving.load.figures import duration_s, figures_of, steady_figures
+from flagcore.engines.serving.load.figures import PRECISION, SteadyState, duration_s, figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Request, Watch
 from flagcore.engines.serving.load.result import (
     CHAT,
@@ -28,7 +28,6 @@ from flagcore.engines.serving.load.result import (
     Target,
 )
 from flagcore.engines.serving.load.routing import Pairs, Prefixes, pieces_of
-from flagcore.engines.serving.load.steady import PRECISION, SteadyState
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
 from flagcore.engines.serving.load.traffic import (

@@ -17,7 +17,7 @@ import numpy as np
 from flagcore.domain.serving import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore.engines.serving.load.highest import MIN_RATE, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, highest_load
 from flagcore.engines.serving.model.disaggregated import Prefill
 from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.memory import ServingMemory

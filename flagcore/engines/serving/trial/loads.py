@@ -25,7 +25,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.launch.reports import ServerReports, combine
 from flagcore.engines.serving.launch.server import Job, plain_load, transfer_port
 from flagcore.engines.serving.load.figures import goodput
-from flagcore.engines.serving.load.highest import MIN_RATE, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import MIN_RATE, completions_per_s, highest_load
 from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.routing import PREFILL

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from flagcore.engines.serving.load.figures import (
+    Window,
     duration_s,
     figures_of,
     goodput,
@@ -14,7 +15,6 @@ from flagcore.engines.serving.load.figures import (
 )
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.sending import Meter
-from flagcore.engines.serving.load.steady import Window
 from tests.engines.serving.load.servers import answer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flagcore.engines.serving.load.figures import statistics_of
-from flagcore.engines.serving.load.highest import RESOLUTION, LimitCheck, completions_per_s, highest_load
+from flagcore.engines.serving.load.progress import RESOLUTION, LimitCheck, completions_per_s, highest_load
 from flagcore.engines.serving.load.result import Answer
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.figures import figures_of, steady_figures
+from flagcore.engines.serving.load.figures import CUT_ERROR, cut, figures_of, steady_figures
 from flagcore.engines.serving.load.progress import Begun
 from flagcore.engines.serving.load.result import Answer, LoadResult
-from flagcore.engines.serving.load.steady import CUT_ERROR, cut
 from tests.engines.serving.load.servers import Behaviour, Body, Wire, answer, finish, pieces, send, serving, well
 
 TOKENS, FLIGHT, REQUESTS = 64, 16, 512

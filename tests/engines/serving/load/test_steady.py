@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.figures import BATCHES, MIN_COUNTED, SteadyState, Window
 from flagcore.engines.serving.load.result import Answer, LoadResult
-from flagcore.engines.serving.load.steady import BATCHES, MIN_COUNTED, SteadyState, Window
 from tests.engines.serving.load.servers import Body, Wire, answer, finish, pieces, send, serving
 
 
