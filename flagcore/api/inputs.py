@@ -13,10 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flagcore.api.calibrated_plugins import CalibratedPlugins
-from flagcore.contracts import (
-    Problem,
-    Workload,
-)
+from flagcore.contracts import Problem, Workload
 from flagcore.domain.chip import MUCH_SLOWER, Support, slowness, unknown_chip_hint
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs

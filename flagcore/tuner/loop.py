@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flagcore.contracts import (
-    Choice,
-    Event,
-    Launcher,
-    OnEvent,
-    Plugins,
-    Problem,
-    SearchContext,
-    Strategy,
-    Workload,
-)
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Problem, SearchContext, Strategy, Workload
 from flagcore.domain.plan import Plan, interference, measured_alone, summarize
 from flagcore.domain.prediction import PastMeasurements
 from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
@@ -37,10 +27,10 @@ from flagcore.tuner.stages.launch import nodes_left
 from flagcore.tuner.stages.limit import cap_limit, search_time, seconds_used, share_of_time, why_no_trial, with_target
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import learn, rank, search_context, untried
+from flagcore.tuner.stages.shorten import SmallerTask
 from flagcore.tuner.trial_runner import (
     TrialPool,
     TrialRunner,
-    can_run_on,
     plan_shortened_steps,
     plan_time_limit,
     predicted_trial,
@@ -144,7 +134,8 @@ class _Search:
         before = self.store.trials()
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
-        self.can_run_on = cache(partial(can_run_on, problem))
+        self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
+        """Which rows of the space can run on a number of nodes, with fewer replicas."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from flagcore.contracts import Launcher, Platform, Problem
-from flagcore.domain.space import BoolArray, Candidate
+from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.errors import LaunchError, UsageError
@@ -71,11 +71,6 @@ def plan_shortened_steps(
     return shorten(problem.platform, trial.candidate, columns, trial.expected_step_s)
 
 
-def can_run_on(problem: Problem, nodes: int) -> BoolArray:
-    """Return which rows of the space can run on `nodes` of the nodes, with fewer replicas."""
-    return SmallerTask(problem.platform, nodes).runs(problem.space.columns())
-
-
 def memory_needed(task: Task, trial: Trial) -> float:
     """Return the predicted memory in bytes that a trial needs on one node, 0 if unknown.
 
@@ -104,24 +99,12 @@ class TrialRunner:
     pool: TrialPool
 
     def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
-        """Return a trial with its outcome. It is stopped early if it is clearly slower than `best`.
+        """Wait for the devices of a trial, then run or probe it, and return it with its outcome.
 
-        A `cold` trial starts as a new process instead of a fork. `on_wait` is called with the reason if the trial waits
-        for its devices. If a plugin fails to prepare the launch, only this trial fails. Raises LaunchError if no trial
-        can be started.
-        """
-        try:
-            return self._run_when_free(trial, best, cold, on_wait)
-        except LaunchError:
-            raise
-        except UsageError as error:
-            return replace(trial, state=TrialState.FAILED, reason=str(error))
-
-    def _run_when_free(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
-        """Wait for the devices of a trial, then run or probe it.
-
-        The trial fails and is inconclusive if its devices stay busy, or if it runs out of memory while other programs
-        use them.
+        It is stopped early if it is clearly slower than `best`. A `cold` trial starts as a new process instead of a
+        fork. `on_wait` is called with the reason if the trial waits for its devices. The trial fails and is
+        inconclusive if its devices stay busy, or if it runs out of memory while other programs use them. If a plugin
+        fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
         """
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
@@ -132,7 +115,12 @@ class TrialRunner:
         outcome = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
         if not busy:
-            outcome = self._measure(platform, trial, best, cold) if trial.fidelity == RUN else self._probe(trial)
+            try:
+                outcome = self._measure(platform, trial, best, cold) if trial.fidelity == RUN else self._probe(trial)
+            except LaunchError:
+                raise
+            except UsageError as error:
+                return replace(trial, state=TrialState.FAILED, reason=str(error))
             if outcome.state is not TrialState.OUT_OF_MEMORY:
                 return outcome
             busy = wait_for_devices(platform, need_bytes, SETTLE_SECONDS, pause=pause)
@@ -152,10 +140,8 @@ class TrialRunner:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
         ran = trial
         if trial.fewer_nodes:  # it has fewer replicas there
-            smaller, columns = (
-                SmallerTask(self.problem.platform, trial.fewer_nodes),
-                self.problem.columns_of(trial.candidate),
-            )
+            smaller = SmallerTask(self.problem.platform, trial.fewer_nodes)
+            columns = self.problem.columns_of(trial.candidate)
             ran = replace(trial, candidate=smaller.candidate(columns, self.problem.legality.axes))
 
         def started(*, cold: bool) -> Trial:

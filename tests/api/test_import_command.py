@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flagcore import api, plugins
+from flagcore import api
 from flagcore.api.snapshot import build_problem_of_spec
-from flagcore.errors import FlagError, SpecError, UsageError
+from flagcore.errors import SpecError, UsageError
 from flagcore.tuner.stages.launch import planned_launch
 
 CONFIG = {
@@ -208,12 +208,6 @@ def test_a_script_that_stops_early_is_reported_with_its_message(tmp_path: Path) 
     with pytest.raises(SpecError) as caught:
         api.read_command("megatron", ["stops.sh"])
     assert "exit code 3: wrong folder" in caught.value.problem
-
-
-def test_every_engine_reads_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in plugins.engines():
-        with pytest.raises(FlagError):
-            api.read_command(name, ["no-such-program"])
 
 
 def test_flags_that_are_not_known_are_noted_with_the_flag_that_may_be_meant() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import FLAG, Project, Ran
+from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
 
@@ -237,17 +236,3 @@ def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     assert all(len(answer.get("reason", "")) < 500 for answer in answers)
     assert all("\n" not in answer.get("reason", "") for answer in answers)
     assert "Traceback" not in completed.err
-
-
-@pytest.mark.slow
-def test_job_records_come_from_stdin_too(project: Project) -> None:
-    estimate = (*FLAG, "estimate", "--jobs", "-")
-    completed_process = subprocess.run(
-        estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder
-    )
-    assert (completed_process.returncode, json.loads(completed_process.stdout)["status"]) == (0, "ok")
-    closed = subprocess.run(
-        ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *estimate], capture_output=True, text=True, cwd=project.folder
-    )
-    assert closed.returncode == 2
-    assert "Bad file descriptor" in closed.stderr

@@ -111,13 +111,6 @@ def test_a_plan_prints_its_assumptions_to_stdout(flag: Flag, tmp_path: Path) -> 
     assert "assumed" not in json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
 
 
-@pytest.mark.parametrize("wrong", ["0", "-1", "first", "99999"])
-def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
-    completed = flag("estimate", project.spec(), "--explain", wrong)
-    assert completed.code == 2
-    assert "--explain" in completed.err
-
-
 def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "id": "other"}, JOB)
     output = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
@@ -237,22 +230,6 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
     assert nearest in answer["reason"]
 
 
-def test_a_bad_line_of_a_job_file_is_reported_and_the_rest_is_read(flag: Flag, tmp_path: Path) -> None:
-    file = tmp_path / "some.jsonl"
-    file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
-    result = answers(flag("estimate", "--jobs", str(file)))
-    assert [each["status"] for each in result] == ["ok", "invalid", "ok"]
-    assert result[1]["id"] is None
-    assert f"{file}: line 2 cannot be read as JSON" in result[1]["reason"]
-
-
-def test_a_job_file_without_a_record_is_reported(flag: Flag, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    completed = flag("estimate", "--jobs", str(tmp_path / "empty.jsonl"))
-    assert (completed.code, completed.out) == (2, "")
-    assert "empty.jsonl is empty" in completed.err
-
-
 @pytest.mark.parametrize(
     ("cluster", "train", "words"),
     [
@@ -337,15 +314,6 @@ def test_a_layer_count_without_any_pipeline_split_is_reported(
         assert words in line
 
 
-def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, project: Project) -> None:
-    output = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
-    assert "untried" in output
-    assert "measured" not in output
-    assert "failed" not in output
-    assert "; with train.settings." in output
-    assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
-
-
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(answered: Answered) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
     first, second = answered(JOB, job(candidate=idle))
@@ -391,13 +359,6 @@ def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
     assert flag("estimate", "--jobs", file).out == flag("estimate", "--jobs", file, "--format", "jsonl").out
 
 
-def test_the_detailed_view_has_no_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
-    for arguments in ((project.spec(), "--explain", "1"), ("--jobs", jobs(tmp_path, JOB), "--explain", "moe")):
-        completed = flag("estimate", *arguments, "--format", "csv")
-        assert (completed.code, completed.out) == (2, "")
-        assert "--format csv" in completed.err
-
-
 def test_modules_that_no_candidate_recomputes_are_reported(
     flag: Flag, project: Project, answered: Answered, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,30 +388,11 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         assert any(row.startswith("other") for row in rows)
 
 
-def test_broken_rules_of_a_job_are_reported_with_values(answered: Answered) -> None:
-    (answer,) = answered({**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}})
-    assert "must divide num_attention_heads = 16" in answer["reason"]
-    assert answer["reason"].endswith(" (here data_parallel_size = 2, tensor_model_parallel_size = 3)")
-
-
-@pytest.mark.parametrize("option", [("--top", "3"), ("--chip", "H200")])
-def test_options_of_a_spec_are_refused_with_jobs(flag: Flag, tmp_path: Path, option: tuple[str, str]) -> None:
-    completed = flag("estimate", "--jobs", jobs(tmp_path, JOB), *option)
-    assert completed.code == 2
-    assert f"{option[0]} requires SPEC" in completed.err
-
-
 def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     heading, *rows = flag("explain", project.spec(), "--format", "csv").out.splitlines()
     assert heading == "rule,removed,message"
     assert all(row.split(",")[1].isdigit() for row in rows)
     assert sum(int(row.split(",")[1]) for row in rows) > 0
-
-
-def test_a_file_of_jobs_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
-    completed = flag("estimate", jobs(tmp_path, JOB))
-    assert (completed.code, completed.out) == (2, "")
-    assert "use --jobs" in completed.err
 
 
 @pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
@@ -466,3 +408,25 @@ def test_flags_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
     completed = flag("estimate", str(file))
     assert completed.code == 0, completed.err
     assert "serve.engine_args (no-such-flag): not checked, vllm is not installed here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((("SPEC", "--explain", wrong), "--explain") for wrong in ("0", "-1", "first", "99999")),
+        (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
+        (("--jobs", "JOBS", "--explain", "moe", "--format", "csv"), "--format csv"),
+        (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),
+        (("--jobs", "JOBS", "--chip", "H200"), "--chip requires SPEC"),
+        (("--jobs", "EMPTY"), "is empty"),
+        (("JOBS",), "use --jobs"),
+    ],
+)
+def test_wrong_usage_names_the_option(
+    flag: Flag, project: Project, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    files = {"SPEC": project.spec(), "JOBS": jobs(tmp_path, JOB), "EMPTY": str(tmp_path / "empty.jsonl")}
+    completed = flag("estimate", *(files.get(each, each) for each in arguments))
+    assert (completed.code, completed.out) == (2, "")
+    assert words in completed.err

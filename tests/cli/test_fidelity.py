@@ -74,14 +74,6 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag
     assert json.loads(rerun.out)[0]["candidate"] == result["best"]["candidate"]
 
 
-def test_the_example_of_1024_devices_is_not_probed_without_a_device(flag: Flag, project: Project) -> None:
-    completed = flag("tune", EXAMPLE, "--fidelity", "probe", "--run-dir", str(project.run_dir))
-    assert completed.code == 4
-    assert completed.err.count("\n") == 1
-    assert completed.err.startswith("flag: ")
-    assert not project.run_dir.exists()
-
-
 def test_the_best_of_an_estimate_for_this_machine_can_be_started(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
     completed = flag("tune", spec, "--run-dir", str(project.run_dir), "--json")
@@ -142,45 +134,6 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
         assert (project.run_dir / trial["log"]).exists()
     assert not list((project.folder / "home").rglob("*.jsonl")), "a probe was kept as if it had run"
     assert project.all_gone()
-
-
-@needs_megatron
-@pytest.mark.long
-def test_a_run_killed_while_probing_leaves_no_process_and_repeats_no_finished_probe(project: Project) -> None:
-    spec = world(project)
-    arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "probe", "--json", "-q")
-    for finished in (1, 2, 4):
-        process = project.start(*arguments)
-        start_time = time.monotonic()
-        while len(ranks_probed(project)) < finished and process.poll() is None and time.monotonic() < start_time + 60:
-            time.sleep(0.02)
-        time.sleep(0.5 * finished)
-        process.kill()
-        process.communicate()
-        assert project.all_gone()
-    completed = project.run(*arguments)
-    assert completed.code == 0, completed.err
-    result = json.loads(completed.out)
-    assert result == project.result()
-    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
-    assert books_balance(result)
-    done = ranks_probed(project)
-    assert len(set(done)) == len(done), "a finished probe was repeated"
-
-
-@needs_megatron
-@pytest.mark.long
-def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
-    small_spec = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
-    spec = project.spec(**small_spec, control={**CONTROL, "probes": 2, "max_trials": 2, "repeats": 0})
-    completed = flag("tune", spec, "--run-dir", str(project.run_dir))
-    assert completed.code == 0, completed.err
-    result = project.result()
-    assert [probe["fidelity"] for probe in result["probes"]] == ["probe", "probe"]
-    assert [trial["fidelity"] for trial in result["trials"]] == ["run", "run"]
-    assert [trial["number"] for trial in result["trials"]] == [2, 3]
-    assert result["best"]["fidelity"] == "run"
-    assert books_balance(result)
 
 
 @needs_megatron

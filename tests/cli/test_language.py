@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from flagcore.i18n import choose
 from flagcore.i18n.width import columns
-from tests.cli.conftest import FLAG, Project, Ran
+from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -70,10 +68,3 @@ def test_a_terminal_that_cannot_encode_chinese_gets_english(project: Project) ->
     completed = project.run("--help", PYTHONIOENCODING="ascii")
     assert completed.code == 0
     assert completed.out.startswith("Usage: flag")
-
-
-def test_english_loads_no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLAGCORE_LANG")
-    code = f"{FLAG[2].rpartition(';')[0]}; from flagcore import i18n; i18n._('x'); print(i18n._catalogue('en'))"
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "NullTranslations" in completed.stdout

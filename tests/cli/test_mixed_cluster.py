@@ -90,11 +90,6 @@ def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(
     assert memory(LARGE, LARGE)["capacity_gib"] == 2.0
 
 
-def test_the_rule_about_stages_is_explained(flag: Flag, spec: Callable[..., str]) -> None:
-    output = flag("explain", spec(LARGE, SMALL))
-    assert "must be a multiple of 2, so that no stage has devices of two node groups" in output.out
-
-
 def test_without_a_custom_command_nothing_runs_on_a_mixed_cluster(
     flag: Flag, spec: Callable[..., str], project: Project
 ) -> None:

@@ -64,25 +64,6 @@ def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: 
     assert project.all_gone()
 
 
-def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
-    small_budget = {"max_trials": 2}
-    first = json.loads(tune(flag, project, "--json", control=small_budget).out)
-    rerun = tune(flag, project, "--json", control=small_budget)
-    assert rerun.code == 0
-    assert json.loads(rerun.out) == first
-    assert "starts" not in rerun.err
-
-
-def test_trials_can_be_stored_in_any_optuna_storage(flag: Flag, project: Project) -> None:
-    url, few = f"sqlite:///{project.folder}/trials.db", {"max_trials": 3, "repeats": 0}
-    first = tune(flag, project, "--json", "--storage", url, control=few)
-    assert first.code == 0, first.err
-    rerun = tune(flag, project, "--json", "--storage", url, control=few)
-    assert json.loads(rerun.out) == json.loads(first.out)
-    assert "starts" not in rerun.err
-    assert not (project.run_dir / "journal.log").exists()
-
-
 def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
@@ -234,14 +215,6 @@ def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag,
     assert time.monotonic() - began < 20
 
 
-def test_a_hanging_trial_ends_with_the_run(flag: Flag, project: Project) -> None:
-    began = time.monotonic()
-    completed = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
-    assert completed.code == 5
-    assert time.monotonic() - began < 20
-    assert project.all_gone()
-
-
 def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 1, "repeats": 0}
     assert tune(flag, project, control=small_budget).code == 0
@@ -254,14 +227,6 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag
     saved = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
     assert len(saved) == 1
     assert json.loads((saved[0] / "result.json").read_text())["trials"]
-
-
-def test_nothing_fits_exits_with_3_and_names_the_nearest_candidate(flag: Flag, project: Project) -> None:
-    completed = tune(flag, project, cluster={"memory_per_device": "1MiB"})
-    assert completed.code == 3
-    assert "does_not_fit" in completed.err
-    assert "the smallest needs" in completed.err
-    assert not project.run_dir.exists()
 
 
 def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
@@ -373,18 +338,6 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
     assert result["best"]["candidate"].items() >= BEST.items()
     assert books_balance(result)
     check_kept_once(project.run_dir, result)
-
-
-def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
-    spec = project.spec(sleeps=0.5)
-    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
-    wait_for_trial(project, 0)
-    completed = flag("tune", spec, "--run-dir", str(project.run_dir))
-    assert completed.code == 2
-    assert f"(process {process.pid} on " in completed.err
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert project.all_gone()
 
 
 def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Project) -> None:

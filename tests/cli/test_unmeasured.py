@@ -14,7 +14,6 @@ from flagcore import api
 from flagcore.api.runs import state_of_ended
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
-from flagcore.tuner.store.directory import RunDirectory
 from tests.cli.conftest import Project, Ran
 from tests.report.page.reading import run_data
 
@@ -71,17 +70,6 @@ def test_lists_name_the_state_and_the_cause(flag: Flag, runs: Path) -> None:
     assert records["estimate"]["no_best"] is None
     listed = flag("runs", "list", str(runs))
     assert (listed.code, listed.err.count(REASON), listed.err.count("\n")) == (0, 1, 1)
-
-
-def test_a_run_that_goes_on_is_running(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "failed", tmp_path / "failed")
-    directory = RunDirectory(tmp_path / "failed")
-    directory.open()
-    try:
-        (record,) = api.list_runs(tmp_path)
-    finally:
-        directory.close()
-    assert record["state"] == "running"
 
 
 def test_runs_of_engines_without_a_best_are_listed(runs: Path, tmp_path: Path) -> None:

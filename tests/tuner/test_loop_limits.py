@@ -164,13 +164,6 @@ def test_the_limit_follows_the_prediction_and_is_recorded(bench: BusyBench) -> N
     assert record["measured"]["step_time_s"]["scaled_from"] == trial.measurement.scaled_from
 
 
-def test_a_stored_run_is_read_back_as_it_was(bench: BusyBench) -> None:
-    first = bench.plan(repeats=1, max_trials=3)
-    started = len(bench.player.launches)
-    assert bench.plan(repeats=1, max_trials=3) == first
-    assert len(bench.player.launches) == started
-
-
 def test_the_first_event_reports_how_long_all_trials_may_take(bench: BusyBench) -> None:
     bench.plan(repeats=0, max_trials=2)
     plans = [event.search_time for event in bench.events]
@@ -203,14 +196,6 @@ def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench
     assert [trial.state for trial in again.trials] == [TrialState.MEASURED] * 2
 
 
-def test_a_trial_waits_for_its_devices(bench: BusyBench) -> None:
-    answers = iter([20.0] * 2)
-    bench.used_gib = lambda: next(answers, 0.0)
-    plan = bench.plan(repeats=0, max_trials=1, max_step_time=None)
-    assert [event.kind for event in bench.events] == ["trial_started", "trial_waits", "trial_finished"]
-    assert plan.trials[0].state is TrialState.MEASURED
-
-
 def test_out_of_memory_next_to_other_processes_is_tried_again(bench: BusyBench) -> None:
     out = Exit(code=-9, ended_by="memory", duration_s=1.0)
 
@@ -227,14 +212,6 @@ def test_out_of_memory_next_to_other_processes_is_tried_again(bench: BusyBench) 
     assert plan.counts.pruned == {}
     again = {trial.candidate: trial for trial in plan.trials}
     assert again[failed[0].candidate].state is TrialState.MEASURED
-
-
-def test_out_of_memory_without_other_processes_removes_candidates(bench: BusyBench) -> None:
-    out = Exit(code=-9, ended_by="memory", duration_s=1.0)
-    bench.player.ends = lambda number: out if number == 2 else None
-    plan = bench.plan(repeats=0, max_trials=4)
-    assert TrialState.OUT_OF_MEMORY in {trial.state for trial in plan.trials}
-    assert not any(trial.inconclusive for trial in plan.trials)
 
 
 def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: BusyBench) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -195,47 +191,6 @@ def test_optunas_own_tools_see_the_objective(tmp_path: Path, objective: str, bes
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE"]
 
 
-WRITER = """
-import stat
-import sys
-from pathlib import Path
-from typing import Any
-from tests.tuner.test_store import run, store
-from flagcore.tuner.store.directory import RunDirectory
-path = Path(sys.argv[1])
-RunDirectory(path).open()
-kept = store(path)
-print("open", flush=True)
-while True:
-    print("kept", run(kept).number, flush=True)
-"""
-
-
-@pytest.mark.long
-def test_a_kill_at_any_time_keeps_every_finished_trial_once(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    promised: list[int] = []
-    for _ in range(10):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert writer.stdout.readline() == "open\n"
-        time.sleep(draw.uniform(0, 0.1))
-        writer.send_signal(signal.SIGKILL)
-        message = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
-        writer.wait()
-        promised += [int(line.split()[1]) for line in message]
-    trials = store(tmp_path).trials()
-    numbers = [trial.number for trial in trials]
-    assert len(set(numbers)) == len(numbers)
-    measured = {trial.number for trial in trials if trial.state is TrialState.MEASURED}
-    assert promised
-    assert set(promised) <= measured
-    assert {trial.state for trial in trials} <= {TrialState.MEASURED, TrialState.INTERRUPTED}
-
-
 @pytest.fixture
 def locked_folder(tmp_path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
@@ -278,12 +233,6 @@ def test_another_task_is_refused_and_the_differences_are_listed(locked_folder: R
     assert 'spec.model: "a" -> null' in words
     assert "nodes" not in words
     assert "--new" in words
-
-
-def test_many_differences_make_a_short_message(locked_folder: RunDirectory) -> None:
-    locked_folder.claim({f"key{n}": n for n in range(100)}, {})
-    with pytest.raises(RunError, match="and 92 more"):
-        locked_folder.claim({f"key{n}": "x" * 1000 for n in range(100)}, {})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b"{}", b'{"run": 1}'])
@@ -330,28 +279,6 @@ def _write_to_full_disk(path: Path) -> None:
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
     trial_store.begin(planned(small.candidate()))
-
-
-@pytest.mark.parametrize(
-    ("state", "old", "new"),
-    [
-        (TrialState.MEASURED, '"state":"measured"', '"state":"weird"'),
-        (TrialState.STOPPED, '"state":"stopped"', '"state":"measured"'),  # without a measurement
-        (TrialState.MEASURED, '"step_time_s":2.0', '"step_time_s":NaN'),
-    ],
-)
-def test_a_trial_that_was_tampered_with_is_refused_in_one_line(
-    state: TrialState, old: str, new: str, tmp_path: Path
-) -> None:
-    run(store(tmp_path), state=state)
-    journal = tmp_path / "journal.log"
-    text = journal.read_text()
-    assert old in text
-    journal.write_text(text.replace(old, new))
-    with pytest.raises(RunError) as caught:
-        store(tmp_path)
-    assert "--new" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_identity_with_a_secret_is_readable_only_by_its_owner(locked_folder: RunDirectory) -> None:

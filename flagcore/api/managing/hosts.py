@@ -208,12 +208,10 @@ def require_hosts(
     return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
-def host_problems(
-    report: HostReport, reports: Sequence[HostReport], groups: Sequence[Sequence[str]] = ()
-) -> Iterator[str]:
+def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
     """Yield why a host cannot run trials together with the others, one line each.
 
-    Its devices must be those of the other hosts or, with `groups`, of the other hosts of its group.
+    Its devices and versions must be those of the other hosts of its kind.
     """
     if report.problem:
         yield report.problem

@@ -17,7 +17,6 @@ from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Passes, idle_of
-from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
@@ -31,6 +30,7 @@ from flagcore.tuner.feasibility import no_time, nothing_fits_text, only_baseline
 from flagcore.tuner.problem import build_problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.tuner.stages.limit import search_time
 from flagcore.tuner.stages.predict import limit, model_table, record
+from flagcore.tuner.stages.rank import learn
 
 
 def estimate(
@@ -149,8 +149,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 def before_trials(problem: Problem) -> Counts:
     """Return the counts of combinations by outcome before any trial."""
-    no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
-    return count(problem.space, problem.pruned, no_trials)
+    return count(problem.space, problem.pruned, learn(()))
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:

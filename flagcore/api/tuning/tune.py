@@ -33,13 +33,7 @@ from flagcore.api.managing.report import save_report, save_report_of_engines
 from flagcore.api.transfer import past_of_problem
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.watch import Watchers
-from flagcore.contracts import (
-    Event,
-    OnEvent,
-    Problem,
-    Telemetry,
-    Workload,
-)
+from flagcore.contracts import Event, OnEvent, Problem, Telemetry, Workload
 from flagcore.domain.chip import Device
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text

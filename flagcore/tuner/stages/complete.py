@@ -10,17 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
-from flagcore.contracts import (
-    HostSetup,
-    Platform,
-    Plugins,
-    Workload,
-)
-from flagcore.domain.chip import (
-    TRAINED,
-    slowness,
-    usual_precision,
-)
+from flagcore.contracts import HostSetup, Platform, Plugins, Workload
+from flagcore.domain.chip import TRAINED, slowness, usual_precision
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.effects import engine_task
 from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice, ValueRule

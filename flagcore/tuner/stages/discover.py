@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from flagcore.contracts import Costs, Plugins
-from flagcore.domain.chip import (
-    Chip,
-    Device,
-    Support,
-    unknown_chip_hint,
-    with_network,
-)
+from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup
 from flagcore.domain.engine import EngineSupport, has_common_library
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, TrainSpec
@@ -67,7 +61,12 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         supports.append(support)
     joined = _join_supports(supports, [group.chip.name for group in groups])
     if isinstance(spec.work, TrainSpec) and not has_common_library(groups, supports):
-        joined = replace(joined, notes=(*joined.notes, _through_hosts(Cluster(groups=tuple(groups)))))
+        text = N_(
+            "messages between {chips} are copied through the memory of the hosts: no collective library connects all "
+            "of them, according to the installed plugins"
+        )
+        note = _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in groups)))
+        joined = replace(joined, notes=(*joined.notes, note))
     return Hardware(groups=tuple(groups), supports=tuple(supports), support=joined, devices=devices)
 
 
@@ -133,14 +132,6 @@ def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> E
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
         shared_devices=all(support.shared_devices for support in supports),
     )
-
-
-def _through_hosts(cluster: Cluster) -> str:
-    text = N_(
-        "messages between {chips} are copied through the memory of the hosts: no collective library connects all of "
-        "them, according to the installed plugins"
-    )
-    return _(text, chips=" and ".join(dict.fromkeys(group.chip.name for group in cluster.groups)))
 
 
 def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:

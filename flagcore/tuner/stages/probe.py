@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import (
-    Launcher,
-    MemoryModel,
-    Platform,
-    RunningLaunch,
-    communicator_bytes,
-)
+from flagcore.contracts import Launcher, MemoryModel, Platform, RunningLaunch, communicator_bytes
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Exit, Launch, failure

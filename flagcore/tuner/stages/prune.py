@@ -98,7 +98,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial) -> Pruned:
     columns, row = space.columns(rows), space.find(trial.candidate)
     mask = problem.workload.takes_at_least(columns, trial.candidate)
     mask &= ~_same(columns, space.axes, trial.candidate)
-    mask &= _same_unordered_values(columns, space, trial.candidate)
+    mask &= _same(columns, [axis for axis in space.axes if axis.is_unordered], trial.candidate)
     mask &= _predicted_at_least(problem.predictions.step_time_s, rows, row)
     return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask, trial.number)
 
@@ -114,7 +114,7 @@ def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool =
     columns, row = space.columns(rows), space.find(trial.candidate)
     mask = problem.workload.needs_at_least(columns, trial.candidate)
     mask &= _predicted_at_least(problem.predictions.device_used_bytes, rows, row)
-    mask &= _same_unordered_values(columns, space, trial.candidate)
+    mask &= _same(columns, [axis for axis in space.axes if axis.is_unordered], trial.candidate)
     if not itself:
         mask &= ~_same(columns, space.axes, trial.candidate)
     return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
@@ -128,17 +128,8 @@ def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) 
     return ~less
 
 
-def _same_unordered_values(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
-    """Return which rows have the values of `candidate` on all unordered axes."""
-    unordered = [axis for axis in space.axes if axis.is_unordered]
-    return (
-        _same(columns, unordered, candidate)
-        if unordered
-        else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
-    )
-
-
 def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolArray:
+    """Return which rows have the values of `candidate` on some axes; True if there are none."""
     values = candidate.as_dict()
     same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in axes]
     equal: BoolArray = np.logical_and.reduce(same)

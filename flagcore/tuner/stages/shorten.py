@@ -199,8 +199,7 @@ class SmallerTask:
 
     def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
         """Return the candidate of one row as it runs in trials."""
-        small = self.columns(columns)
-        return as_candidate(axes, small)
+        return as_candidate(axes, self.columns(columns))
 
     def rule(self) -> Rule:
         """Return the rule that a candidate can run in trials."""

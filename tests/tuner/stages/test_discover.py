@@ -322,13 +322,6 @@ def advising(advice: TaskAdvice) -> SimpleNamespace:
     return SimpleNamespace(flagcore_check_task=flagcore_check_task)
 
 
-def test_a_plugin_can_refuse_a_whole_task() -> None:
-    plugins = loaded(a=advising(TaskAdvice(impossible="ACME's build uses one node")), x=plugin(small.CHIP))
-    assert completed(spec(chip="test-chip"), plugins).support.notes == ()
-    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: ACME's build uses one node"):
-        completed(spec(chip="test-chip", nodes=2), plugins)
-
-
 def test_a_plugin_can_refuse_several_devices_and_mixed_chips() -> None:
     @hookimpl
     def flagcore_check_task(task: Task) -> TaskAdvice | None:

@@ -92,13 +92,6 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     assert best_of(trials) <= 1.03 * real[fits].min()
 
 
-def test_it_reports_the_probability_of_a_further_gain_when_it_ends() -> None:
-    trials = search(KNOWN, KNOWN.step_time_s)
-    reported = STRATEGY.next(search_context(KNOWN, trials))
-    assert reported.row is None
-    assert "the chance that an untried candidate is more than 1% faster than the best is" in reported.because
-
-
 def test_a_choice_reports_its_corrected_prediction() -> None:
     first = int(np.argmin(KNOWN.step_time_s))
     chosen = STRATEGY.next(search_context(KNOWN, [trial_of(first, 2.0 * float(KNOWN.step_time_s[first]), 0)]))
@@ -285,12 +278,6 @@ def test_a_part_of_the_step_that_no_trial_measured_keeps_a_confirmed_search_goin
     known = replace(KNOWN, time_s={"compute_s": KNOWN.step_time_s - bubble, "bubble_s": bubble})
     trials = [trial_of(int(row), float(known.step_time_s[row]), number) for number, row in enumerate(rows[:2])]
     assert STRATEGY.next(search_context(known, trials, past=certain_experience())).row is not None
-
-
-def test_the_reason_has_no_nan_if_nothing_fits() -> None:
-    known = replace(predictions(), capacity_bytes=1.0)
-    trials = [trial_of(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
-    assert "nan" not in STRATEGY.next(search_context(known, trials)).because
 
 
 def test_no_trial_starts_that_takes_longer_than_the_remaining_time() -> None:

@@ -14,9 +14,8 @@ from packaging.version import InvalidVersion, Version
 from flagcore import __version__
 from flagcore.domain.engine import ValueRule
 from flagcore.plugins import kind_of
-from flagcore.vendorkit.engines import all_knobs, read_variables
+from flagcore.vendorkit.engines import all_knobs, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope, applicable
-from flagcore.vendorkit.quirks import read_quirks
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check
 
