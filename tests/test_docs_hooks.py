@@ -14,7 +14,7 @@ from flagcore_testing.examples import FOREIGN_CHIP, task_on
 from docs.site.docstrings import HOOKS as SPECS
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
-from flagcore.vendorkit.quirks import Quirks
+from flagcore.vendorkit.engines import Quirks
 
 DOCS = Path(__file__).parent.parent / "docs"
 

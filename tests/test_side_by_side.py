@@ -24,7 +24,7 @@ from flagcore.hooks import hookimpl
 from flagcore.report.result import result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import PREDICTED
-from flagcore.vendorkit.smi import visible
+from flagcore.vendorkit.machine import visible
 from tests.tuner.benches import Bench, knobs, plain, plugin, sizes_of, sound, write_steps
 
 GIVE_UP_SECONDS = 30.0

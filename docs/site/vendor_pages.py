@@ -10,9 +10,8 @@ from flagcore.domain.chip import Chip, Claim, Fact, Maturity, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
-from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
+from flagcore.vendorkit.engines import Report, all_knobs, read_engines, read_maturity, read_quirks, read_variables
 from flagcore.vendorkit.fields import Scope
-from flagcore.vendorkit.quirks import Report, read_maturity, read_quirks
 
 DOCS = Path(__file__).parents[1]
 VENDORS = {

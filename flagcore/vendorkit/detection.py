@@ -16,10 +16,9 @@ from typing import Generic, TypeVar
 from flagcore.domain.chip import Device, DeviceUse
 from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
-from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.machine import TorchReport, query_tool, setting, tool_output, visible
 from flagcore.vendorkit.matrix import links_of, with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes, strip_controls
-from flagcore.vendorkit.smi import query_tool, setting, tool_output, visible
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0

@@ -19,9 +19,8 @@ from flagcore.physics.collective_costs import topology_of
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chip_file import collective_table, kernel_costs, load_chips, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines
+from flagcore.vendorkit.engines import SUPPORT, environment, knobs, read_engines, read_maturity, read_quirks
 from flagcore.vendorkit.fields import S, applicable
-from flagcore.vendorkit.quirks import read_maturity, read_quirks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -16,7 +16,7 @@ from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.calibration import Calibration
-from flagcore.vendorkit import smi
+from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
 def test_a_torch_without_accelerators_is_not_started() -> None:
     if find_spec("torch") is None:
         pytest.skip("needs torch")
-    assert accelerator_report() is None or smi.tool_output(sys.executable, "-c", "import torch") is not None
+    assert accelerator_report() is None or machine.tool_output(sys.executable, "-c", "import torch") is not None
 
 
 class Lists:

@@ -18,14 +18,14 @@ import numpy as np
 from flagcore_testing.kit import Subject
 from flagcore_testing.scaffold import new_plugin
 
-from flagcore.vendorkit import chip_file, engines, quirks
+from flagcore.vendorkit import chip_file, engines
 
 CACHES: Any = (
     chip_file.load_chips,
     engines.read_engines,
     engines.all_knobs,
-    quirks.read_maturity,
-    quirks.read_quirks,
+    engines.read_maturity,
+    engines.read_quirks,
     engines.read_variables,
 )
 

@@ -6,8 +6,8 @@ import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.detection import list_with, use_with
+from flagcore.vendorkit.machine import query_tool
 from flagcore.vendorkit.rows import Listing, Row
-from flagcore.vendorkit.smi import query_tool
 
 TWO = Listing(tuple(Row(device=Device(index=index, chip="A1")) for index in (0, 1)))
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.vendorkit.engines import all_knobs, read_engines, read_variables
-from flagcore.vendorkit.quirks import read_maturity, read_quirks
+from flagcore.vendorkit.engines import all_knobs, read_engines, read_maturity, read_quirks, read_variables
 
 READERS: dict[str, Any] = {
     "engines": read_engines,

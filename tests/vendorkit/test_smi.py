@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit.machine import query_tool, tool_output, visible
 from flagcore.vendorkit.rows import Listing
-from flagcore.vendorkit.smi import query_tool, tool_output, visible
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 

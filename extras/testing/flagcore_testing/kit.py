@@ -22,8 +22,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.loader import installed, one_line
-from flagcore.vendorkit.engines import Variable, read_variables
-from flagcore.vendorkit.quirks import Quirks, read_maturity, read_quirks
+from flagcore.vendorkit.engines import Quirks, Variable, read_maturity, read_quirks, read_variables
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of
 from flagcore_testing.places import line_of_error, place_of

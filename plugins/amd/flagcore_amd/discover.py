@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with
-from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore.vendorkit.rows import Listing
-from flagcore.vendorkit.smi import tool_output
 from flagcore_amd import smi
 
 PCI_VENDOR = 0x1002

@@ -5,8 +5,8 @@ from __future__ import annotations
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.hooks import hookimpl
 from flagcore.physics.cost_stack import PlainMemory
+from flagcore.vendorkit.machine import tool_output
 from flagcore.vendorkit.plugin import VendorPlugin
-from flagcore.vendorkit.smi import tool_output
 from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.discover import DETECTOR
 

@@ -20,7 +20,7 @@ from flagcore.domain.files import data_folder, read_regular, replace
 from flagcore.errors import SpecError
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.fields import build
-from flagcore.vendorkit.smi import tool_output
+from flagcore.vendorkit.machine import tool_output
 
 PROGRAM = "flagcore_cpu.measure"
 SECONDS = 1.6

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
-from flagcore.vendorkit.machine import TorchReport
-from flagcore.vendorkit.smi import tool_output
+from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore_iluvatar import smi
 
 PCI_VENDOR = 0x1E3E

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
-from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.machine import TorchReport, tool_output
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
-from flagcore.vendorkit.smi import tool_output
 from flagcore_metax import smi
 
 NAME = re.compile(r"MetaX |MX[CNX]\d")

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.detection import DeviceDetector
-from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.machine import TorchReport, query_tool, tool_output
 from flagcore.vendorkit.rows import Listing
-from flagcore.vendorkit.smi import query_tool, tool_output
 from flagcore_nvidia import smi
 
 

@@ -202,27 +202,6 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
         check(cases[name], answer, run)
 
 
-@pytest.mark.long
-@pytest.mark.skipif("FLAGSCALE" not in os.environ, reason="needs FLAGSCALE, the folder flag_scale of FlagScale's wheel")
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llama3/train_hetero", [18, 14]), ("aquila/train_hetero", [6, 2, 4]), ("deepseek_v3/train_hetero", [11, 6, 7])],
-)
-def test_layouts_that_flagscale_ships_fit_and_are_compared_with_the_balanced_one(
-    name: str, layers: list[int], tmp_path: Path
-) -> None:
-    asked = case(name, tmp_path, WHEEL)
-    found = api.read_tree(Path(asked["directory"]), asked["name"], asked["overrides"])
-    mixing = api.estimate(found.data).mixing
-    assert mixing is not None
-    assert mixing["layers"] == layers
-    assert sum(mixing["balanced"]["layers"]) == sum(layers)
-    assert mixing["balanced"]["step_time_s"] <= mixing["mixed"]["step_time_s"]
-    assert mixing["limit"]
-    assert len(mixing["idle"]) == len(found.data["cluster"]["groups"])
-    assert all(0.0 <= share < 1.0 for share in mixing["idle"].values())
-
-
 OLD = {
     "0.3": (
         {"hetero_mode": "pp", "hetero_pipeline_stages": "[2,4,4,3,5,5,14]"},
@@ -256,30 +235,22 @@ def test_a_host_file_with_more_slots_than_visible_devices_is_refused(tmp_path: P
         api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], "~experiment.envs", envs])
 
 
-REFUSED = {
-    "hetero_process_meshes": ("[2,1,1,4]", "hetero_process_meshes"),
-    "hetero_device_types": ("[A800]", "hetero_device_types"),
-    "hetero_pipeline_layer_split": ("[20,8,5]", "hetero_pipeline_layer_split"),
-    "standalone_embedding_stage": ("true", "standalone_embedding_stage"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_meshes_that_flagscale_refuses_are_refused(name: str, tmp_path: Path) -> None:
-    value, key = REFUSED[name]
-    asked = case("first", tmp_path, WHEEL)
-    with pytest.raises(SpecError, match=key):
-        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{HETERO}.{name}={value}"])
-
-
 @pytest.mark.parametrize(
-    ("name", "section"), [("hetero_process_meshes", HETERO), ("pipeline_model_parallel_size", "train.system")]
+    ("key", "value"),
+    [
+        (f"{HETERO}.hetero_process_meshes", "[2,1,1,4]"),
+        (f"{HETERO}.hetero_process_meshes", "null"),
+        (f"{HETERO}.hetero_device_types", "[A800]"),
+        (f"{HETERO}.hetero_pipeline_layer_split", "[20,8,5]"),
+        (f"{HETERO}.standalone_embedding_stage", "true"),
+        ("train.system.pipeline_model_parallel_size", "null"),
+    ],
 )
-def test_a_missing_key_of_meshes_is_reported_where_flagscale_reads_it(name: str, section: str, tmp_path: Path) -> None:
+def test_meshes_that_flagscale_refuses_are_refused_where_it_reads_them(key: str, value: str, tmp_path: Path) -> None:
     asked = case("first", tmp_path, WHEEL)
     with pytest.raises(SpecError) as caught:
-        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{section}.{name}=null"])
-    assert caught.value.key == f"{section}.{name}"
+        api.read_tree(Path(asked["directory"]), "tune", [*asked["overrides"], f"{key}={value}"])
+    assert caught.value.key == key
 
 
 def test_a_tuners_space_lists_meshes_and_derives_layers(tmp_path: Path) -> None:

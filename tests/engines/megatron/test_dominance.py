@@ -73,13 +73,6 @@ def test_only_candidates_with_more_recompute_take_at_least_as_long() -> None:
     assert not WORKLOAD.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
 
 
-def test_the_orders_of_memory_and_time_are_reflexive() -> None:
-    for values in (UNIFORM, {**BLOCK, "recompute_num_layers": 2}, SELECTIVE, {}):
-        columns, itself = candidate_columns(values), small.candidate(**values)
-        assert WORKLOAD.needs_at_least(columns, itself).all()
-        assert WORKLOAD.takes_at_least(columns, itself).all()
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_model_never_contradicts_the_order(seed: int) -> None:
     draw = random.Random(seed)

@@ -67,7 +67,7 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
         except fakes.NoLimit:
             yield Problem(
                 f"flagcore_devices waits for {tools[0]} without a time limit",
-                "run it with flagcore.vendorkit.smi.tool_output, or give subprocess a timeout",
+                "run it with flagcore.vendorkit.machine.tool_output, or give subprocess a timeout",
             )
             return
     if sum(waited.values()) > TOTAL_SECONDS:
@@ -99,7 +99,7 @@ def visible_devices_are_respected(plugin: Subject) -> Problems:
             if [device.selector for device in devices] != selectors:
                 yield Problem(
                     f"flagcore_devices returns the devices {[each.index for each in devices]} with {name}={setting}",
-                    f"return visible(found, {name!r}, environment=environment) of flagcore.vendorkit.smi",
+                    f"return visible(found, {name!r}, environment=environment) of flagcore.vendorkit.machine",
                 )
 
 

@@ -85,7 +85,7 @@ class Argument:
         return converted[0] if self.spec.values in (1, "?") else list(converted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ArgumentProblem:
     """An argument that argparse refuses. `flag` is empty for a value without a flag."""
 
@@ -93,7 +93,6 @@ class ArgumentProblem:
     value: str
     problem: str
     fix: str
-    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +117,20 @@ class ArgumentTable:
         for position, flag, inline, following_values in self._split_flags(words):
             spec = self.by_flag.get(flag)
             if flag and spec is None:
-                problems.append(self._unknown_flag(flag, " ".join([*inline, *following_values]), position))
+                problems.append(self._unknown_flag(flag, " ".join([*inline, *following_values])))
                 continue
             number = 0
             if spec is not None:
                 count = _count(spec, inline or following_values)
                 if count is None or count < len(inline):
-                    problems.append(_wrong_count(flag, spec, inline, position))
+                    problems.append(_wrong_count(flag, spec, inline))
                     continue
                 number = 0 if inline else count
                 values = (*inline, *following_values[:number])
                 argument = Argument(flag=flag, spec=spec, values=values, position=position, end=position + 1 + number)
                 arguments.append(argument)
                 problems += _invalid_values(argument)
-            start = position + bool(flag)
-            problems += [
-                _stray_value(flag, spec, each, start + place)
-                for place, each in enumerate(following_values[number:], number)
-            ]
+            problems += [_stray_value(flag, spec, each) for each in following_values[number:]]
         return arguments, problems
 
     def effective(self, words: Sequence[str]) -> dict[str, Value]:
@@ -179,7 +174,7 @@ class ArgumentTable:
             return "", "", ""
         return flag, equals, value
 
-    def _unknown_flag(self, flag: str, value: str, position: int) -> ArgumentProblem:
+    def _unknown_flag(self, flag: str, value: str) -> ArgumentProblem:
         """Return the problem of a flag that this release does not define."""
         problem = f"is not an argument of Megatron-LM {self.release}"
         fix = "remove it"
@@ -189,7 +184,7 @@ class ArgumentTable:
             fix = f"remove it; it exists in {', '.join(releases)}"
         elif close_matches := get_close_matches(flag, self.by_flag, n=1, cutoff=0.75):
             fix = f"did you mean {close_matches[0]}?"
-        return ArgumentProblem(flag=flag, value=value, problem=problem, fix=fix, position=position)
+        return ArgumentProblem(flag, value, problem, fix)
 
 
 def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
@@ -199,25 +194,23 @@ def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
     return min(int(maximum), len(values)) if len(values) >= int(minimum) else None
 
 
-def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str], position: int) -> ArgumentProblem:
+def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> ArgumentProblem:
     """Return the problem of a flag with too few values, or of `--flag=value` for a flag that takes no or several
     values.
     """
     expected_count = _COUNTS.get(spec.values, f"{spec.values} values")
     fix = f"write {flag} {' '.join(map(str, spec.choices[:1])) or 'VALUE'}" if spec.values else f"write {flag}"
-    return ArgumentProblem(
-        flag=flag, value=" ".join(inline), problem=f"takes {expected_count}", fix=fix, position=position
-    )
+    return ArgumentProblem(flag, " ".join(inline), f"takes {expected_count}", fix)
 
 
-def _stray_value(flag: str, spec: ArgumentSpec | None, value: str, position: int) -> ArgumentProblem:
+def _stray_value(flag: str, spec: ArgumentSpec | None, value: str) -> ArgumentProblem:
     """Return the problem of a value that no flag takes."""
     problem, fix = "is a value without a flag", "remove it, or write its flag before it"
     if spec is not None:
         problem = f"follows {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
         is_switched_off = spec.values == 0 and value.lower() in ("false", "0", "no", "off")
         fix = f"remove {flag}, too" if is_switched_off else "remove it"
-    return ArgumentProblem(flag=flag, value=value, problem=problem, fix=fix, position=position)
+    return ArgumentProblem(flag, value, problem, fix)
 
 
 def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
@@ -230,13 +223,8 @@ def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
             kinds = {"int": "a whole number", "float": "a number"}
             close_matches = get_close_matches(value, map(str, spec.choices), n=1)
             fix = f"use {', '.join(map(str, spec.choices))}" if spec.choices else f"use {kinds.get(spec.type)}"
-            yield ArgumentProblem(
-                flag=argument.flag,
-                value=value,
-                problem="is not a valid value",
-                fix=f"did you mean {close_matches[0]}?" if close_matches else fix,
-                position=argument.position,
-            )
+            fix = f"did you mean {close_matches[0]}?" if close_matches else fix
+            yield ArgumentProblem(argument.flag, value, "is not a valid value", fix)
 
 
 def release_table(release: str | None) -> ArgumentTable:

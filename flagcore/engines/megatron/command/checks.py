@@ -62,40 +62,43 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     program = Path(command.directory, command.program[-1])
     if program.suffix == ".py" and not program.is_file():
         fix = "correct the path, or set train.directory to the folder that it is relative to"
-        yield SpecError(key=KEY, value=str(program), problem="does not exist", fix=fix)
+        yield _error(program, "does not exist", fix)
     table = argument_table(spec, command)
     arguments, parse_problems = table.parse(command.arguments)
     for argument in arguments:
         if PLACEHOLDER_VALUE in argument.values:
-            problem, fix = "is a placeholder", "replace it by a value"
-            yield SpecError(key=KEY, value=f"{argument.flag} {PLACEHOLDER_VALUE}", problem=problem, fix=fix)
+            yield _error(f"{argument.flag} {PLACEHOLDER_VALUE}", "is a placeholder", "replace it by a value")
     for parse_problem in parse_problems:
         if parse_problem.value != PLACEHOLDER_VALUE and not _may_be_defined_by_program(parse_problem, spec, command):
             value = " ".join(filter(None, (parse_problem.flag, parse_problem.value)))
-            yield SpecError(key=KEY, value=value, problem=parse_problem.problem, fix=parse_problem.fix)
+            yield _error(value, parse_problem.problem, parse_problem.fix)
     effective = table.effective(command.arguments)
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
-        problem, fix = "has no effect: a trial loads no checkpoint", "add the arguments of the model"
-        yield SpecError(key=KEY, value="--use-checkpoint-args", problem=problem, fix=fix)
+        problem = "has no effect: a trial loads no checkpoint"
+        yield _error("--use-checkpoint-args", problem, "add the arguments of the model")
     if kind := effective.get("peft_type"):
-        problem, fix = "needs a checkpoint, but a trial loads none", "predict it with `flag estimate`"
-        yield SpecError(key=KEY, value=f"--peft-type {kind}", problem=problem, fix=fix)
+        problem = "needs a checkpoint, but a trial loads none"
+        yield _error(f"--peft-type {kind}", problem, "predict it with `flag estimate`")
     if file := effective.get("yaml_cfg"):
-        problem, fix = "replaces all arguments, so a trial cannot change them", "pass its values as arguments"
-        yield SpecError(key=KEY, value=f"--yaml-cfg {file}", problem=problem, fix=fix)
+        problem = "replaces all arguments, so a trial cannot change them"
+        yield _error(f"--yaml-cfg {file}", problem, "pass its values as arguments")
     yield from release_problems(spec, release_of(spec, command))
     yield from _process_count_problems(spec, command)
+
+
+def _error(value: object, problem: str, fix: str) -> SpecError:
+    return SpecError(key=KEY, value=str(value), problem=problem, fix=fix)
 
 
 def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     nodes, devices = spec.cluster.nodes, spec.cluster.devices_per_node
     if not command.launcher and not command.prefix and nodes * (devices or 1) > 1:
         problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
-        yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
+        yield _error(" ".join(command.program), problem, "start it with torchrun")
     for option in command.options:
         if option.lacks_value and option.name not in ("master-port", "nproc-per-node"):
             fix = "write its value; a command of the script that prints it may not be run when the script is read"
-            yield SpecError(key=KEY, value=option.words[0], problem="has no value", fix=fix)
+            yield _error(option.words[0], "has no value", fix)
     nnodes = command.option("nnodes")
     node_starters = {"srun", "mpirun", "mpiexec", "orterun", "ssh"}
     nodes = 1 if spec.on_each_host else nodes
@@ -105,10 +108,9 @@ def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecEr
             "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or start it on all nodes, "
             "for example with srun"
         )
-        yield SpecError(key=KEY, value=" ".join(command.launcher), problem=problem, fix=fix)
+        yield _error(" ".join(command.launcher), problem, fix)
     if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
-        problem = f"contradicts cluster.nodes = {nodes}"
-        yield SpecError(key=KEY, value=" ".join(nnodes.words), problem=problem, fix="use the same number")
+        yield _error(" ".join(nnodes.words), f"contradicts cluster.nodes = {nodes}", "use the same number")
 
 
 def _may_be_defined_by_program(problem: ArgumentProblem, spec: Spec, command: UserCommand) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -255,53 +255,38 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
     return Launch(argv=tuple(argv), folder=folder, missing=MISSING_ARGUMENTS, sample=SAMPLE_ARGUMENTS)
 
 
+SIZES_OF_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size"),
+    "mtp_num_layers",
+)
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+EXPERT_SIZES = (*("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),)
+SWITCHES_OF_MODEL = (
+    *("gated_linear_unit", "untie_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias"),
+    "multi_latent_attention",
+)
+"""Fields of a model that are arguments of Megatron-LM."""
+SPELLINGS = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
+FIXED_ARGUMENTS = (
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
+)
+
+
 def model_arguments(model: Model) -> list[str]:
     """Return the arguments of a model: a decoder with RMSNorm, rotary embeddings and no biases."""
-    sizes: dict[str, object] = {
-        "num-layers": model.num_layers,
-        "hidden-size": model.hidden_size,
-        "ffn-hidden-size": model.ffn_hidden_size,
-        "num-attention-heads": model.num_attention_heads,
-        "kv-channels": model.kv_channels,
-        "vocab-size": model.vocab_size,
-        "mtp-num-layers": model.mtp_num_layers or None,
-        **_latent_attention(model),
-        **_experts(model),
-    }
-    if model.num_query_groups != model.num_attention_heads and not model.multi_latent_attention:
-        sizes["num-query-groups"] = model.num_query_groups
-    words = [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
-    return [*words, *_switches(model)]
+    is_latent, has_experts, dense = model.multi_latent_attention, model.num_moe_experts, model.moe_first_dense_layers
+    names = [*SIZES_OF_MODEL, *(LATENT_SIZES if is_latent else ()), *(EXPERT_SIZES if has_experts else ())]
+    switches = [name for name in SWITCHES_OF_MODEL if getattr(model, name)]
+    sizes = {name: getattr(model, name) for name in names}
+    if has_experts and dense:
+        sizes["moe_layer_freq"] = f"([0]*{dense}+[1]*{model.num_layers - dense})"
+    if model.num_query_groups != model.num_attention_heads and not is_latent:
+        sizes["num_query_groups"] = model.num_query_groups
+        switches.append("group_query_attention")
+    words = [word for name, size in sizes.items() if size for word in (_flag(name), str(size))]
+    return [*words, *FIXED_ARGUMENTS, *map(_flag, switches)]
 
 
-def _switches(model: Model) -> Iterator[str]:
-    yield from ("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear")
-    yield from ("--attention-dropout", "0.0", "--hidden-dropout", "0.0")
-    is_grouped = model.num_query_groups != model.num_attention_heads and not model.multi_latent_attention
-    switches = {
-        "--swiglu": model.gated_linear_unit,
-        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
-        "--qk-layernorm": model.qk_layernorm,
-        "--add-qkv-bias": model.add_qkv_bias,
-        "--multi-latent-attention": model.multi_latent_attention,
-        "--group-query-attention": is_grouped,
-    }
-    yield from (flag for flag, is_on in switches.items() if is_on)
-
-
-def _latent_attention(model: Model) -> dict[str, object]:
-    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    return {name.replace("_", "-"): getattr(model, name) for name in names} if model.multi_latent_attention else {}
-
-
-def _experts(model: Model) -> dict[str, object]:
-    if model.num_moe_experts is None:
-        return {}
-    dense_layers = model.moe_first_dense_layers
-    return {
-        "num-experts": model.num_moe_experts,
-        "moe-router-topk": model.moe_router_topk,
-        "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
-        "moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or None,
-        "moe-layer-freq": f"([0]*{dense_layers}+[1]*{model.num_layers - dense_layers})" if dense_layers else None,
-    }
+def _flag(name: str) -> str:
+    return f"--{SPELLINGS.get(name, name).replace('_', '-')}"

@@ -161,7 +161,7 @@ def _report(
         "parameters": sum(own_parameters for _, own_parameters, _, _ in all_reports),
         "num_microbatches": job.num_microbatches,
         "ranks": [rank for rank, _, _, _ in all_reports],
-        "effective": _effective(job, built, job.num_microbatches, layers_per_stage),
+        "effective": _effective(job, built, layers_per_stage),
         "versions": _versions(job),
     }
 
@@ -197,7 +197,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "num_microbatches": job.num_microbatches,
         "microbatches_run": count,
         "parameters": _local_parameters(built),
-        "effective": _effective(job, built, job.num_microbatches, [_local_layers(built)]),
+        "effective": _effective(job, built, [_local_layers(built)]),
         "versions": _versions(job),
         "startup_s": {"import": import_s, "build": sum(startup.values())},
     }
@@ -293,49 +293,39 @@ def _local_layers(built: BuiltModel) -> int:
     return count
 
 
-def _effective(job: Job, built: BuiltModel, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
+_CONFIG_NAMES = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "sequence_parallel"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "overlap_p2p_comm", "tp_comm_overlap"),
+    *("cross_entropy_loss_fusion", "moe_grouped_gemm"),
+)
+_BUFFER_NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+_SIZE_NAMES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+
+
+def _effective(job: Job, built: BuiltModel, layers_per_stage: list[int]) -> dict[str, Any]:
     """Return the knobs that Megatron's objects use, by the candidate's names."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     replicas = groups.get_data_parallel_world_size()
+    samples = job.train.global_batch_size // (job.num_microbatches * replicas)
     chunks = groups.get_virtual_pipeline_model_parallel_world_size()
-    recomputes = config.recompute_granularity is not None
     chunk_layers = layers_per_stage[0] // chunks if chunks else None
     split_values = {"num_layers_per_virtual_pipeline_stage": chunk_layers}
     if layout := getattr(config, "pipeline_model_parallel_layout", None):
         split_values = {"layout": str(layout)}
     return {
         "data_parallel_size": replicas,
-        "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": groups.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": groups.get_context_parallel_world_size(),
-        "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
+        **{f"{name}_parallel_size": getattr(groups, f"get_{name}_parallel_world_size")() for name in _SIZE_NAMES},
         **split_values,
-        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        **{name: getattr(config, name) for name in _CONFIG_NAMES},
+        **{name: getattr(ddp_config, name) for name in _BUFFER_NAMES},
         "layers_per_stage": layers_per_stage,
-        "micro_batch_size": (
-            job.candidate.micro_batch_size
-            if job.replica
-            else job.train.global_batch_size // (num_microbatches * replicas)
-        ),
-        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
-        "sequence_parallel": config.sequence_parallel,
-        "use_recompute": recomputes,
-        "recompute_granularity": config.recompute_granularity,
-        "recompute_method": config.recompute_method,
-        "recompute_num_layers": config.recompute_num_layers,
+        "micro_batch_size": job.candidate.micro_batch_size if job.replica else samples,
+        "use_recompute": config.recompute_granularity is not None,
         "recompute_modules": config.recompute_modules if config.recompute_granularity == "selective" else None,
         "precision": job.train.precision if config.fp8 else _PRECISIONS[next(built.chunks[0].parameters()).dtype],
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "implementation": job.train.implementation,
-        "overlap_grad_reduce": ddp_config.overlap_grad_reduce,
-        "overlap_param_gather": ddp_config.overlap_param_gather,
-        "overlap_p2p_comm": config.overlap_p2p_comm,
-        "tp_comm_overlap": config.tp_comm_overlap,
-        "cross_entropy_loss_fusion": config.cross_entropy_loss_fusion,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
     }
 
 

@@ -191,7 +191,7 @@ def split_of(
     settings: Settings, captured_tokens: int = GRAPH_TOKENS, processes_per_cpu: FloatArray | float = 1.0
 ) -> Split:
     """Return how candidates split the work."""
-    names = ("tensor", "data", "expert", "pipeline", "instances", "pass_tokens")
+    names = ("tensor", "data", "expert", "pipeline", "pass_tokens")
     counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
     ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
     captured = np.minimum(captured_tokens, 2.0 * settings.max_running)

@@ -118,6 +118,7 @@ def test_settings_are_flags_once() -> None:
         "overlap_p2p_comm": False,
         "moe_grouped_gemm": False,
         "recompute_modules": "layernorm,mlp",
+        "moe_recompute_level": "full",
         "exp_avg_dtype": "bf16",
         "num_layers_in_first_pipeline_stage": 3,
         "moe_expert_imbalance": 1.5,
@@ -130,17 +131,9 @@ def test_settings_are_flags_once() -> None:
         "--recompute-modules",
         "layernorm",
         "mlp",
+        "moe",
         "--decoder-first-pipeline-num-layers",
         "3",
-    ]
-
-
-def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
-    settings = {"moe_recompute_level": "full", "recompute_modules": "layernorm"}
-    assert flags({}, small.task(settings=settings, command=("run",)).spec, None)[4:] == [
-        "--recompute-modules",
-        "layernorm",
-        "moe",
     ]
 
 

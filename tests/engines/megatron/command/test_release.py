@@ -28,27 +28,32 @@ def tree(folder: Path, release: str, arguments: str = "") -> Path:
     return folder
 
 
-def test_the_tree_of_the_program_counts_before_pythonpath(tmp_path: Path) -> None:
-    own, other = tree(tmp_path / "own", "0.14.0"), tree(tmp_path / "other", "0.12.3")
-    assert find_release(str(tmp_path), "own/pretrain_gpt.py", None, str(other)) == "0.14.0"
-    assert find_release(str(own), "pretrain_gpt.py", None, "") == "0.14.0"
+@pytest.mark.parametrize(
+    ("program", "folder", "expected"),
+    [
+        ("own/pretrain_gpt.py", ".", "0.14.0"),
+        ("pretrain_gpt.py", "own", "0.14.0"),
+        ("fork/pretrain_gpt.py", ".", "0.15.0+flagscale"),
+        ("unnamed/pretrain_gpt.py", ".", "0.12.3"),
+    ],
+)
+def test_the_tree_of_the_program_counts_before_pythonpath(
+    program: str, folder: str, expected: str, tmp_path: Path
+) -> None:
+    tree(tmp_path / "own", "0.14.0")
+    tree(tmp_path / "fork", "0.15.0", "# FlagScale Begin")
+    (tree(tmp_path / "unnamed", "0.13.0") / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
+    other = tree(tmp_path / "other", "0.12.3")
+    assert find_release(str(tmp_path / folder), program, None, str(other)) == expected
 
 
 def test_a_program_elsewhere_has_the_release_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path / "other", "0.12.3")
     assert find_release(str(tmp_path), "train.py", None, "nothing:other") == "0.12.3"
+    own = tree(tmp_path / "own", "0.14.0")
+    assert find_release(str(own), "examples/mimo/train.py", None, "") == "0.14.0"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
     assert find_release(str(tmp_path), None, None) == "0.12.3"
-
-
-def test_a_program_inside_a_tree_has_its_release(tmp_path: Path) -> None:
-    tree(tmp_path, "0.14.0")
-    assert find_release(str(tmp_path), "examples/mimo/train.py", None, "") == "0.14.0"
-
-
-def test_flagscales_tree_is_known_by_its_arguments(tmp_path: Path) -> None:
-    tree(tmp_path, "0.15.0", "# FlagScale Begin")
-    assert find_release(str(tmp_path), "pretrain_gpt.py", None, "") == "0.15.0+flagscale"
 
 
 @pytest.mark.slow
@@ -66,8 +71,3 @@ def test_another_interpreter_is_queried_and_an_unusable_one_gives_no_release(tmp
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.13.1\n")
     assert find_release(str(tmp_path), "train.py", str(python), str(package.parent)) == "0.13.1"
     assert find_release(str(tmp_path), "train.py", str(tmp_path / "missing"), "") is None
-
-
-def test_a_tree_that_names_no_release_is_skipped(tmp_path: Path) -> None:
-    (tree(tmp_path, "0.14.0") / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
-    assert find_release(str(tmp_path), "pretrain_gpt.py", str(tmp_path / "missing"), "") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.errors import EveryTrialFailed, SpecError
+from flagcore.errors import EveryTrialFailed
 from tests.engines.megatron.command.real import ARCHITECTURE, needs_megatron_lm, spec_of
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
@@ -100,26 +99,3 @@ def test_program_without_log_lines_fails(tmp_path: Path) -> None:
     trial = tune(tmp_path, TRAIN, program="print('done')")
     assert trial.state.value == "failed"
     assert "0 step times" in trial.reason
-
-
-def test_argument_of_another_release_is_refused_before_any_trial(tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as refused:
-        tune(tmp_path, f"{TRAIN} --moe-router-force-load-balancing --no-such-argument 3", engine_version="0.12.0")
-    found = [str(problem.value) for problem in refused.value.problems]
-    assert any("--no-such-argument" in value for value in found)
-    assert not (tmp_path / "run").exists()
-
-
-def test_other_precision_than_the_specs_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "flagcore"):
-        trial = tune(tmp_path, "--train-iters 1000")
-    assert trial.state.value == "measured"
-    assert any("precision: bf16" in record.getMessage() for record in caplog.records)
-
-
-def test_fixed_tensor_parallelism_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "flagcore"):
-        trial = tune(tmp_path, f"{TRAIN} --tensor-model-parallel-size 2 --sequence-parallel")
-    assert trial.state.value == "measured"
-    assert trial.measurement.effective["tensor_model_parallel_size"] == 1
-    assert any("--tensor-model-parallel-size" in record.getMessage() for record in caplog.records)

@@ -44,10 +44,31 @@ def read(folder: Path, text: str | bytes) -> MegatronLog:
     return read_logs([file])
 
 
-def test_step_times_are_seconds_in_order(tmp_path: Path) -> None:
-    log = read(tmp_path, ARGUMENTS + "".join(iteration(n, f"{1000 * n}.5") for n in (1, 2, 3)))
-    assert log.step_times_s == [1.0005, 2.0005, 3.0005]
-    assert log.losses == [10.84, 10.84, 10.84]
+WHOLE, PLAIN = iteration(1, "10.0"), " iteration {}/ 5 | elapsed time per iteration (ms): 9.0 | {} |\n"
+NOISE = bytes(range(256)) * 50 + b"\niteration of the loop | done\nTheoretical memory footprints: total=1 MB\n"
+NO_LOSS = [PLAIN.format(1, "number of skipped iterations:   1"), PLAIN.format(2, "loss scale: 1.0 | grad norm: nan")]
+READ: dict[str, tuple[str | bytes, list[float], list[float | None]]] = {
+    "seconds in order": (ARGUMENTS + iteration(1, "1000.5") + iteration(2, "2000.5"), [1.0005, 2.0005], [10.84, 10.84]),
+    "an iteration without a number": (WHOLE + iteration(2, "10.0", nans="1"), [0.01, 0.01], [10.84, None]),
+    "a line without a loss": (PLAIN.format(1, "learning rate: 1E-4"), [0.009], []),
+    "skipped, then no number": ("".join(NO_LOSS), [0.009, 0.009], [None]),
+    "an incomplete line": (WHOLE + WHOLE[: WHOLE.index("10.0") + 2], [0.01], [10.84]),
+    "noise": (NOISE + WHOLE.encode() + NOISE, [0.01], [10.84]),
+    "a line of several ranks": (f"[default0]:{WHOLE}[default3]:{WHOLE}", [0.01], [10.84]),
+    "other text before it": (f"Number of parameters in billions:  0.00{WHOLE}", [0.01], [10.84]),
+    **{
+        f"the loss {loss}": (iteration(1, "10.0", loss=loss), [0.01], [None])
+        for loss in ("nan", "NaN", "inf", "-inf", "nan.", "-", "e", "1e999", "error", "--1")
+    },
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_steps_and_losses_are_read_from_lines(tmp_path: Path, name: str) -> None:
+    text, seconds, losses = READ[name]
+    log = read(tmp_path, text)
+    assert (log.step_times_s, log.losses) == (seconds, losses)
+    assert [step.skipped for step in log.steps.values()] == ["skipped" in name, *[False] * (len(seconds) - 1)]
 
 
 def test_memory_is_the_largest_of_all_ranks_in_bytes(tmp_path: Path) -> None:
@@ -60,44 +81,15 @@ def test_arguments_are_those_that_megatron_printed_first(tmp_path: Path) -> None
     assert log.arguments["micro_batch_size"] == "2"
     assert log.arguments["num_layers_per_virtual_pipeline_stage"] == "None"
     assert log.arguments["sequence_parallel"] == "True"
-
-
-def test_arguments_behind_a_launchers_rank_are_found(tmp_path: Path) -> None:
-    log = read(tmp_path, "0:   micro_batch_size ................................ 2\n")
-    assert log.arguments == {"micro_batch_size": "2"}
-
-
-@pytest.mark.parametrize("loss", ["nan", "NaN", "inf", "-inf", "+inf", "nan.", "-", "e", "1e999", "error", "--1"])
-def test_a_loss_that_is_not_a_finite_number_is_none(tmp_path: Path, loss: str) -> None:
-    assert read(tmp_path, iteration(1, "10.0", loss=loss)).losses == [None]
-
-
-def test_a_nan_iteration_spoils_its_loss(tmp_path: Path) -> None:
-    log = read(tmp_path, iteration(1, "10.0") + iteration(2, "10.0", nans="1"))
-    assert log.losses == [10.84, None]
-
-
-def test_a_line_without_a_loss_has_no_loss(tmp_path: Path) -> None:
-    log = read(tmp_path, " iteration 1/ 5 | elapsed time per iteration (ms): 12.0 | learning rate: 1E-4 |\n")
-    assert (log.step_times_s, log.losses) == ([0.012], [])
-
-
-def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
-    whole_line = iteration(1, "1234.5")
-    log = read(tmp_path, whole_line + whole_line[: whole_line.index("1234.5") + 2])
-    assert log.step_times_s == [1.2345]
+    for prefix in ("0: ", "[default3]:"):
+        line = f"{prefix}  tensor_model_parallel_size ................................ 2\n"
+        assert read(tmp_path, line).arguments == {"tensor_model_parallel_size": "2"}
 
 
 @pytest.mark.parametrize("figure", ["1.2.3", "...", "9" * 400, "1" * 3000])
 def test_a_non_numeric_time_is_skipped(tmp_path: Path, figure: str) -> None:
     log = read(tmp_path, iteration(1, figure) + memory(0, figure, figure) + iteration(2, "20.0"))
     assert log.step_times_s == [0.02]
-
-
-def test_binary_and_unrelated_output_is_skipped(tmp_path: Path) -> None:
-    noise = bytes(range(256)) * 50 + b"\niteration of the loop | done\nTheoretical memory footprints: total=1 MB\n"
-    log = read(tmp_path, noise + iteration(1, "30.0").encode() + noise)
-    assert log.step_times_s == [0.03]
 
 
 def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
@@ -129,38 +121,9 @@ def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:
     assert read_logs([tmp_path / "log"]).peak_allocated_bytes == 1 << 20
 
 
-SKIPPED = (
-    " iteration {}/ 5 | elapsed time per iteration (ms): 345.5 | learning rate: 1E-03 | loss scale: 4294967296.0 |"
-    " number of skipped iterations:   1 | number of nan iterations:   0 |\n"
-)
-
-
-def test_lines_behind_torchruns_prefixes_are_read(tmp_path: Path) -> None:
-    text = "".join(f"[default3]:{line}\n" for line in (ARGUMENTS + iteration(1, "10.0")).splitlines())
-    log = read(tmp_path, text)
-    assert log.step_times_s == [0.01]
-    assert log.arguments["tensor_model_parallel_size"] == "2"
-
-
-def test_iteration_that_several_ranks_print_counts_once(tmp_path: Path) -> None:
-    ranks = [f"[default{rank}]:{iteration(number, '10.0')}" for number in (1, 2) for rank in (0, 3)]
-    assert read(tmp_path, "".join(ranks)).step_times_s == [0.01, 0.01]
-
-
-def test_iteration_behind_other_text_is_read(tmp_path: Path) -> None:
-    assert read(tmp_path, "Number of parameters in billions:  0.00" + iteration(1, "10.0")).step_times_s == [0.01]
-
-
 def test_logs_of_ranks_below_the_trials_folder_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "ranks" / "none_x" / "attempt_0" / "1"
     folder.mkdir(parents=True)
     (folder / "stdout.log").write_text(iteration(1, "10.0"))
     (tmp_path / "stdout.log").write_text(iteration(1, "10.0") + iteration(2, "20.0"))
     assert read_logs(log_files(str(tmp_path))).step_times_s == [0.01, 0.02]
-
-
-def test_skipped_steps_and_gradients_that_are_no_number_are_marked(tmp_path: Path) -> None:
-    nan = " iteration 3/ 5 | elapsed time per iteration (ms): 9.0 | loss scale: 1.0 | grad norm: nan |\n"
-    log = read(tmp_path, SKIPPED.format(1) + iteration(2, "10.0") + nan)
-    assert [step.skipped for step in log.steps.values()] == [True, False, False]
-    assert log.losses == [10.84, None]

@@ -46,11 +46,6 @@ def values(task: Task, *names: str) -> set[tuple[Any, ...]]:
     return {tuple(row[name] for name in names) for row in rows(task)}
 
 
-def test_a_setting_that_no_section_names_is_no_axis() -> None:
-    assert values(task_of({}), "data_parallel_size") == {(4,)}
-    assert "overlap_grad_reduce" not in rows(task_of({}))[0]
-
-
 def test_rules_hold_for_each_combination() -> None:
     space = {
         "use_distributed_optimizer": (False, True),
@@ -83,18 +78,29 @@ def test_a_value_that_no_combination_can_have_is_an_error() -> None:
     assert rows(task_of({"optimizer_cpu_offload": "auto"}))[0]["optimizer_cpu_offload"] is False
 
 
+@pytest.mark.parametrize(
+    ("space", "settings", "key"),
+    [
+        ({"overlap_grad_reduce": (False, True)}, {"overlap_grad_reduce": True}, "train.settings.overlap_grad_reduce"),
+        (
+            {"pipeline_model_parallel_layout": "auto"},
+            {},
+            "auto_tuner.space.pipeline_model_parallel_layout",
+        ),
+    ],
+)
+def test_a_setting_is_compared_or_given_and_listed_without_auto(space: Any, settings: Any, key: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        task_of(space, settings)
+    assert caught.value.key == key
+
+
 def test_a_model_with_linear_attention_cannot_be_trained() -> None:
     layers = LinearAttention(num_layers=1, key_heads=2, value_heads=2, key_dim=64, value_dim=64, kernel=4)
     task = task_of({})
     with pytest.raises(SpecError) as caught:
         rows(replace(task, spec=replace(task.spec, model=replace(task.spec.model, linear_attention=layers))))
     assert caught.value.key == "model"
-
-
-def test_a_setting_is_compared_or_given() -> None:
-    with pytest.raises(SpecError) as caught:
-        task_of({"overlap_grad_reduce": (False, True)}, {"overlap_grad_reduce": True})
-    assert caught.value.key == "train.settings.overlap_grad_reduce"
 
 
 def test_settings_of_experts_stay_off_in_a_dense_model() -> None:
@@ -231,12 +237,6 @@ def test_several_words_are_one_value_of_a_space() -> None:
     spec = spec_of(space={"recompute_modules": ["mlp,core_attn", ["moe_act"], None]})
     assert spec.space["recompute_modules"] == ("core_attn,mlp", "moe_act", None)
     assert spec_of(space={"recompute_modules": "mlp core_attn"}).space["recompute_modules"] == ("core_attn,mlp",)
-
-
-def test_a_setting_without_auto_must_be_listed() -> None:
-    with pytest.raises(SpecError) as caught:
-        task_of({"pipeline_model_parallel_layout": "auto"})
-    assert caught.value.key == "auto_tuner.space.pipeline_model_parallel_layout"
 
 
 def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:

@@ -193,28 +193,20 @@ def test_flags_of_a_custom_command_are_settings() -> None:
     assert training(small.task(command=COMMAND)).transformer_engine
 
 
-def test_spec_that_contradicts_a_command_that_cannot_be_changed_is_refused() -> None:
+def test_settings_win_over_a_command_of_megatron_and_may_not_contradict_another() -> None:
     with pytest.raises(SpecError, match=r"contradicts train\.command"):
         options_of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
-    assert options_of({"overlap_grad_reduce": True}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
-
-
-def test_settings_of_the_spec_win_over_a_command_of_megatron() -> None:
-    assert not options_of(
-        {"overlap_grad_reduce": False}, command=(*COMMAND, "--overlap-grad-reduce")
-    ).overlap_grad_reduce
+    for value in (True, False):
+        found = options_of({"overlap_grad_reduce": value}, command=(*COMMAND, "--overlap-grad-reduce"))
+        assert found.overlap_grad_reduce is value
 
 
 def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> None:
     tuned, plain = published(SHARDED), published({})
     assert overlaps(tuned) == (True, True)
-    assert overlaps(plain) == (False, False)
+    assert overlaps(plain) == overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
     assert (tuned.dispatcher, tuned.grouped_gemm) == ("alltoall", True)
     assert not published(SHARDED, implementation="local").grouped_gemm
-
-
-def test_published_run_without_overlap_of_gradients_has_no_overlap_of_weights() -> None:
-    assert overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
 
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:

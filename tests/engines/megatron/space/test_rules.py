@@ -181,18 +181,6 @@ def test_latent_attention_follows_its_heads() -> None:
     assert broken({TP: 4}, model=LATENT) == set()
 
 
-def test_the_neutral_candidate_of_one_device_is_legal() -> None:
-    assert broken({}, devices=1) == set()
-    assert broken({}, devices=1, model=small.EXPERTS) == set()
-
-
-def test_rules_report_the_names_and_the_numbers() -> None:
-    messages = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
-    assert TP in messages["attention_heads"]
-    assert "12" in messages["attention_heads"]
-    assert "\n" not in "".join(messages.values())
-
-
 CONFIG = {
     "heads": ({TP: 3}, {"tensor_model_parallel_size": 3}),
     "groups": ({TP: 4}, {"tensor_model_parallel_size": 4}),

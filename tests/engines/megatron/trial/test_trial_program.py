@@ -200,15 +200,12 @@ def test_effective_knobs_are_read_back(metrics: dict[str, Any]) -> None:
     }
 
 
-def test_flags_without_effect_are_read_back_as_off(metrics: dict[str, Any]) -> None:
+def test_flags_without_effect_are_read_back_as_off_and_uneven_stages_with_their_layers(metrics: dict[str, Any]) -> None:
     effective = metrics["expert"]["effective"]
     assert effective["expert_model_parallel_size"] == 2
     assert effective["sequence_parallel"] is False
     assert effective["use_recompute"] is False
     assert effective["recompute_granularity"] is None
-
-
-def test_uneven_stages_are_read_back(metrics: dict[str, Any]) -> None:
     assert metrics["uneven"]["effective"]["layers_per_stage"] == [1, 3]
 
 
