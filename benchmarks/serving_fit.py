@@ -201,7 +201,7 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
         ClosedLoop(
             costs=iteration_costs(serving, split, costs),
             overheads=overheads,
-            flight=np.maximum(flight / split.instances, 1.0),
+            flight=np.maximum(flight / settings.instances, 1.0),
             prompt=prompt,
             output=output,
             budget=settings.max_batched_tokens * split.data * split.pipeline,

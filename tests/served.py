@@ -64,7 +64,7 @@ OVER = Overheads(
 def split(**arguments: float | list[float]) -> Split:
     """A split of one device, but for what is given: one candidate each element of the longest list."""
     counts = {
-        **dict.fromkeys(("tensor", "data", "expert", "pipeline", "instances", "cores"), 1.0),
+        **dict.fromkeys(("tensor", "data", "expert", "pipeline", "cores"), 1.0),
         "captured": 512.0,
         "pass_tokens": 1e9,
         "cache_bytes": 2.0,

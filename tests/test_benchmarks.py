@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.scores import errors, kendall, ranking
+from benchmarks.scores import kendall, ranking
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,17 +21,6 @@ def run(name: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_the_last_line_of_bench_estimate_has_the_figures_even_without_the_peer() -> None:
-    figures: dict[str, Any] = json.loads(run("estimate.py", "--tiny", "--build", "/dev/null").splitlines()[-1])
-    for part in ("dense", "moe"):
-        assert figures[f"{part}_candidates_per_second"] > 0
-        assert figures[part]["combinations"] > figures[part]["candidates"] > figures[part]["fit"] > 0
-    assert figures["ten_million"]["candidates"] > 0
-    assert figures["ten_million"]["peak_mib"] > 0
-    assert figures["llm_analysis_candidates_per_second"] is None
 
 
 JOB: dict[str, Any] = {
@@ -100,15 +89,6 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
         start_arguments = fit_curves._arguments(family, family.start)
         assert start_arguments.keys() == shipped.keys()
         assert start_arguments["gemm_shares"].keys() == shipped["gemm_shares"].keys()
-
-
-def test_errors_are_relative_to_the_measurement() -> None:
-    found = errors([(1.0, 2.0), (3.0, 2.0), (None, 5.0), (2.0, 2.0)])
-    assert found is not None
-    assert (found.answered, found.median, found.p90, found.worst) == (3, 0.5, 0.5, 0.5)
-    assert found.mape == pytest.approx(1 / 3)
-    assert found.bias == pytest.approx((0.5 * 1.5) ** (1 / 3) - 1)
-    assert errors([(None, 1.0)]) is None
 
 
 def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:

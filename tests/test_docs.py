@@ -8,15 +8,13 @@ import json
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import flagcore
-from docs.site import cli_page, docstrings, engine_tables, generate
+from docs.site import cli_page, generate
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.engines.megatron.reading import METRICS, STEPS
@@ -73,24 +71,9 @@ def test_generated_files_and_blocks_are_current(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == FILES[file], "run `make reference`"
 
 
-def test_every_part_of_the_code_has_a_block() -> None:
-    blocks = {found[1] for page in PAGES for found in generate.BLOCK.finditer(TEXT[page])}
-    results = {name for name in flagcore.__all__ if is_dataclass(getattr(flagcore, name))}
-    servers = {f"{kind} {name}" for kind in ("knobs", "rules") for name in engine_tables.ENGINES}
-    hooks = {f"hook {name}" for name in docstrings.HOOKS}
-    assert blocks >= {"python functions", *(f"python {name}" for name in results), *servers, *hooks, "rules megatron"}
-
-
 def test_python_page_has_every_error() -> None:
     kinds = {kind.__name__ for kind in _kinds(errors.FlagError) if kind.__module__ == "flagcore.errors"}
     assert {name for (name,) in first_column(section("docs/python.md", "## Errors"))} == kinds - {"FlagError"}
-
-
-def test_every_strategy_is_on_the_page_of_the_search() -> None:
-    table = section("docs/how-it-searches.md", "## Strategies").split("\n\n- ")[0]
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    installed = text.split('[project.entry-points."flagcore.strategies"]')[1].split("[")[0]
-    assert set(chain(*first_column(table))) == set(re.findall(r"^(\w+) = ", installed, re.MULTILINE))
 
 
 def test_command_line_page_has_a_section_for_each_command() -> None:
@@ -146,14 +129,6 @@ def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
     found = {"best/" if name.startswith("best/") else name for name in found if (run / name).is_file() or "N/" in name}
     trial_program = {f"trials/N/{name}" for name in ("job.json", STEPS, METRICS)}
     assert listed == found | trial_program | {"best/"}
-
-
-def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() -> None:
-    names = re.findall(r"\w+", str(first_column(section("docs/architecture.md", "## Layers"))))
-    layers, *_ = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
-    floors = [each.split(" | ") for each in re.findall(r'"(.+?)"', layers)]
-    places = [next(n for n, names in enumerate(floors) if name in names) for name in names]
-    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -96,11 +96,6 @@ def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_
     assert " passed" in followed_page.printed["pytest flagcore-acme/tests"]
 
 
-def test_the_devices_of_the_saved_transcript_are_found(followed_page: Follower) -> None:
-    printed = followed_page.printed["PATH=$PWD/bin:$PATH flag devices"]
-    assert len([line for line in printed.splitlines() if "ACME A1" in line and "acme" in line]) == 2
-
-
 def test_the_plan_uses_the_measured_kernels_and_the_rule(followed_page: Follower) -> None:
     assert "acme_pod" in followed_page.run("flag explain plan.yaml")
     rows = json.loads(followed_page.run("flag estimate plan.yaml --json"))

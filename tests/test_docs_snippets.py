@@ -99,10 +99,6 @@ def test_every_check_runs() -> None:
     assert set(OWN_TEST) <= set(PAGES)
 
 
-def _is_block_of(key: tuple[str, str], block: Block) -> bool:
-    return key[0] == block.page and block.first.startswith(key[1])
-
-
 @pytest.mark.parametrize("block", SPECS, ids=str)
 def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, example_folder: Path) -> None:
     part = yaml.safe_load(block.text)

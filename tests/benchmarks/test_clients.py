@@ -1,52 +1,16 @@
-"""The reference server keeps its schedule and logs it, and the comparison of clients prints ratios to the log."""
+"""The comparison of clients prints ratios to the log of the reference server."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def server(*options: str) -> Iterator[str]:
-    program = [sys.executable, str(BENCHMARKS / "reference_server.py"), *options]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
-
-
-def answer(url: str, path: str, **body: Any) -> list[Any]:
-    request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None)
-    with urllib.request.urlopen(request) as response:
-        lines = response.read().decode().splitlines()
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
-
-
-def test_answers_keep_the_schedule_wait_for_a_slot_and_are_logged() -> None:
-    options = ("--start-ms=20", "--prompt-ms=5", "--chunk-ms=10", "--tokens-per-chunk=2", "--slots=1")
-    with server(*options) as url, ThreadPoolExecutor() as pool:
-        list(pool.map(lambda _: answer(url, "/v1/completions", prompt=[7] * 6, max_tokens=6), range(2)))
-        ((first, second),) = answer(url, "/log")
-        assert answer(url, "/log") == [[]]
-    for row in (first, second):
-        assert (row["input_tokens"], row["output_tokens"], len(row["sent_s"])) == (6, 6, 4)
-    assert first["sent_s"][0] - first["received_s"] >= 0.05
-    assert first["sent_s"][-1] - first["received_s"] >= 0.08
-    assert second["sent_s"][0] - first["received_s"] >= 0.13
 
 
 def test_comparison_prints_ratios_to_the_log_of_the_server(tmp_path: Path) -> None:

@@ -129,11 +129,3 @@ def test_running_out_of_memory_costs_a_trial_and_excludes_larger_candidates(tmp_
     flagscale = figures["figures"]["flagscale"]
     assert flagscale["never_tried_of_measured"] > 0
     assert flagscale["best_kept_within_1pct"] == 1.0
-
-
-def test_trials_at_once_take_less_wall_clock(tmp_path: Path) -> None:
-    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "random", "--at-once", "4")
-    single, four = figures["random, 1"], figures["random, 4"]
-    assert single["of_serial"] == 1.0
-    assert 0.25 < four["of_serial"] < 0.5
-    assert single["regret_when_done"] == four["regret_when_done"] == 0.0

@@ -31,12 +31,6 @@ def test_the_environment_selects_the_language(name: str, selected: str, monkeypa
     assert language() == selected
 
 
-def test_an_unknown_language_changes_nothing() -> None:
-    assert choose("zh")
-    assert not choose("xx")
-    assert language() == "zh"
-
-
 def test_messages_are_translated_and_their_fields_filled() -> None:
     choose("zh")
     assert _("Saved to {folder}.", folder="a") == "已保存到 a。"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.i18n.width import columns, left, pieces, right, wrapped
+from flagcore.i18n.width import columns, left, right, wrapped
 
 
 def test_a_wide_character_takes_two_columns() -> None:
@@ -28,7 +28,3 @@ def test_long_words_are_cut_except_paths() -> None:
     assert wrapped("显存a" + "b" * 20, 10, " ")[0] == "显存"
     assert max(map(columns, wrapped("显存a" + "b" * 20, 10, " "))) == 10
     assert wrapped("see /a/very/long/path", 10, cut=False) == ["see", "/a/very/long/path"]
-
-
-def test_pieces_keep_punctuation_with_its_word() -> None:
-    assert [each for each in pieces("显存，12 GiB") if not each.isspace()] == ["显", "存，", "12", "GiB"]

@@ -50,15 +50,6 @@ def test_model_memory_and_time_are_reported_in_full() -> None:
     assert text.endswith("Bottleneck: bubble")
 
 
-def test_unknown_keys_are_reported() -> None:
-    memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
-    text = prediction_text({"memory": memory, "model": RECORD["model"]}, Labels())
-    assert "Time: unknown" in text
-    assert "capacity unknown" in text
-    assert "Theoretical" not in text
-    assert prediction_text({"status": "unknown", "reason": "no such chip"}, Labels()) == "unknown: no such chip"
-
-
 def test_the_memory_table_adds_up_to_the_peak() -> None:
     components = {"embedding": {"params": 1e6, "weights_gib": 3.0, "optimizer_gib": 5.0, "activation_gib": 4.0}}
     for peak, rest in ((12.0, "0.000"), (11.75, "-0.250"), (14.5, "2.500")):

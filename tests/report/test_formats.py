@@ -15,15 +15,6 @@ ROWS = [
 ]
 
 
-def test_without_a_width_the_table_is_not_cut() -> None:
-    lines = table(HEADINGS, ROWS).splitlines()
-    assert len(lines) == 4
-    with fitted(len(lines[3])):
-        assert table(HEADINGS, ROWS).splitlines() == lines
-    with fitted(40), fitted(None):
-        assert table(HEADINGS, ROWS).splitlines() == lines
-
-
 @pytest.mark.parametrize("width", [120, 100, 80, 72])
 def test_table_fits_and_keeps_every_word_and_figure(width: int) -> None:
     with fitted(width):

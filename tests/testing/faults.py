@@ -129,14 +129,11 @@ MODULE = (
     module("import_has_no_side_effects", "print('hello')", "hello"),
     module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
     module("import_has_no_side_effects", "import time\ntime.sleep(2.5)", "takes"),
-    module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
-    module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
     module("imports_only_public_modules", "import flagcore.tuner.loop", "flagcore.tuner.loop"),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
     hook("hooks_have_no_side_effects", "chips", "print('loading')\n        return own", "loading"),
     hook("hooks_have_no_side_effects", "chips", "__import__('warnings').simplefilter('ignore')\n        return own", "flagcore_chips"),
     hook("hooks_have_no_side_effects", "maturity", "import signal\n        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        return own", "flagcore_maturity"),
-    hook("hooks_have_no_side_effects", "maturity", "import threading, time\n        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        return own", "flagcore_maturity"),
     hook("hooks_have_no_side_effects", "failure_patterns", "import os\n        os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n        return own", "ACME_X"),
     hook("hooks_do_not_modify_arguments", "devices", "environment['ACME'] = '1'\n        return own", "flagcore_devices"),
     hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
@@ -148,12 +145,11 @@ CHIPS = (
     Fault("chips_and_devices_are_valid", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind"),
     Fault("chips_and_devices_are_valid", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "duplicate key devices_per_node"),
     Fault("chips_and_devices_are_valid", CHIP, "TODO: made up, replace it by a figure with its source", " ", "memory_bytes.source.method"),
-    Fault("measured_figures_have_dates", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
-    Fault("source_dates_are_iso", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),
+    Fault("dates_of_sources_are_valid", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
+    Fault("dates_of_sources_are_valid", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),
     Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "is already a name of", also=("chip_files_match_chip_names",)),
     Fault("chip_names_differ_from_other_plugins", CHIP, '["ACME A1"]', '["ACME A1", cpu]', "plugin cpu"),
     Fault("chip_names_are_clean", CHIP, '["ACME A1"]', '["ACME A1", "A1  OAM"]', "A1  OAM"),
-    Fault("chip_names_are_clean", CHIP, '["ACME A1"]', '["ACME A1", acme a1]', "acme a1"),
     Fault("chips_have_one_lowercase_vendor", CHIP, "vendor: acme", "vendor: Acme", "vendor is Acme", also=("*",)),
     Fault("chip_files_match_chip_names", "flagcore_acme/chips/b2.yaml", "", "chip: A2\nvendor: acme\n", "b2.yaml: chip is A2", also=("readme_names_all_chips", "maturity_matches_the_files",)),
     Fault("figures_are_plausible", CHIP, "value: 2.5e+10", "value: 25.0", "A1: nic_bytes_per_second = 25"),
@@ -170,7 +166,6 @@ CHIPS = (
     Fault("figures_are_consistent", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "is 2 times", also=("peaks_are_dense",)),
     Fault("figures_are_consistent", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 times memory"),
     Fault("figures_are_consistent", CHIP, "value: 1.6e+12", "value: 4.0e+10", "7.5e+03 times"),
-    Fault("figures_are_consistent", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second"),
     Fault("figures_are_plausible", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5"),
     Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not"),
 )
@@ -235,7 +230,6 @@ ENVIRONMENTS = (
     hook("variables_are_documented", "environment", "return own and {**own, 'ACME_Y': '1'}", "ACME_Y"),
     hook("documented_variables_are_set", "environment", "return own and {'GEMS_VENDOR': 'acme'}", "ACME_QUEUES"),
     hook("variables_do_not_depend_on_the_shell", "environment", "import os\n        return own and {name: os.environ.get(name, value) for name, value in own.items()}", "GEMS_VENDOR"),
-    hook("several_nodes_keep_single_node_variables", "environment", "return {} if own and task and task.cluster.groups[0].nodes > 1 else own", "GEMS_VENDOR"),
     Fault("environment_is_valid", ENVIRONMENT, "meaning: queues of a device", "meaning: ''", "variables[1].meaning"),
     Fault("variables_are_listed_once", ENVIRONMENT, "", "  - {name: ACME_QUEUES, value: '2', meaning: more, source: *made_up}\n", "ACME_QUEUES has 2 values"),
     Fault("variables_do_not_select_another_vendor", ENVIRONMENT, "value: acme", "value: metax", "GEMS_VENDOR = 'metax'"),
@@ -247,7 +241,6 @@ FAILURES = (
     Fault("failure_patterns_are_valid", QUIRKS, "\"ACME out of memory\"  # TODO", "\"ACME (out of memory\"  # TODO", "does not compile"),
     Fault("failure_examples_match", QUIRKS, "RuntimeError: ACME out", "RuntimeError: ACME ran out", "failures[0].example"),
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"memory\"", "'memory' matches"),
-    Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(?i:warning)\"", "warning"),
     Fault("entries_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
 )
 RUNS = (
@@ -296,10 +289,9 @@ PACKAGING = (
     Fault("dependencies_have_no_framework", PYPROJECT, "dependencies = [", "dependencies = [\"torch>=2.0\", ", "torch>=2.0"),
     Fault("metadata_is_complete", PYPROJECT, "version = \"0.1.0\"", "version = \"first\"", "'first'"),
     Fault("metadata_is_complete", PYPROJECT, "license = \"Apache-2.0\"\n", "", "license is missing"),
-    Fault("py_typed_exists", "flagcore_acme/py.typed", "", "", "py.typed is missing"),
+    Fault("metadata_is_complete", "flagcore_acme/py.typed", "", "", "py.typed is missing"),
     Fault("readme_names_all_chips", "README.md", "", "", "README.md is missing"),
     Fault("wheel_contains_data_files", PYPROJECT, "packages = [\"flagcore_acme\"]", "packages = [\"flagcore_acme\"]\nexclude = [\"*.yaml\"]", "leaves out flagcore_acme/"),
-    Fault("tests_run_the_conformance_kit", "tests/test_conformance.py", "", "", "PluginConformance"),
 )
 SHEET = "{kind: published, where: \"the sheet, %s\"}"
 LINK = "    value: 2.0e+11\n    source: {kind: estimated, method: \"TODO: made up, one way\"}"
@@ -327,7 +319,6 @@ def printing(name: str, method: str) -> Fault:
 
 MEASURED = (
     link("4.0e+11", "400 GB/s in both directions", "link_rates_are_one_way", "'both directions'"),
-    link("1.0e+11", "100 GB/s per pair of devices", "link_rates_are_one_way", "'per pair'"),
     link("2.0e+11", "200 GB/s", "link_rates_are_one_way", "does not say"),
     link("2.0e+11", "200 Gb/s one way", "rates_match_their_sources", "200 Gb/s"),
     adapter(
@@ -336,14 +327,11 @@ MEASURED = (
         also=("outer_levels_are_not_faster", "figures_are_consistent"),
     ),
     adapter("5.0e+10", "400 Gb/s per node"),
-    adapter("2.5e+10", "200 Gbps a server"),
     Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB", also=("memory_matches_transcripts",)),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes", "pruning_rules_are_usable")),
-    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 137438953472", "68719476736"),
     Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
     printing("memory_model", "reserved_bytes"),
-    printing("kernel_costs", "gemm_seconds"),
     printing("telemetry", "sample"),
     Fault("hooks_have_no_side_effects", HOOKS, "        return columns[\"tensor_model", "        print('judging')\n        return columns[\"tensor_model", "judging"),
     hook("hooks_return_quickly", "memory_model", "import time\n        return own and type('Slow', (), {'__getattr__': lambda self, name: getattr(own, name), 'capacity_bytes': lambda self: time.sleep(3.5) or own.capacity_bytes()})()", "flagcore_memory_model"),

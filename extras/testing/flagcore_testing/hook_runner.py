@@ -9,18 +9,14 @@ of a process that a plugin must not change.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
-import gc
 import importlib
 import json
-import locale
 import logging
 import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -67,12 +63,6 @@ def _logging() -> object:
     return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def _signals() -> object:
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
@@ -89,18 +79,9 @@ PARTS: Mapping[str, Callable[[], object]] = {
     "logging of the program": _logging,
     "filters of warnings": lambda: [str(each) for each in warnings.filters],
     "error handling of numpy": np.geterr,
-    "printing of numpy": lambda: str(np.get_printoptions()),
-    "locale": lambda: locale.setlocale(locale.LC_ALL),
     "signal handlers": _signals,
-    "hooks of exceptions": lambda: (sys.excepthook, threading.excepthook),
     "random numbers of random": random.getstate,
     "random numbers of numpy": _numpy_random,
-    "time limit of sockets": socket.getdefaulttimeout,
-    "mode of new files": _umask,
-    "limit of recursion": sys.getrecursionlimit,
-    "CPU affinity of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
-    "garbage collector": gc.isenabled,
-    "builtins": lambda: sorted(set(vars(builtins)) - {"_"}),
 }
 
 

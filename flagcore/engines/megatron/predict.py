@@ -33,11 +33,16 @@ from flagcore.engines.megatron.mixed.trials import plain_values
 from flagcore.engines.megatron.space.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.space.knobs import columns as row_of
 from flagcore.engines.megatron.space.options import options, precision, settings_in_force
-from flagcore.engines.training import parameters
 from flagcore.engines.training.layout import Layout, Mesh, Placement, Training
 from flagcore.engines.training.memory.training import component_table, memory_in_use, rank_memory, used_bytes
-from flagcore.engines.training.parameters import model_flops
-from flagcore.engines.training.stages import placed, stage
+from flagcore.engines.training.stages import (
+    edge_parameters,
+    layer_parameters,
+    model_flops,
+    mtp_parameters,
+    placed,
+    stage,
+)
 from flagcore.engines.training.time import step
 from flagcore.engines.training.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
@@ -344,7 +349,7 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds all
     one = np.ones(1)
     dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    edge_weights = parameters.edge_parameters(train, layout, first=one, last=one)
+    edge_weights = edge_parameters(train, layout, first=one, last=one)
     attention, ffn = _layer_weights(train, layout, moe=False)
     parts = [ModelPart("Embedding", float(edge_weights["embedding"][0]), 1)]
     parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
@@ -354,14 +359,14 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     if dense_layers:
         parts.append(ModelPart("MLP", ffn, dense_layers))
     if model.mtp_num_layers:
-        mtp_weights = _sum(parameters.mtp_parameters(train, layout)) / model.mtp_num_layers
+        mtp_weights = _sum(mtp_parameters(train, layout)) / model.mtp_num_layers
         parts.append(ModelPart("MTP", mtp_weights, model.mtp_num_layers))
     parts.append(ModelPart("Output", _sum(edge_weights) - parts[0].params, 1))
     return tuple(parts)
 
 
 def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
-    parts = {name: float(value[0]) for name, value in parameters.layer_parameters(train, layout, moe=moe).items()}
+    parts = {name: float(value[0]) for name, value in layer_parameters(train, layout, moe=moe).items()}
     norm = float(train.model.hidden_size)
     ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
     return sum(parts.values()) - ffn, ffn

@@ -27,7 +27,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.engines.serving.launch import importing, start
-from flagcore.engines.serving.launch.dynamo import TARGET
+from flagcore.engines.serving.launch.export import DYNAMO
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.load.images import check_format
 from flagcore.engines.serving.load.traffic import in_flight, traffic
@@ -59,7 +59,7 @@ class Engine(EngineProfile, Workload):
     """A serving engine with what the core asks of it. All engines share it, and have a profile each."""
 
     kind: str = "serve"
-    targets: Collection[str] = ("compose", TARGET)
+    targets: Collection[str] = ("compose", DYNAMO)
     per_server: bool = False
     read_command = importing.spec_of_command
     export = start.exported

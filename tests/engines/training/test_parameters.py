@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from flagcore.engines.training import stages as pipeline
-from flagcore.engines.training.memory.states import split_parameters
-from flagcore.engines.training.memory.training import stage_of_rank
-from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.memory.training import split_parameters, stage_of_rank
+from flagcore.engines.training.stages import stage_parameters
 from tests.engines.training.ranks import (
     DP,
     EMBEDDING,

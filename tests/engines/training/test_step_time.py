@@ -12,7 +12,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import Topology
 from flagcore.engines.training.layout import Layout, Options, Training
-from flagcore.engines.training.parameters import model_flops
+from flagcore.engines.training.stages import model_flops
 from flagcore.engines.training.time.step import rank_time, step_time
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.cost_stack import PlainMemory

@@ -180,18 +180,6 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     assert ("longest stage" in chart.summary) is SCHEDULES[schedule].post_validation
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
-def test_passes_that_run_in_parallel_are_drawn_above_each_other(schedule: str) -> None:
-    (chart,) = section_of(named(schedule)).blocks
-    assert isinstance(chart, Chart)
-    assert "run concurrently" in chart.summary
-    covered: dict[tuple[str, float], list[tuple[float, float]]] = {}
-    for trace in chart.traces:
-        for place in zip(trace["y"], trace["base"], trace["offset"], trace["width"], strict=True):
-            covered.setdefault(place[:2], []).append((round(place[2], 9), round(place[2] + place[3], 9)))
-    assert {tuple(sorted(each)) for each in covered.values()} == {((-0.425, 0.425),), ((-0.425, 0.0), (0.0, 0.425))}
-
-
 def test_the_number_of_drawn_micro_batches_is_shown() -> None:
     (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
     assert isinstance(chart, Chart)

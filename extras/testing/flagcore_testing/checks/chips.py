@@ -29,21 +29,16 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
             yield problem
 
 
-@check("write it as 2026-11-02 or 2026-11")
-def source_dates_are_iso(plugin: Subject) -> Problems:
+@check()
+def dates_of_sources_are_valid(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for path, entry in _mappings(content):
             value = entry.get("date", "2026")
             if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
-                yield f"{name}: {path}date = {value!r} is not a date"
-
-
-@check("add date: 2026-11-02, and preferably software and repeats; measurements of others are published")
-def measured_figures_have_dates(plugin: Subject) -> Problems:
-    for name, content in plugin.yaml_files("**/*.yaml"):
-        for path, entry in _mappings(content):
+                yield Problem(f"{name}: {path}date = {value!r} is not a date", "write it as 2026-11-02 or 2026-11")
             if entry.get("kind") == "measured" and not entry.get("date"):
-                yield f"{name}: {path.rstrip('.')} is measured, but has no date"
+                fix = "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"
+                yield Problem(f"{name}: {path.rstrip('.')} is measured, but has no date", fix)
 
 
 @check("give each name or alias to one chip")

@@ -6,16 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from unittest import mock
 
 from flagcore.domain.chip import Chip
-from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.vendorkit.engines import Variable
 from flagcore.vendorkit.fields import applicable
 from flagcore_testing import fakes
-from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problems, Skip, Subject, check
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
@@ -78,18 +75,6 @@ def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
             second_answer = plugin.loaded.environment(chip, engine)
         for name in sorted(name for name in variables if second_answer.get(name) != variables[name]):
             yield f"flagcore_environment returns {second_answer.get(name)!r} for {name} if the shell sets it"
-
-
-@check("add variables for several nodes to those of one")
-def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_environment")
-    for task in map(task_on, plugin.own_chips()):
-        (chip,) = (group.chip for group in task.cluster.groups)
-        nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
-        one = plugin.loaded.environment(chip, "megatron", None, task)
-        two_nodes = plugin.loaded.environment(chip, "megatron", None, replace(task, cluster=Cluster(groups=(nodes,))))
-        for name in sorted(set(one) - set(two_nodes)):
-            yield f"flagcore_environment sets {name} on one node of {chip.name}, but not on two nodes"
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -61,16 +60,6 @@ def answers_are_reproducible(plugin: Subject) -> Problems:
     for hook, answer in first.items():
         if answer != second[hook]:
             yield f"{hook} returns another answer on the second call"
-
-
-@check("use plain dicts and tuples")
-def chips_can_be_pickled(plugin: Subject) -> Problems:
-    for chip in plugin.chips:
-        try:
-            if pickle.loads(pickle.dumps(chip)) != chip:
-                yield f"chip {chip.name} differs after pickle"
-        except Exception as error:
-            yield f"chip {chip.name} cannot be pickled: {error}"
 
 
 def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:

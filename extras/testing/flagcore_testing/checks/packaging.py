@@ -66,13 +66,9 @@ def metadata_is_complete(plugin: Subject) -> Problems:
         Version(plugin.packaged.version)
     except InvalidVersion:
         yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
-
-
-@check("add the empty file")
-def py_typed_exists(plugin: Subject) -> Problems:
     folder = plugin.package_folder
     if (folder / "__init__.py").is_file() and not (folder / "py.typed").is_file():
-        yield f"{folder.name}/py.typed is missing"
+        yield Problem(f"{folder.name}/py.typed is missing", "add the empty file")
 
 
 @check('write one that lists all chips; readme = "README.md"')
@@ -102,13 +98,6 @@ def wheel_contains_data_files(plugin: Subject) -> Problems:
         data = path.is_file() and path.suffix in DATA and "__pycache__" not in name
         if data and name not in packed:
             yield f"the wheel of {source.name} leaves out {name}"
-
-
-@check("write tests/test_conformance.py as in docs/write-a-plugin.md, so that pytest and CI run the kit")
-def tests_run_the_conformance_kit(plugin: Subject) -> Problems:
-    tests = plugin.source / "tests"
-    if not any(re.search(r"\bPluginConformance\b", path.read_text("utf-8")) for path in tests.rglob("test_*.py")):
-        yield "no file in tests runs PluginConformance"
 
 
 def _requirements(plugin: Subject) -> Iterator[Requirement]:

@@ -14,12 +14,10 @@ from flagcore.engines.megatron.layers.stages import chunk_layers, layout_text
 from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.layout import Layout, Placement, Splits, Training, distinct
 from flagcore.engines.training.memory.training import stages_in_use, states_of
-from flagcore.engines.training.parameters import layer_parameters
 from flagcore.engines.training.schedules import makespan
-from flagcore.engines.training.stages import DENSE, LAYERS, MTP, layers_before_last, stage, stage_of
-from flagcore.engines.training.time.pace import DEPENDS_ON
+from flagcore.engines.training.stages import DENSE, LAYERS, MTP, layer_parameters, layers_before_last, stage, stage_of
 from flagcore.engines.training.time.pipeline import shape_seconds
-from flagcore.engines.training.time.step import Blocks
+from flagcore.engines.training.time.step import DEPENDS_ON, Blocks
 
 FEW = 4.0
 """Micro-batches per stage from which on the filling of the pipeline is not worth a slower stage."""

@@ -17,8 +17,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
-from flagcore.engines.training.time.pace import Pace
-from flagcore.engines.training.time.step import Blocks
+from flagcore.engines.training.time.step import Blocks, Pace
 
 EQUAL = 1.0 + 1e-9
 """Two times are equal if their ratio is at least this."""

@@ -28,14 +28,11 @@ from flagcore.engines.megatron.space import rules as legality
 from flagcore.engines.megatron.space.knobs import BY_NAME, candidate_columns, divisors
 from flagcore.engines.megatron.space.rules import DIST_OPT
 from flagcore.engines.training.layout import ArrayRecord, Layout, Training
-from flagcore.engines.training.memory.states import split_parameters
-from flagcore.engines.training.memory.training import stages_in_use
-from flagcore.engines.training.parameters import stage_parameters
-from flagcore.engines.training.stages import Stage, stage_of
+from flagcore.engines.training.memory.training import split_parameters, stages_in_use
+from flagcore.engines.training.stages import Stage, stage_of, stage_parameters
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time
-from flagcore.engines.training.time.pace import Pace
 from flagcore.engines.training.time.passes import Seconds, StageTime
-from flagcore.engines.training.time.step import Blocks, costs_in_run
+from flagcore.engines.training.time.step import Blocks, Pace, costs_in_run
 
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 MIN_TOKENS = 2048

@@ -46,7 +46,7 @@ from flagcore.engines.megatron.trial.config import (
     transformer_config,
 )
 from flagcore.engines.megatron.trial.job import Job
-from flagcore.engines.training.parameters import padded_vocab
+from flagcore.engines.training.stages import padded_vocab
 
 
 @dataclass(frozen=True)

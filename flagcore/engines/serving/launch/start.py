@@ -14,7 +14,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Candidate, KnobValue
-from flagcore.engines.serving.launch import dynamo, export
+from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.profile import EngineProfile
 from flagcore.engines.serving.launch.server import (
     ROUTER_HEALTH,
@@ -61,7 +61,7 @@ def launch(
             hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
             if not hosts and any(each.host or each.further for each in instances):
                 text = N_("servers on several hosts need cluster.hostfile and auto_tuner.launcher, or --to {target}")
-                raise UsageError(_(text, target=dynamo.TARGET))
+                raise UsageError(_(text, target=export.DYNAMO))
             return export.launch(instances, folder, directory, engine.reports.health, hosts, router)
         job = Job(
             engine=engine.where,
@@ -126,10 +126,10 @@ def router_of(platform: Platform, engine: EngineProfile, candidate: Candidate, c
 def exported(engine: EngineProfile, job: ExportJob, target: str) -> Mapping[str, str]:
     """Return the files of an export to Dynamo or docker compose. Raises UsageError."""
     task = job.platform.task
-    if target == dynamo.TARGET:
+    if target == export.DYNAMO:
         places = placements(task, job.candidate.as_dict())
         instances = instances_of(job.platform, engine, job.candidate, SHARED, is_public=True)
-        return dynamo.export(engine, job, instances, places)
+        return export.dynamo_files(engine, job, instances, places)
     instances = instances_of(job.platform, engine, job.candidate, export.SHARED_MOUNT, is_public=True)
     if any(each.further or each.host for each in instances):
         raise UsageError("--to compose starts servers of one host; use --to slurm or dynamo")

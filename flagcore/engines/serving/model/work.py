@@ -128,7 +128,6 @@ class Split:
     data: FloatArray
     expert: FloatArray
     pipeline: FloatArray
-    instances: FloatArray
     cores: FloatArray
     captured: FloatArray
     pass_tokens: FloatArray

@@ -15,7 +15,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.memory.modules import Module, Sizes
-from flagcore.engines.training.parameters import padded_vocab
+from flagcore.engines.training.stages import padded_vocab
 from flagcore.engines.transformer import attended, latent_widths, widths
 
 DROPOUT_FACTOR = 2.5

@@ -13,7 +13,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.parameters import Parts, add_parts
+from flagcore.engines.training.stages import Parts, add_parts
 from flagcore.engines.transformer import attended
 
 

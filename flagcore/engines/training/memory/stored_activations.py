@@ -11,8 +11,7 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.memory.activations import attention, depths, embedding, ffn, head, mixture
 from flagcore.engines.training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
-from flagcore.engines.training.parameters import Parts, add_parts
-from flagcore.engines.training.stages import Stage, block_layers, depths_received, in_flight
+from flagcore.engines.training.stages import Parts, Stage, add_parts, block_layers, depths_received, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """The inputs of linear layers, which weight gradients need."""

@@ -9,13 +9,15 @@ import numpy as np
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.training.layout import Layout, Training
-from flagcore.engines.training.parameters import padded_vocab
-from flagcore.engines.training.time.communication import TensorCollectives, context_collective, expert_dispatch
+from flagcore.engines.training.stages import padded_vocab
 from flagcore.engines.training.time.passes import (
     Block,
     Linear,
     Seconds,
+    TensorCollectives,
     activation_seconds,
+    context_collective,
+    expert_dispatch,
     linear,
     norm_seconds,
 )

@@ -10,8 +10,7 @@ from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import Layout, Training
 from flagcore.engines.training.stages import Stage
-from flagcore.engines.training.time.communication import as_integers
-from flagcore.engines.training.time.passes import StageTime
+from flagcore.engines.training.time.passes import StageTime, as_integers
 
 PARAMETER_BYTES = 5.0
 """Memory traffic of an optimizer step per parameter on a rank: clearing its gradient, writing its weight. Fitted to

@@ -1,14 +1,21 @@
-"""Seconds of a pass through a part of the model, of linear layers, and of element-wise kernels."""
+"""Seconds of a pass through a part of the model: linear layers, element-wise kernels, collectives, and messages between
+pipeline stages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 
-from flagcore.contracts import KernelCosts
-from flagcore.domain.space import FloatArray
-from flagcore.engines.training.layout import ArrayRecord, Training
+from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training
+from flagcore.engines.training.stages import layer_input_bytes
+from flagcore.engines.transformer import widths
+from flagcore.physics.pipelines import SCHEDULES
 
 ACTIVATION_PASSES = {
     (True, True): (3.0, 5.0),
@@ -108,3 +115,189 @@ def linear(
         kernels.gemm_seconds(tokens, width_in, width_out, precision),
         kernels.gemm_seconds(width_out, width_in, tokens, precision),
     )
+
+
+EXPOSED_SHARE = 0.7
+"""Exposed share of a tensor-parallel collective that is split to overlap its product (`tp_comm_overlap`). Fitted to
+published runs on one generation of accelerators: 0.5 to 0.8."""
+
+
+def as_integers(array: FloatArray) -> IntArray:
+    """Return float counts as the integers that cost tables take."""
+    return array.astype(np.int64)
+
+
+def collective(
+    costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
+) -> FloatArray:
+    """Return the seconds of a collective among `ranks` devices whose indices differ by `stride` (default 1)."""
+    strides = as_integers(np.ones_like(ranks) if stride is None else stride)
+    return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCollectives:
+    """Seconds of the collectives around one block of tensor-parallel layers (attention, or an FFN).
+
+    With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
+    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    """
+
+    gather: FloatArray
+    scatter: FloatArray
+    reduce: FloatArray
+    sequence_parallel: FloatArray
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> TensorCollectives:
+        payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
+        exposed = EXPOSED_SHARE if train.options.tp_comm_overlap else 1.0
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        gather, scatter, reduce = (collective(costs, kind, payload, layout.tensor) for kind in kinds)
+        return cls(exposed * gather, exposed * scatter, reduce, layout.sequence_parallel)
+
+    @property
+    def forward(self) -> FloatArray:
+        return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
+
+    def backward(self, first: Linear) -> FloatArray:
+        """Return the exposed communication of a block's backward pass; `first` is its first linear layer.
+
+        With sequence parallelism the gradient of the output is gathered first. The second gather of the input overlaps
+        the product for the input gradient, and the reduction of the input gradient overlaps the product for the weight
+        gradient. Source: megatron-core 0.16 `tensor_parallel/layers.py`.
+        """
+        weight = first.weight_gradient
+        exposed = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
+        return np.where(self.sequence_parallel > 0, self.gather + exposed, np.maximum(self.reduce - weight, 0.0))
+
+
+def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds to pass all keys and values to the context-parallel ranks once (ring attention, arXiv
+    2310.01889).
+
+    With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
+    (DeepSpeed Ulysses, arXiv 2309.14509).
+    """
+    query, key, value = widths(train.model)
+    rows = layout.micro_batch * train.sequence / layout.tensor
+    if train.options.cp_comm == "a2a":
+        payload = train.value_bytes * (2.0 * query + key + value) * rows / layout.context
+        return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
+    payload = train.value_bytes * (key + value) * rows
+    return collective(costs, "all_gather", payload, layout.context, layout.tensor)
+
+
+def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the seconds of a dispatch of tokens to the expert-parallel ranks; a combine takes as long.
+
+    A rank sends each token to `topk` experts. The flex dispatcher sends a token to each rank at most once, which is
+    e (1 - (1 - 1/e)^k) copies for random routing to k of the experts on e ranks (derived). The allgather dispatcher
+    gathers all tokens.
+    """
+    model, options = train.model, train.options
+    topk = float(model.moe_router_topk)
+    if options.dispatcher == "flex":
+        distinct_ranks = layout.expert * (1.0 - (1.0 - 1.0 / layout.expert) ** topk)
+        copies = np.minimum(distinct_ranks, topk)
+    else:
+        copies = np.full_like(layout.expert, topk)
+    tokens = layer_input_bytes(train, layout)
+    is_gather = options.dispatcher == "allgather"
+    kind, payload = ("all_gather", tokens * layout.expert) if is_gather else ("all_to_all", copies * tokens)
+    dispatch = collective(costs, kind, payload, layout.expert, layout.expert_tensor)
+    return dispatch + collective(costs, "all_gather", copies * tokens * layout.expert_tensor, layout.expert_tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Seconds of the point-to-point messages between neighbouring stages: the mean inside each node group, and those
+    over each border between two groups. `usual` is the longest mean.
+    """
+
+    usual: FloatArray
+    inside: tuple[FloatArray, ...]
+    between: tuple[FloatArray, ...] = ()
+
+    @classmethod
+    def from_layout(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
+        """Return the seconds of a message with the hidden states of one micro-batch.
+
+        Schedules that fold the pipeline cross the groups in both directions and have the slowest message everywhere.
+        """
+        if costs.between is None or not costs.further:
+            mean = _mean_send(costs.collectives, train, layout, layout.pipeline)
+            return cls(mean, (mean,))
+        counts = placement.stages(layout)
+        groups = zip(costs.groups, placement.layouts, counts, strict=True)
+        inside = tuple(_mean_send(each.collectives, train, mesh, count) for each, mesh, count in groups)
+        between = tuple(_border_seconds(train, *meshes, costs.between) for meshes in pairwise(placement.layouts))
+        longest: FloatArray = np.maximum.reduce(inside)
+        usual = np.where(np.maximum.reduce(counts) > 1.0, longest, np.maximum.reduce(between))
+        if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
+            usual = reduce(np.maximum, between, usual)
+            return cls(usual, (usual,) * len(inside), (usual,) * len(between))
+        return cls(usual, inside, between)
+
+    def mean(self, layout: Layout, placement: Placement) -> FloatArray:
+        if not self.between:
+            return self.usual
+        ring = (layout.virtual > 1.0) * 1.0  # the last stage sends to the first
+        counts = placement.stages(layout)
+        total = sum((each * np.maximum(count - 1.0, 0.0) for each, count in zip(self.inside, counts, strict=True)))
+        total = total + sum(self.between) + ring * self.between[-1]
+        return np.asarray(total / np.maximum(layout.pipeline - 1.0 + ring, 1.0))
+
+    def send_delays(
+        self, length: int, rows: IntArray, layout: Layout, placement: Placement
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Return the seconds by which each stage's messages differ from the usual ones, forward and backward: (stages,
+        rows).
+        """
+        if not self.between:
+            return None
+        virtual, usual = layout.virtual[rows], self.usual[rows]
+        forward, backward = np.zeros((2, length, rows.size))
+        for stage in range(1, length):
+            seconds = placement.pick(np.full_like(layout.pipeline, float(stage)), self.inside)[rows]
+            for start, border in zip(placement.starts, self.between, strict=True):
+                seconds = np.where(start[rows] == stage, border[rows], seconds)
+            forward[stage - 1] = backward[stage] = virtual * (seconds - usual)
+        forward[-1] = backward[0] = (virtual - 1.0) * (self.between[-1][rows] - usual)
+        return forward, backward
+
+
+def _border_seconds(train: Training, before: Layout, after: Layout, between: CollectiveCosts) -> FloatArray:
+    """Return the seconds of a message from the last stage of one mesh to the first stage of the next.
+
+    A device sends the tokens that it has to each device that needs some of them, one after the other (FlagScale's
+    `p2p_communication.py`): the side with fewer devices has the most bytes per device, and each further receiver or
+    sender adds the latency of a message.
+    """
+    payload = np.maximum(layer_input_bytes(train, before), layer_input_bytes(train, after))
+    pieces = np.ones_like(payload)
+    for first, second in ((before, after), (after, before)):
+        tokens = [1.0 + each.sequence_parallel * (each.tensor - 1.0) for each in (first, second)]
+        samples = np.ceil(second.data / first.data)
+        pieces = np.maximum(pieces, np.ceil(tokens[1] * second.context / (tokens[0] * first.context)) * samples)
+    ranks = as_integers(np.minimum(before.pipeline, 2.0)), as_integers(before.tensor * before.context * before.data)
+    latency = between.seconds("send", np.zeros_like(payload), *ranks)
+    return between.seconds("send", payload, *ranks) + (pieces - 1.0) * latency
+
+
+def _mean_send(collectives: CollectiveCosts, train: Training, layout: Layout, stages: FloatArray) -> FloatArray:
+    """Return the mean seconds of a message between neighbours of `stages` stages.
+
+    Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries lie at multiples of 2**k stages;
+    messages over them have the distance of 2**k stages.
+    """
+    payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
+    pair, boundaries = as_integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
+    total, width = np.zeros_like(payload), 1.0
+    while np.any(width < np.maximum(stages, 2.0)):
+        count = np.maximum(np.ceil(stages / width) - 1.0, 0.0) - np.maximum(np.ceil(stages / (2.0 * width)) - 1.0, 0.0)
+        rows = np.flatnonzero(count > 0) if width > 1.0 else slice(None)
+        distance = as_integers(stage[rows] * width)
+        total[rows] += count[rows] * collectives.seconds("send", payload[rows], pair[rows], distance)
+        width *= 2.0
+    return total / boundaries

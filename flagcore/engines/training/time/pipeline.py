@@ -12,8 +12,7 @@ from flagcore.engines.training.critical_path import StageTimes
 from flagcore.engines.training.layout import Layout, Placement, Training
 from flagcore.engines.training.schedules import makespan
 from flagcore.engines.training.stages import Stage, depths_received
-from flagcore.engines.training.time.communication import Messages
-from flagcore.engines.training.time.passes import StageTime
+from flagcore.engines.training.time.passes import Messages, StageTime
 
 REFILL_LAUNCHES = 45.0
 """Kernel launches until a device is busy again after a message, because the host synchronises with each message

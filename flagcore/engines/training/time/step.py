@@ -1,9 +1,12 @@
-"""Time of a training step from the times of layers, stages, the pipeline, gradients and the optimizer."""
+"""Time of a training step from the times of layers, stages, the pipeline, gradients and the optimizer.
+
+`Pace` is its fast path for the search for splits, which has the same seconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -11,24 +14,23 @@ from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.training.layout import ArrayRecord, Layout, Placement, Training, pick
-from flagcore.engines.training.memory.states import split_parameters
 from flagcore.engines.training.memory.stored_activations import offloaded_bytes
-from flagcore.engines.training.parameters import stage_parameters
+from flagcore.engines.training.memory.training import split_parameters
 from flagcore.engines.training.schedules import pipeline_seconds
-from flagcore.engines.training.stages import Stage, stage, stages
+from flagcore.engines.training.stages import Part, Stage, stage, stage_parameters, stages
 from flagcore.engines.training.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore.engines.training.time.passes import Block, Seconds, StageTime
 from flagcore.engines.training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
 from flagcore.physics.cost_stack import with_slowdown
 
-ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
-"""Memory traffic per parameter and micro-batch to add a weight gradient to its fp32 buffer: write and read of the
-16-bit gradient, read and write of the buffer (2 + 2 + 4 + 4); a fused kernel has only the traffic of the buffer.
-Counted."""
+ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
+"""Memory traffic per parameter and micro-batch to add a weight gradient to its fp32 buffer, by whether the layers are
+transformer-engine's: a fused kernel reads and writes the buffer (4 + 4); else a 16-bit gradient is written and read,
+too (2 + 2). Counted."""
 
 LAUNCH_NORM = 5.0
-"""Exponent in `_with_launches`: between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the ranks
+"""Exponent in `launch_wait`: between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the ranks
 measured on another accelerator (8)."""
 
 LAYER_COUNTS = (
@@ -264,30 +266,39 @@ def _stage_time(
         total = total + block * count if count.any() else total
     if experts and routed.any():
         total = total + layers(parts.moe) * routed
-    accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
+    accumulation = ACCUMULATION_BYTES[train.transformer_engine]
     weight = total.weight + costs.kernels.memory_seconds(accumulation * (params[0] + params[1]))
     if train.options.adapters:
         weight = np.zeros_like(weight)
-    host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]
-    lag = 1.0 if costs.synchronous else LAUNCH_NORM
-    forward = _with_launches(total.forward, total.forward, host, lag)
-    backward = _with_launches(total.backward, total.backward + Seconds.from_compute(weight), host, lag)
+    forward, backward, host = total.forward, total.backward, _host(train, costs)
+    busy = (backward + Seconds.from_compute(weight)).total
+    forward = forward + Seconds.from_compute(launch_wait(forward.total, forward.launches, *host))
+    backward = backward + Seconds.from_compute(launch_wait(busy, backward.launches, *host))
     forward = forward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, forward.total))
     backward = backward + Seconds.from_compute(_offload_wait(train, layout, costs, stage, backward.total + weight))
     return StageTime(forward, backward, weight)
 
 
-def _with_launches(seconds: Seconds, device: Seconds, host: float, lag: float) -> Seconds:
-    """Return `seconds` with the time that the device waits for kernel launches.
+def _host(train: Training, costs: Costs) -> tuple[float, float]:
+    """Return the seconds of a launch by the host, and the exponent of `launch_wait`."""
+    host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]
+    return host, 1.0 if costs.synchronous else LAUNCH_NORM
+
+
+def launch_wait(
+    device: FloatArray, launches: FloatArray, host: FloatArray | float, lag: FloatArray | float
+) -> FloatArray:
+    """Return the seconds that the device waits for kernel launches of `host` seconds each during a pass.
 
     Some kernels are longer than their launches and others shorter, so a pass takes longer than the maximum of both
     times. Their `lag`-norm is a smooth approximation.
     """
-    if not host:
-        return seconds
-    busy, launching = np.maximum(device.total, MIN_SECONDS), seconds.launches * host
-    ratio = launching / busy
-    return seconds + Seconds.from_compute(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
+    if not np.any(host):
+        return np.zeros_like(device)
+    busy = np.maximum(device, MIN_SECONDS)
+    ratio = launches * host / busy
+    wait: FloatArray = busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
+    return wait
 
 
 def _recompute_share(train: Training, layout: Layout, stage: Stage) -> FloatArray:
@@ -305,3 +316,137 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
+
+
+DEPENDS_ON = (*LAYER_COUNTS, "pipeline", "virtual", "selective", "uniform", "block")
+"""Fields of a layout that determine the seconds of its stages, except their numbers of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes(ArrayRecord):
+    """Seconds and kernel launches of a block's forward, and of its backward with weight gradients."""
+
+    forward: FloatArray
+    launches: FloatArray
+    backward: FloatArray
+    backward_launches: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks(ArrayRecord):
+    """Passes through a layer (an MoE layer if the model has any), a leading dense layer, embedding, head, and
+    multi-token prediction without its layers.
+
+    `once_s` is added once per stage in seconds. `recomputed_layers` is the number of layers of a stage that are
+    recomputed in full, inf for all.
+    """
+
+    layer: _Passes
+    leading_layer: _Passes
+    embedding: _Passes
+    head: _Passes
+    mtp: _Passes
+    once_s: FloatArray
+    recomputed_layers: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A fast estimate of the seconds of a micro-batch on a stage by its number of layers, equal to `StageTime.busy`.
+
+    The search for splits asks thousands of times. `host` and `lag` are those of `launch_wait`, `depths` the MTP layers.
+    """
+
+    blocks: _Blocks
+    host: FloatArray | float
+    lag: FloatArray | float
+    depths: float
+
+    @classmethod
+    def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks, group: int = 0) -> Pace:
+        """Return the estimate of each candidate on the devices of node group `group`, which have these `costs`, without
+        offload of activations.
+        """
+        zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
+        rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
+        has_experts = train.model.num_moe_experts is not None
+        dense_weights, embedding = _weights(train, rows, dense=1.0), _weights(train, rows, first=1.0)
+        layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights
+        head_weights = _weights(train, rows, last=1.0)
+        mtp_weights = _weights(train, rows, mtp=depths) - depths * layer_weights
+        accumulation = ACCUMULATION_BYTES[train.transformer_engine]
+        one_pass, two_passes = (
+            costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
+        )
+        is_trained = 0.0 if train.options.adapters else 1.0
+
+        def gradients(weights: FloatArray) -> FloatArray:
+            return is_trained * (two_passes - one_pass) * weights / (8.0 * layer_weights)
+
+        def passes(block: Block | StageTime, weights: FloatArray) -> _Passes:
+            backward_s = block.backward.total + is_trained * block.weight + gradients(weights)
+            return _Passes(block.forward.total, block.forward.launches, backward_s, block.backward.launches)
+
+        def layers(block: Block, weights: FloatArray) -> _Passes:
+            repeated = _Passes(zeros, zeros, block.repeated.total[index], block.repeated.launches[index])
+            return passes(block, weights)[index] + repeated * layout.selective
+
+        passes_by_block = _Blocks(
+            layer=layers(parts.moe if has_experts else parts.dense, layer_weights),
+            leading_layer=layers(parts.dense, dense_weights),
+            embedding=passes(parts.embedding, embedding)[index],
+            head=passes(parts.head, head_weights)[index],
+            mtp=_Passes(zeros, zeros, gradients(mtp_weights)[index], zeros),
+            once_s=is_trained * (2.0 * one_pass - two_passes)[index],
+            recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
+        )
+        return cls(passes_by_block, *_host(train, costs), depths)
+
+    def __getitem__(self, rows: IntArray) -> Pace:
+        host, lag = (each[rows] if isinstance(each, np.ndarray) else each for each in (self.host, self.lag))
+        return replace(self, blocks=self.blocks[rows], host=host, lag=lag)
+
+    def seconds(
+        self,
+        layers: FloatArray,
+        leading: FloatArray | int,
+        *,
+        first: bool = False,
+        mtp: bool = False,
+        last: bool = False,
+    ) -> FloatArray:
+        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
+        blocks = self.blocks
+        total = blocks.layer * (layers - leading + self.depths * mtp)
+        if np.any(leading):
+            total = total + blocks.leading_layer * np.float64(leading)
+        share = np.minimum(blocks.recomputed_layers / np.maximum(layers, 1.0), 1.0)
+        backward = total.backward + share * total.forward + blocks.once_s
+        backward_launches = total.backward_launches + share * total.launches
+        total = _Passes(total.forward, total.launches, backward, backward_launches)
+        if first:
+            total = total + blocks.embedding
+        if last:
+            total = total + blocks.head
+        if mtp and self.depths:
+            total = total + blocks.mtp
+        forward = total.forward + launch_wait(total.forward, total.launches, self.host, self.lag)
+        return forward + (total.backward + launch_wait(total.backward, total.backward_launches, self.host, self.lag))
+
+
+def _weights(
+    train: Training,
+    layout: Layout,
+    *,
+    dense: float = 0.0,
+    layers: float = 0.0,
+    first: float = 0.0,
+    last: float = 0.0,
+    mtp: float = 0.0,
+) -> FloatArray:
+    """Return the number of weights of a stage with these parts; `layers` is the number of MoE layers."""
+    zeros = np.zeros_like(layout.data)
+    part = Part(*(zeros + each for each in (first, last, last, dense + layers, dense, mtp)))
+    parts: dict[str, FloatArray] = {each.name: getattr(part, each.name) for each in fields(part)}
+    stage = Stage(**parts, index=zeros, chunk=zeros, in_flight=zeros, deferred=zeros, copies=zeros + 1.0)
+    return sum(split_parameters(stage_parameters(train, layout, stage)), zeros)

@@ -18,7 +18,7 @@ from flagcore.domain.chip import Device, Support
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport, KubernetesResource
 from flagcore.domain.launch import Launch
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import Images, Load
 from flagcore.domain.space import Candidate
 from flagcore.engines.serving.launch import export
 from flagcore.engines.serving.launch.server import Instance, Job, as_text, read_job
@@ -32,6 +32,7 @@ from tests.small import SOURCE
 from tests.small import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"
+PICTURES = Images(buckets=((8, 16, 1.0),), base_items_per_request=2)
 NO_LAUNCH = Launch(argv=("true",), folder="")
 
 
@@ -96,7 +97,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
                 requested={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
             ),
         ),
-        loads=(Load(request_rate=float("inf")), Load(concurrency=3, trace="t")),
+        loads=(Load(request_rate=float("inf")), Load(concurrency=3, trace="t"), Load(images=PICTURES)),
         vocab_size=9,
         timeout_s=1.5,
         slo={"ttft_s.p99": 1.0},

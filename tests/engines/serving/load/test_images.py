@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import struct
 import zlib
@@ -17,7 +16,7 @@ from flagcore.domain.serving import Images, Load
 from flagcore.engines.serving.load.images import Image, image_tokens
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import read_trace
-from flagcore.engines.serving.load.traffic import image_uris, traffic
+from flagcore.engines.serving.load.traffic import traffic
 from flagcore.errors import SpecError
 from tests.engines.serving.load.servers import Body, Wire, send, serving
 from tests.engines.serving.load.test_traces import written
@@ -107,14 +106,6 @@ def test_numbers_and_sizes_follow_the_buckets() -> None:
     assert counts.min() > 200
     small = [image.width == 8 for each in images for image in each]
     assert 0.87 < np.mean(small) < 0.93
-
-
-def test_jpeg_is_written_with_its_size() -> None:
-    pillow = pytest.importorskip("PIL.Image")
-    requests = traffic(load(images=Images(buckets=((41, 23, 1.0),))))
-    uri = image_uris(requests, "jpeg", (0, 1))[0][0]
-    picture = pillow.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/jpeg;base64,"))))
-    assert (picture.format, picture.size) == ("JPEG", (41, 23))
 
 
 JPEG = b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc0\x00\x11\x08" + struct.pack(">2H", 20, 30) + b"\x03" + bytes(9)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -162,18 +160,6 @@ def test_request_that_is_sent_late_is_reported(monkeypatch: pytest.MonkeyPatch) 
     with serving(well) as served:
         result = sent_to(served.url, num_prompts=6, concurrency=None, request_rate=50.0)
     assert [note for note in result.notes if " s late" in note]
-
-
-def test_client_that_may_have_been_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.engines.serving.load.sending.NEAR_LIMIT", 0.0)
-    with serving(well) as served:
-        result = sent_to(served.url)
-    assert [note for note in result.notes if "of its core" in note]
-
-
-def test_http_library_is_not_imported_before_a_load_is_sent() -> None:
-    code = "import sys, flagcore.engines.serving.load; sys.exit('aiohttp' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_texts_are_sent_as_texts_and_their_tokens_are_counted_by_the_server(tmp_path: Path) -> None:

@@ -330,13 +330,6 @@ def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
     assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_trace_without_times_uses_the_default_clients(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"input_len": 200, "output_len": 20}) + "\n" for _ in range(200)))
-    bare, reported = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
-    assert figure(predicted(task(bare))) == figure(predicted(task(reported)))
-
-
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
     versions = ("0.17.0", "0.19.0", None)
     assert [VLLM.graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]

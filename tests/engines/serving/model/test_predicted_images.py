@@ -7,14 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Images, Load
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.launch.server import Job, as_text, read_job
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.lmdeploy.profile import WORKLOAD as LMDEPLOY
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
@@ -62,14 +60,6 @@ def test_larger_and_more_images_take_longer_to_the_first_token(engine: str) -> N
     times = [ttft(predicted(each, engine)) for each in loads]
     assert times == sorted(times)
     assert times[2] > times[0] + 0.02  # the front end alone takes 25 ns per pixel
-
-
-def test_images_cost_more_than_as_many_tokens_of_text() -> None:
-    tokens = VISION.tokens(1280, 720)
-    as_text = predicted(None, loads=(load(None, input_len=64 + tokens),))
-    as_image = predicted(images())
-    rates = [float(each.figures["requests_per_s"][0]) for each in (as_text, as_image)]
-    assert rates[1] < 0.9 * rates[0]
 
 
 def test_a_tower_of_many_windows_is_cheaper_than_whole_attention() -> None:
@@ -177,19 +167,6 @@ def test_flags_of_images() -> None:
     job = task(images(), "sglang", weights="hf", command=("/bin/echo",))
     assert "--mm-enable-dp-encoder" in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "data"}, ()).argv
     assert "--mm-enable-dp-encoder" not in SGLANG.server(job, {**SGLANG.defaults(job), TOWER: "weights"}, ()).argv
-
-
-def test_a_job_keeps_its_images(tmp_path: Any) -> None:
-    job = Job(engine="e:E", instances=(), loads=(load(images((8, 16), count=2)),), vocab_size=100, timeout_s=1.0)
-    (tmp_path / "serve.json").write_text(as_text(job))
-    assert read_job(tmp_path).loads == job.loads
-
-
-def test_more_instances_encode_more_images() -> None:
-    one, two = (predicted(images(), values={"instances": count}) for count in (1, 2))
-    rates = [float(each.figures["requests_per_s"][0]) for each in (one, two)]
-    assert np.isfinite(rates).all()
-    assert rates[1] > rates[0]
 
 
 def test_settings_of_images_are_read_back() -> None:

@@ -130,33 +130,6 @@ def test_one_request_takes_front_end_time_prompt_time_and_an_iteration_per_token
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
-def test_requests_that_arrive_together_share_the_front_end_and_are_scheduled_together() -> None:
-    one, two, later = Simulation(price_of(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).run().requests
-    assert one.first == two.first
-    assert later.first - later.arrival < one.first
-
-
-def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
-    price = price_of(replace(LANE, running=2.0))
-    outcome = Simulation(price, [(100, 20)] * 4, [0.0] * 4, 4).run()
-    assert outcome.requests[2].first > outcome.requests[0].end
-
-
-def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
-    whole_prompts, pieces = (
-        Simulation(price_of(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2).run()
-        for budget in (8192.0, 256.0)
-    )
-    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in whole_prompts.gaps)
-    assert pieces.requests[1].first > whole_prompts.requests[1].first
-
-
-def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
-    lengths = [(64, 50), (512, 2)]
-    mixed, unmixed = (Simulation(price_of(mixes=each), lengths, [0.0, 0.01], 2).run() for each in (True, False))
-    assert unmixed.requests[0].end > mixed.requests[0].end
-
-
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
     large_cache, small_cache = (

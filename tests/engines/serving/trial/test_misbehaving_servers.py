@@ -174,17 +174,6 @@ def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: 
     assert all_gone(tmp_path)
 
 
-def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> None:
-    points = tuple(Load(input_len=16, output_len=8, num_prompts=8, concurrency=each) for each in (1, 8))
-    done = trials.run(trials.platform(tmp_path, "well", loads=points), tmp_path).measurement
-    assert done is not None
-    one, eight = done.points
-    assert (one["concurrency"], eight["concurrency"]) == (1, 8)
-    assert done.figures["output_tokens_per_s"] == max(each["output_tokens_per_s"] for each in done.points)
-    assert done.step_time_s == pytest.approx(1.0 / done.figures["output_tokens_per_s"])
-    assert done.effective["parallel (the engine's own choice)"] == 4
-
-
 @pytest.mark.parametrize("key", ["request_rate", pytest.param("concurrency", marks=pytest.mark.long)])
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=40).at(key, 1000)
@@ -199,22 +188,3 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
     rates = [point["output_tokens_per_s"] for point in within_limit.values()]
     assert trial.measurement.figures["output_tokens_per_s"] == max(rates)
     assert len(trials.servers(tmp_path)) == 1
-
-
-@pytest.mark.long
-def test_a_slow_server_keeps_a_low_rate(tmp_path: Path) -> None:
-    base = Load(input_len=16, output_len=8, num_prompts=16, request_rate=1000)
-    platform = trials.platform(tmp_path, "queues", loads=(base,), highest="request_rate", slo={"ttft_s.p90": 0.15})
-    trial = trials.run(platform, tmp_path, parallel=1)
-    assert trial.measurement is not None
-    assert trial.measurement.broken == ()
-    assert max(point["request_rate"] for point in trial.measurement.points) < 9  # one slot of 0.1 s
-
-
-def test_if_no_load_keeps_the_slo_the_lowest_is_measured(tmp_path: Path) -> None:
-    base = Load(input_len=16, output_len=8, num_prompts=6, concurrency=6)
-    platform = trials.platform(tmp_path, "queues", loads=(base,), highest="concurrency", slo={"ttft_s.p90": 0.01})
-    trial = trials.run(platform, tmp_path, parallel=4)
-    assert trial.measurement is not None
-    assert [point["concurrency"] for point in trial.measurement.points] == [1]
-    assert trial.measurement.broken != ()

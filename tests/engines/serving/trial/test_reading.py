@@ -97,11 +97,6 @@ def test_a_limit_on_an_unmeasured_figure_is_broken(tmp_path: Path) -> None:
     assert read(tmp_path, task(itl_s__p99=1.0), point(8, rate(90))).broken == ("itl_s.p99 is not measured, over 1 s",)
 
 
-def test_a_latency_objective_is_minimized(tmp_path: Path) -> None:
-    found = read(tmp_path, task("ttft_s"), point(8, rate(90, ttft=3.0)))
-    assert found.step_time_s == 1.5
-
-
 def test_counters_and_startup_time_are_stored_with_the_figures(tmp_path: Path) -> None:
     found = read(tmp_path, task(), point(8, rate(90)), counters={"preemptions": 3}, startup_s=[2.0, 5.0])
     assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
