@@ -23,26 +23,13 @@ from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
 from flagcore.i18n.width import wrapped
 
-COMMANDS = {
-    "calibrate": "flagcore.cli.machine",
-    "compare": "flagcore.cli.plan",
-    "completion": "flagcore.cli.machine",
-    "devices": "flagcore.cli.machine",
-    "doctor": "flagcore.cli.machine",
-    "estimate": "flagcore.cli.plan",
-    "explain": "flagcore.cli.plan",
-    "export": "flagcore.cli.tune",
-    "import": "flagcore.cli.specs",
-    "init": "flagcore.cli.specs",
-    "manifest": "flagcore.cli.tune",
-    "plugins": "flagcore.cli.machine",
-    "probe": "flagcore.cli.plan",
-    "report": "flagcore.cli.tune",
-    "run": "flagcore.cli.tune",
-    "runs": "flagcore.cli.tune",
-    "schema": "flagcore.cli.machine",
-    "tune": "flagcore.cli.tune",
+MODULES = {
+    "flagcore.cli.machine": ("calibrate", "completion", "devices", "doctor", "plugins", "schema"),
+    "flagcore.cli.plan": ("compare", "estimate", "explain", "probe"),
+    "flagcore.cli.specs": ("import", "init"),
+    "flagcore.cli.tune": ("export", "manifest", "report", "run", "runs", "tune"),
 }
+COMMANDS = {name: module for module, names in MODULES.items() for name in names}
 
 
 class Commands(click.Group):
@@ -50,7 +37,7 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in alphabetical order."""
-        return list(COMMANDS)
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command with a name; None for an unknown name."""

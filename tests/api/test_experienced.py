@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.transfer import past
+from flagcore.api.snapshot import past
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec.models import Shape

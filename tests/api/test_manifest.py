@@ -144,12 +144,6 @@ def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:
         api.manifest(tmp_path, kind="jobset", image="image:1")
 
 
-def test_the_check_finds_all_problems(tmp_path: Path) -> None:
-    manifest, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
-    manifest["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
-    assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], manifest))) == 2
-
-
 @pytest.mark.slow
 def test_scripts_find_the_network_devices_of_their_host() -> None:
     if reason := missing():

@@ -77,12 +77,3 @@ def test_weights_are_the_model_if_the_spec_has_no_other(tmp_path: Path) -> None:
     data["serve"]["weights"] = str(tmp_path)
     del data["model"]
     assert api.estimate(data).candidates
-
-
-def test_devices_that_no_candidate_uses_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    few = {"max_num_seqs": [64, 128]}
-    api.estimate(spec({}, {}, space=few))
-    assert "1 of 8 devices" in caplog.text
-    caplog.clear()
-    api.estimate(spec({}, {}, space=few, cards=1))
-    assert "devices" not in caplog.text

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,13 @@ class Outcome(Notebook):
     @property
     def shown(self) -> RunData:
         """The result without secrets, for texts."""
-        return _run_data(self.data, self.run_dir, self.plan)
+        return RunData.from_json(self.data, self.run_dir, called=str(self.run_dir), knobs=self.plan.knobs)
 
     def __str__(self) -> str:
         return result_text(self.shown)
 
     def __repr__(self) -> str:
         return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.speedup, self.plan.knobs)}>"
-
-
-def _run_data(data: Mapping[str, Any], run_dir: Path, plan: Plan) -> RunData:
-    return RunData.from_json(data, run_dir, called=str(run_dir), knobs=plan.knobs)
 
 
 def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
@@ -87,10 +83,12 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
         data["stopped_message"] = earlier["stopped_message"]
     for each in filter(None, (data["baseline"], data["best"])):
         each["cost"] = _cost(problem, each, plan.medians.get(each["number"]) if is_rate(plan.objective) else None)
+    run_best = problem.task.spec.control.run_best and plan.fidelity == RUN
+    outcome = Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", result_text(_run_data(data, run_dir, plan)) + "\n")
+        write(run_dir / "report.txt", str(outcome) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
@@ -98,8 +96,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
             best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
             write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
-    run_best = problem.task.spec.control.run_best and plan.fidelity == RUN
-    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
+    return replace(outcome, can_start=not cannot)
 
 
 def _cost(problem: Problem, trial: Mapping[str, Any], median_s: float | None) -> dict[str, float | str]:

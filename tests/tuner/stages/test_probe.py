@@ -107,13 +107,6 @@ def test_a_failing_rank_ends_the_others_and_is_reported(tmp_path: Path) -> None:
     assert not (tmp_path / "started-2").exists()
 
 
-def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HUB_TOKEN", "no such luck")
-    found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
-    assert found.ranks[0].state is TrialState.FAILED
-    assert "no such luck" not in (found.ranks[0].reason or "")
-
-
 @pytest.mark.slow
 def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path) -> None:
     def interrupt(rank: int) -> None:
