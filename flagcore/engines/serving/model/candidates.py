@@ -89,8 +89,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     loads = [context.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
-    if context.kinds.role is not None:
-        has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
+    has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
     if context.settings.on_device is not None:
         has_costs &= context.settings.on_device >= 1.0
     candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
@@ -134,8 +133,7 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
         (Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row)), count)
         for row, count in kinds
     ]
-    role = context.kinds.role
-    if role is None or not role[kinds[0][0]]:
+    if not context.kinds.role[kinds[0][0]]:
         return load.figures(*prices[0], context.serve.slo)
     (first, prefills), (decode, decodes) = prices
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
@@ -167,8 +165,7 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row], times.crowding[row]]).tobytes()
     if context.encoder is not None:
         other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
-    if context.kinds.role is not None:
-        other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
+    other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
 
 
@@ -223,11 +220,11 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     lanes = np.minimum(kinds.lanes, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
-    visits = np.ones(kinds.owner.size) if kinds.role is None else np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
-    count = kinds.total(np.where(visits < 1.0, 0.0, 1.0)) if kinds.role is not None else kinds.total(visits)
+    visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
+    count = kinds.total(np.where(visits < 1.0, 0.0, 1.0))
     raw = parts(loop, running)
     found = {name: kinds.total(visits * seconds) / np.maximum(count, 1.0) for name, seconds in raw.items()}
-    if kinds.role is not None:
+    if kinds.role.any():
         caches = np.where(kinds.role == 2, context.transfer * load.means[0], 0.0)
         found["transfer_s"] = kinds.total(visits * caches)
     total = sum(found.values(), np.zeros(kinds.size))
@@ -270,7 +267,7 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, Float
         return kinds.total(state.rate * share * values) / rate
 
     ttft, tpot = mean(state.ttft), mean(state.tpot)
-    if kinds.role is not None:
+    if kinds.role.any():
         of_kind = [kinds.total(np.where(kinds.role == number, state.rate * share, 0.0)) for number in (1, 2)]
         once = np.where(kinds.role > 0, 1.0 / kinds.count, 0.0)
         is_divided = of_kind[0] > 0.0
@@ -320,7 +317,7 @@ class ClosedLoop:
     cache_tokens: FloatArray
     ranks: FloatArray
     stages: FloatArray
-    role: IntArray | None = None
+    role: IntArray | int = 0
     encode: FloatArray | float = 0.0
 
     @property
@@ -359,7 +356,7 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
     Lanes that only compute prompts have the rate of output tokens that their prompts lead to, and no TPOT.
     """
     overheads = loop.overheads
-    decodes_only = np.zeros(loop.flight.shape, dtype=np.bool_) if loop.role is None else loop.role == 2
+    decodes_only = np.asarray(loop.role) == 2
     context = loop.prompt + 0.5 * loop.output
     room = np.maximum(loop.cache_tokens / context, 1.0)
     limit = np.minimum(np.minimum(loop.flight, loop.running), room)
@@ -378,13 +375,13 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
     state = SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return state if loop.role is None else _with_prompts_only(loop, state)
+    return _with_prompts_only(loop, state) if np.any(loop.role) else state
 
 
 def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
     """Return the state with that of lanes that only compute prompts, one after the other."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
-    seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, loop.role == 1
+    seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
     return SteadyState(
         np.where(prefills, loop.front_end + seconds, state.ttft),
         np.where(prefills, 0.0, state.tpot),
@@ -422,7 +419,7 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
     `decoding` is the mean number of decoding sequences of a lane. The time of a prompt assumes that it runs alone, the
     time of an answer that it runs only with decoding sequences.
     """
-    role = np.zeros(loop.flight.shape, dtype=np.int64) if loop.role is None else loop.role
+    role = np.asarray(loop.role)
     costs, batch, per_rank = loop.costs, decoding / loop.stages, decoding / (loop.ranks * loop.stages)
     decode_steps = np.where(role == 1, 0.0, np.maximum(loop.output - (role == 0), 0.0))
     device = loop.device(decoding)

@@ -12,7 +12,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.vision import tower_bytes
 from flagcore.engines.serving.model.work import Serving, Split
 from flagcore.engines.serving.space.settings import Settings
-from flagcore.engines.transformer import attended, cached_layers, widths
+from flagcore.engines.transformer import attended, cached_layers, projection_weights, widths
 from flagcore.physics.roofline import BYTES
 
 GRAPH_BYTES = 12e6
@@ -114,12 +114,11 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
     """Return the number of weights of one attention layer on a device; each tensor rank has at least one KV head."""
     h, (query, _, _) = float(model.hidden_size), widths(model)
     if model.multi_latent_attention:
-        rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
-        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-        split = ((model.q_lora_rank or h) * query + rank * heads + attended(model) * h) / tensor
+        compression, projection = projection_weights(model)
+        split = (projection + attended(model) * h) / tensor
         if model.indexer:
             split = split + model.indexer.weights(model.hidden_size, model.q_lora_rank or model.hidden_size)
-        return h * ((model.q_lora_rank or 0) + rank + rope) + split
+        return compression + split
     groups = np.maximum(model.num_query_groups / tensor, 1.0)
     queries = (1 + model.attention_output_gate) * query
     return h * ((queries + attended(model)) / tensor + 2.0 * groups * model.kv_channels)

@@ -83,8 +83,7 @@ def predict(
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
-    decodes = 1.0 if kinds.role is None else kinds.role != 1
-    figures["kv_cache_tokens"] = kinds.total(decodes * np.maximum(memory.cache_tokens, 0.0))
+    figures["kv_cache_tokens"] = kinds.total((kinds.role != 1) * np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(task.spec.model.linear_attention or task.spec.model.indexer)
@@ -100,7 +99,7 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Cost
     smaller side that hold different parts. The link is that between hosts unless both kinds fit on one host. Zero for
     other instances.
     """
-    if kinds.role is None:
+    if not kinds.role.any():
         return np.zeros(kinds.owner.size)
     model, hardware = task.spec.model, Hardware.of(task)
     groups = 1.0 if model.multi_latent_attention else float(model.num_query_groups)

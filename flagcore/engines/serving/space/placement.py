@@ -272,13 +272,13 @@ class InstanceKinds:
     """Kinds of equal instances, one row of `columns` each.
 
     A kind has `count` instances of candidate `owner`. Rows are sorted by candidate. `role` is 1 for instances that only
-    prefill, which come first, 2 for those that only decode, and 0 for others; None: 0 for all.
+    prefill, which come first, 2 for those that only decode, and 0 for others.
     """
 
     owner: IntArray
     count: IntArray
     columns: Columns
-    role: IntArray | None = None
+    role: IntArray
 
     @property
     def size(self) -> int:
@@ -293,7 +293,7 @@ class InstanceKinds:
     def lanes(self) -> FloatArray:
         """The instances among which the requests of each kind are divided: all, or those of its role."""
         totals = self.total(np.ones(self.owner.size))[self.owner]
-        return totals if self.role is None else np.where(self.role > 0, self.count, totals)
+        return np.where(self.role > 0, self.count, totals)
 
     @property
     def members(self) -> list[range]:
@@ -311,7 +311,8 @@ class InstanceKinds:
 
 def uniform_kinds(instances: IntArray) -> InstanceKinds:
     """Return the kinds of instances of candidates whose instances are all equal."""
-    return InstanceKinds(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
+    owner = np.arange(instances.size, dtype=np.int64)
+    return InstanceKinds(owner, np.maximum(instances, 1), {}, np.zeros_like(owner))
 
 
 def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
