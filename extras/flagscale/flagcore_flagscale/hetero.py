@@ -103,34 +103,12 @@ def _check_release(source: Source, flags: Flags) -> None:
     key = next((name for name in OLD_KEYS if flags.get(name) is not None), None)
     if key is None:
         return
-    tensor, context, expert = (
-        flags.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "expert_model")
-    )
-    lengths, layers = _old_stages(flags.get("hetero_pipeline_stages"))
-    meshes = [f"{tensor},{context},{expert},DP,{stages}" for stages in lengths]
-    if _are_sizes(old := flags.get("process_meshes")) and len(old) % 3 == 0:
-        triples = zip(old[::3], old[1::3], old[2::3], strict=True)
-        meshes = [f"{own},{context},{expert},{data},{stages}" for own, data, stages in triples]
+    keys = f"{MESHES_KEY} with tp, cp, ep, dp and pp of each mesh, and {LAYERS} with the layers of each stage"
+    fix = f"use enable_hetero: true, {keys}"
     if flags.get("hetero_mode") == "dp" or flags.get("hetero_micro_batch_sizes") is not None:
         fix = f"split layers instead of data: enable_hetero, {MESHES_KEY} and {LAYERS}"
-    else:
-        of_meshes = f"[{','.join(meshes)}]" if meshes else "tp, cp, ep, dp and pp of each mesh"
-        of_layers = f"[{','.join(map(str, layers))}]" if layers else "the layers of each stage"
-        fix = f"use enable_hetero: true, {MESHES_KEY}: {of_meshes}, {LAYERS}: {of_layers}"
     problem = "is a key of FlagScale before 0.6, which its program no longer knows"
     raise source.error(flags.key(key), problem, value=flags.get(key), fix=fix)
-
-
-def _old_stages(value: object) -> tuple[list[int], list[int]]:
-    """Return the stages of each type and the layers of each stage from a list such as `2 4 4 3 5 5 5`."""
-    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
-    left = [int(word) for word in map(str, words) if word.isdecimal()]
-    lengths, layers = list[int](), list[int]()
-    while left:
-        stages, *left = left
-        lengths.append(stages)
-        layers, left = layers + left[:stages], left[stages:]
-    return (lengths, layers) if len(layers) == sum(lengths) else ([], [])
 
 
 def _are_sizes(value: object, least: int = 1) -> bool:

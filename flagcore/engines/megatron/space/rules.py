@@ -223,13 +223,13 @@ def _recompute_rules(task: Task) -> Sequence[Rule]:
             name="selective_recompute",
             knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
             message=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
-            broken=lambda c: _recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
+            broken=lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
         ),
         Rule(
             name="recompute_method",
             knobs=(RECOMPUTE, GRANULARITY, METHOD),
             message=f"full recompute needs {METHOD}",
-            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == 0),
+            broken=lambda c: recomputes(c, FULL) & (c[METHOD] == 0),
         ),
     )
 
@@ -242,7 +242,7 @@ def _full_recompute_rules(task: Task) -> Sequence[Rule]:
             knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
             message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
             broken=lambda c: (
-                _recomputes(c, FULL)
+                recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
                 & np.where(
@@ -256,14 +256,14 @@ def _full_recompute_rules(task: Task) -> Sequence[Rule]:
             name="multi_token_recompute",
             knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
             message=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
-            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
+            broken=lambda c: recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
         ),
         Rule(
             name="recompute_num_layers",
             knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
             message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
             broken=lambda c: (
-                _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
+                recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
             ),
         ),
     )
@@ -324,12 +324,12 @@ def _recompute_merges(split: Split) -> Sequence[Merge]:
         Merge(
             name="method_without_full_recompute",
             knobs=(RECOMPUTE, GRANULARITY, METHOD),
-            canonical=lambda c: {METHOD: np.where(_recomputes(c, FULL), c[METHOD], 0)},
+            canonical=lambda c: {METHOD: np.where(recomputes(c, FULL), c[METHOD], 0)},
         ),
         Merge(
             name="number_without_full_recompute",
             knobs=(RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
-            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
+            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
         ),
         Merge(
             name="recompute_of_every_layer",
@@ -339,7 +339,8 @@ def _recompute_merges(split: Split) -> Sequence[Merge]:
     )
 
 
-def _recomputes(c: Columns, granularity: int) -> BoolArray:
+def recomputes(c: Columns, granularity: int) -> BoolArray:
+    """Return which rows recompute with a granularity, `SELECTIVE` or `FULL`."""
     result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
     return result
 

@@ -24,6 +24,7 @@ from flagcore.engines.megatron.space.rules import (
     PP,
     RECOMPUTE,
     SP,
+    recomputes,
 )
 from flagcore.physics.pipelines import SCHEDULES
 
@@ -59,7 +60,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             f"multi-token prediction also {PP} > 1 and mtp_num_layers: 1",
             broken=lambda c: (
                 (c[EP] == 1)
-                | _recomputes_fully(c)
+                | recomputes(c, FULL)
                 | ((c[PP] > 1) & (split.virtual(c) == 1))
                 | ((c[PP] == 1) & (depths > 0))
                 | (depths > 1)
@@ -69,7 +70,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             name=STAGE_RECOMPUTE,
             knobs=(PP, RECOMPUTE, GRANULARITY),
             message=f"{STAGE_RECOMPUTE} needs full recompute and a number for each of the {PP} stages",
-            broken=lambda c: (c[PP] != len(per_stage)) | ~_recomputes_fully(c),
+            broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes(c, FULL),
         ),
         Rule(
             name="offload_stages",
@@ -81,11 +82,6 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
         *_requirement_rules(task, settings),
     )
     return tuple(rule for rule in rules if settings.get(rule.name))
-
-
-def _recomputes_fully(c: Columns) -> BoolArray:
-    fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
-    return fully
 
 
 def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:

@@ -153,17 +153,7 @@ def test_changes_are_printed_with_a_line_per_reason(tmp_path: Path) -> None:
     assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
 
 
-LATENT = dataclasses.replace(
-    small.EXPERTS,
-    multi_latent_attention=True,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=8,
-    moe_first_dense_layers=1,
-    mtp_num_layers=1,
-)
+LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT, q_lora_rank=24, moe_first_dense_layers=1, mtp_num_layers=1)
 
 
 @pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT])

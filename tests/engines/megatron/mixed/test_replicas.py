@@ -106,13 +106,6 @@ def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tu
     assert best == pytest.approx(best_of(alone, made))
 
 
-def test_the_samples_at_once_of_a_share_need_not_divide_the_batch() -> None:
-    """A batch of 36 is 2 x 4 x 3 + 1 x 4 x 3, although 2 x 4 does not divide it."""
-    lists = {"tensor_model_parallel_size": (1,), "pipeline_model_parallel_size": (1,), "micro_batch_size": (1, 2)}
-    job = replace_space(task(devices=4), {**lists, "context_parallel_size": (1,)}).with_batch(36)
-    assert "fast dp4 x3 | slow dp4 mbs1 x3" in planned_replicas(job, pair(slow_capacity=80e9, devices=4))
-
-
 def test_meshes_with_their_own_micro_batch_sizes_are_one_candidate() -> None:
     job = task("fast dp8 mbs1 x3 | slow dp8 mbs1 x1", "fast dp8 x1 | slow dp8 mbs1 x2")
     space, _ = predicted(job, pair())

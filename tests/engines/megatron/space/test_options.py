@@ -18,10 +18,7 @@ from tests import small
 
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
 AWARE = {"use_precision_aware_optimizer": True}
-LATENT = dataclasses.replace(
-    small.EXPERTS,
-    **small.LATENT,
-)
+LATENT = dataclasses.replace(small.EXPERTS, **small.LATENT)
 
 
 def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:

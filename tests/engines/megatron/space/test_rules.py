@@ -28,10 +28,7 @@ LAYERS = "recompute_num_layers"
 
 WIDE = dataclasses.replace(small.DENSE, num_layers=8, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=96)
 SHARED = dataclasses.replace(small.EXPERTS, moe_shared_expert_intermediate_size=66, moe_first_dense_layers=0)
-LATENT = dataclasses.replace(
-    small.DENSE,
-    **small.LATENT,
-)
+LATENT = dataclasses.replace(small.DENSE, **small.LATENT)
 WIDE_TASK = {"model": WIDE, "devices": 12, "global_batch_size": 24, "seq_length": 144}
 
 
