@@ -92,7 +92,7 @@ def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
 
 def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_page: Follower) -> None:
     report = followed_page.printed["flag plugins check flagcore-acme"]
-    assert re.match(r"acme 0\.1\.0: \d{3} passed, 0 failed", report)
+    assert re.match(r"acme 0\.1\.0: \d{2,} passed, 0 failed", report)
     assert " passed" in followed_page.printed["pytest flagcore-acme/tests"]
 
 

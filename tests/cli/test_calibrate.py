@@ -89,14 +89,6 @@ def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project
     assert not any(home.iterdir())
 
 
-def test_an_unreadable_calibration_is_reported_when_it_is_used(flag: Flag, home: Path, project: Project) -> None:
-    home.mkdir(parents=True)
-    (home / "cpu.json").write_text("{")
-    completed = flag("estimate", project.spec(train={"command": None}))
-    assert completed.code == 2
-    assert "cpu.json is not a calibration" in completed.err
-
-
 @pytest.mark.parametrize("arguments", ["--list --forget cpu", "--seconds nan", "--seconds inf", "--seconds 1"])
 def test_wrong_options_are_refused(flag: Flag, home: Path, arguments: str) -> None:
     assert flag("calibrate", *arguments.split()).code == 2

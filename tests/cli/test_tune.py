@@ -148,21 +148,6 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
     assert project.all_gone()
 
 
-def test_without_a_setting_a_hanging_trial_is_ended_by_its_prediction(
-    flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flagcore.contracts.workload.Workload.start_seconds", 0.5)
-    monkeypatch.setattr("flagcore.tuner.stages.limit.SLACK", 0.1)
-    control = {"max_trials": 2, "repeats": 0, "max_time_per_task": None}
-    tune(flag, project, does="hang", when="1x1", control=control)
-    trial = project.result()["trials"][0]
-    assert trial["state"] == "timed_out"
-    assert trial["time_limit"]["because"] in trial["reason"]
-    assert "0.5 s to start" in trial["time_limit"]["because"]
-    assert trial["time_limit"]["seconds"] < 10.0
-    assert project.all_gone()
-
-
 def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_reported(
     flag: Flag, project: Project
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.prediction import Passes, idle_of
+from flagcore.domain.prediction import idle_of
 from flagcore.domain.serving import PER_DEVICE, ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import AUTO, Spec, Task, pareto
@@ -225,7 +225,9 @@ def mixing_of(spec: Spec, problem: Problem, plugins: Plugins) -> dict[str, Any] 
     alone = [plan for group in range(len(titles)) if (plan := _alone(spec, problem, group, plugins))]
     total = sum(each["tokens_per_second"] for each in alone)
     best = max(alone, key=lambda each: float(each["tokens_per_second"]), default=None)
-    pipelines = _pipelines(problem, row)
+    columns = problem.space.columns(row)
+    task = engine_task(problem.task, effects_of_row(problem.task, columns))
+    pipelines = problem.workload.pipelines(task, columns, problem.costs)
     shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
     stages = [
         (seconds, titles[group])
@@ -285,12 +287,6 @@ def _plan(problem: Problem, rows: IntArray) -> dict[str, Any] | None:
                 "implementation": train.implementation or "local",
             }
     return None
-
-
-def _pipelines(problem: Problem, row: IntArray) -> Sequence[Passes]:
-    """Return the passes of each pipeline of a candidate; empty if they are unknown."""
-    task, columns = problem.task, problem.space.columns(row)
-    return problem.workload.pipelines(engine_task(task, effects_of_row(task, columns)), columns, problem.costs)
 
 
 DOUBLINGS = 4

@@ -193,7 +193,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
     if faster is None and (is_measured or start + MIN_STEPS * step <= limit):
         return None
     longest = max(step, last.step_seen_s or 0.0)
-    causes, changes = list(disturbances(telemetry_of(last))), _more_time(control, longest, start)
+    causes, changes = list(disturbances((last.measurement or last).telemetry)), _more_time(control, longest, start)
     if faster is not None:
         causes.insert(0, faster[0])
         changes.insert(0, faster[1])
@@ -210,11 +210,6 @@ def why_no_trial(context: SearchContext) -> Message | None:
 def is_cut_short(trial: Trial) -> bool:
     """Return whether a trial ended before its last step because its time was over."""
     return trial.state is TrialState.TIMED_OUT or (trial.measurement is not None and trial.measurement.few_steps)
-
-
-def telemetry_of(trial: Trial) -> Mapping[str, float]:
-    """Return the telemetry of a trial, whether it was measured or not."""
-    return trial.measurement.telemetry if trial.measurement else trial.telemetry
 
 
 def joined(texts: Sequence[str], template: str) -> str:
@@ -235,7 +230,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
 def _more_time(control: Control, step: float, start: float) -> list[str]:
     """Return the changes of time limits with which trials finish their steps."""
-    trial = _rounded_up(SUGGESTED_SLACK * (start + control.train_iters * step))
+    trial = 10 * math.ceil(SUGGESTED_SLACK * (start + control.train_iters * step) / 10.0)
     changes = list[str]()
     if control.max_time_per_task is not None and control.max_time_per_task < trial:
         changes.append(f"auto_tuner.control.max_time_per_task: {trial}")
@@ -254,7 +249,3 @@ def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -
         return None
     text = N_("auto_tuner.control.max_step_time: {seconds:.2g} (steps of fewer micro-batches)")
     return Message(text, seconds=fits)
-
-
-def _rounded_up(seconds: float) -> int:
-    return 10 * math.ceil(seconds / 10.0)

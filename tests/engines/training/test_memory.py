@@ -13,8 +13,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.training import stages as pipeline
 from flagcore.engines.training.layout import DEFAULTS, Layout, Options, StageLayers
 from flagcore.engines.training.memory import training as memory
-from flagcore.engines.training.memory.activations import norm, stored_scores
-from flagcore.engines.training.memory.modules import Sizes
+from flagcore.engines.training.memory.activations import stored_scores
 from flagcore.engines.training.memory.stored_activations import Kinds
 from flagcore.engines.training.memory.training import split_parameters
 from flagcore.engines.training.stages import stage_parameters
@@ -89,10 +88,6 @@ def test_fused_attention_stores_a_number_per_row_and_unfused_attention_the_proba
     rows, split = 4096 * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
     assert stored_scores(train(), split)[0] == 4 * rows
     assert stored_scores(train(flash=False), split)[0] == 2 * rows * 4096
-
-
-def test_a_norm_keeps_its_input_and_one_fp32_number_per_token() -> None:
-    assert norm("attn_norm", Sizes.from_layout(train(), layout())).stored[0] == 4096 * (2 * LLAMA.hidden_size + 4)
 
 
 def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:

@@ -141,12 +141,6 @@ def test_a_pipeline_adds_messages() -> None:
     assert (none, second) == (0.0, pytest.approx(2 * first))
 
 
-def test_a_chip_without_facts_has_unknown_times() -> None:
-    bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
-    found = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), split(), bare)
-    assert np.isnan(found.local).all()
-
-
 def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
     table = times().local
     result = interpolate(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))

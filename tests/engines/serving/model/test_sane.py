@@ -44,11 +44,11 @@ class Candidates:
     def costs(self) -> Costs:
         return replace(costs(), kernels=Roofline(chip=self.chip))
 
-    def figures(self, *loads: Load, precision: str = "", **arguments: object) -> list[dict[str, FloatArray]]:
-        return [self._figures(load, precision or self.precision, arguments) for load in loads]
+    def figures(self, *loads: Load, **arguments: object) -> list[dict[str, FloatArray]]:
+        return [self._figures(load, arguments) for load in loads]
 
-    def _figures(self, load: Load, precision: str, given: dict[str, object]) -> dict[str, FloatArray]:
-        work = ServeSpec(engine=self.engine, engine_version=self.version, precision=precision, loads=(load,))
+    def _figures(self, load: Load, given: dict[str, object]) -> dict[str, FloatArray]:
+        work = ServeSpec(engine=self.engine, engine_version=self.version, precision=self.precision, loads=(load,))
         spec = Spec(model=self.model, cluster=ClusterSpec(), work=work, objective="output_tokens_per_s")
         group = NodeGroup(chip=self.chip, nodes=1, devices_per_node=8)
         task = Task(spec=spec, cluster=Cluster(groups=(group,)))
@@ -99,10 +99,3 @@ def test_throughput_saturates_at_rates_that_cannot_be_served(context: Candidates
 def test_more_tensor_ranks_leave_more_room_for_the_cache(context: Candidates) -> None:
     (found,) = context.figures(context.loop(context.clients), tensor=[1, 2, 4, 8])
     assert (np.diff(found["kv_cache_gib"]) > 0).all()
-
-
-@pytest.mark.parametrize("clients", [1, 8, 64])
-@pytest.mark.parametrize("context", SCENES)
-def test_products_in_8_bits_are_no_slower_than_in_16(context: Candidates, clients: int) -> None:
-    wide, narrow = (context.figures(context.loop(clients), precision=each)[0] for each in ("bf16", "fp8"))
-    assert narrow["tpot_s.mean"][0] <= 1.01 * wide["tpot_s.mean"][0]
