@@ -4,8 +4,6 @@ All ranks of a synchronous job have the same step time, since they wait for each
 ends with a speed test, a fixed matrix product on each rank, and the clocks that the vendor's tool reports are compared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Read regular files of other programs, replace files atomically, and find the folder of the user's data."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -3,8 +3,6 @@
 Source of torchrun's options: torch 2.13 `distributed/run.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

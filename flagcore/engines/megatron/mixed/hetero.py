@@ -3,8 +3,6 @@
 Source: FlagScale 16a2dd5, `flagscale/train/arguments.py`, `train/hetero` and `runner/runner_train.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
