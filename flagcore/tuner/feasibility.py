@@ -109,8 +109,7 @@ def _excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray
 
 
 def _scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
-    """Return the loads with their clients or request rates multiplied by `share`, or None if a load cannot be reduced.
-    """
+    """Return the loads with a share of their clients or request rates, or None if a load cannot be reduced."""
     loads = []
     if serve.highest is not None:
         return None

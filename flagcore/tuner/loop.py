@@ -216,8 +216,9 @@ class _Search:
         return [trial for trial in self.pool.trials if trial.role is Role.SEARCH]
 
     def run_probes(self) -> None:
-        """Probe `control.probes` candidates before the first run, for at most MAX_SHARE_OF_PROBES of
-        `control.max_time`.
+        """Probe `control.probes` candidates before the first run.
+
+        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
         """
         if self.fidelity != RUN:
             return

@@ -216,11 +216,11 @@ class _Fit:
         prior_scale: float = 1.0,
         min_scale: float = 0.0,
     ) -> _Fit:
-        """Fit `measured` values with the prior mean 0, the prior `covariance`, and the variances `noise` of the
-        measurements.
+        """Fit `measured` values with the prior mean 0 and the prior `covariance`.
 
-        The scale of all variances is unknown, so the marginal distribution is a Student t-distribution. The prior scale
-        is `prior_scale` with the weight PRIOR_WEIGHT. The posterior scale is at least `min_scale`.
+        `noise` contains the variances of the measurements. The scale of all variances is unknown, so the marginal
+        distribution is a Student t-distribution. The prior scale is `prior_scale` with the weight PRIOR_WEIGHT. The
+        posterior scale is at least `min_scale`.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = scipy.linalg.cho_solve((root, True), measured)
@@ -321,10 +321,9 @@ class Ratios:
         return np.concatenate(samples)
 
     def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
-        """Yield each process, its posterior mean at `points`, and two roots of the covariance that measurements
-        explain.
+        """Yield each process, its posterior mean at `points`, and two roots of the explained covariance.
 
-        The first root is from earlier runs, the second from the trials of the task.
+        Earlier runs explain the part of the first root, the trials of the task the part of the second.
         """
         by_prior = {}
         for process in self._processes:
@@ -360,8 +359,7 @@ def _task_priors(
 
 
 def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
-    """Return the priors without earlier runs: one, or two if all trials of the task are off by a large common factor.
-    """
+    """Return the priors without earlier runs: one, or two if all trials of the task share a large factor."""
     factors = np.log(FACTOR_PROBABILITIES)
     common = max(np.min(own_ratio), np.min(-own_ratio)) if own_ratio.size else 0.0
     if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):

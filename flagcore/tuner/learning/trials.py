@@ -104,8 +104,9 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
 
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the expected step time of each candidate in `rows`, in seconds: the prediction corrected by all trials so
-    far.
+    """Return the expected step time of each candidate in `rows`, in seconds.
+
+    It is the prediction corrected by all trials so far.
     """
     ratio = _expected_times(context, observed_times(context), rows)
     seconds: FloatArray = predicted_times(context)[rows] * np.exp(ratio)
@@ -153,8 +154,9 @@ def observed_memory(context: SearchContext) -> Observations:
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
-    """Return the ratios of measured to predicted values of a serving figure, such as a latency, for the trials of the
-    search.
+    """Return the ratios of measured to predicted values of a serving figure for the trials of the search.
+
+    `name` is the name of the figure, such as a latency.
     """
     predicted = context.predictions.figures[name]
     found = [
