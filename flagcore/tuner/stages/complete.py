@@ -36,7 +36,7 @@ def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = F
         platform = workload.as_in_production(platform)
     # 6. The defaults of the software that is installed on this machine.
     platform = workload.as_installed(platform)
-    # 7. The knobs of plugins and the settings that the space compares. The engine does not see these knobs.
+    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied outside the engine.
     platform = with_plugin_knobs(platform)
     # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
     return workload.with_derived_values(platform, plan=plan)

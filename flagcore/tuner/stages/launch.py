@@ -86,8 +86,7 @@ def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
 
 
 def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], folder: str) -> tuple[str, ...]:
-    """Write a host file with the lines `hosts` to `folder`, and return the command with HOSTFILE replaced by its path.
-    """
+    """Write the lines `hosts` to a file in `folder`, and return the command with HOSTFILE replaced by its path."""
     if not hosts or not any(HOSTFILE in word for word in argv):
         return argv
     file = Path(folder, "hostfile")
