@@ -127,10 +127,10 @@ def _standard_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray
 
 
 def _latent_projections(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
-    """Return the bytes that the down-projections of latent attention store: compressed queries and keys, by module.
+    """Return the bytes that the down-projections of latent attention store, by tensor.
 
-    They are stored before and after their norms. megatron-core's own layers keep the compressed queries gathered over
-    the tensor-parallel ranks.
+    These are the compressed queries and keys before and after their norms. megatron-core's own layers keep the
+    compressed queries gathered over the tensor-parallel ranks.
     """
     model, unit, rows = train.model, sizes.unit, sizes.rows
     q_rank, kv_rank, rope = latent_widths(model)
@@ -282,7 +282,7 @@ def depths(
     """Return the modules of multi-token prediction: one layer and one loss per depth.
 
     The layer stores `layer_stored` bytes and needs `layer_peak` more at its peak. A depth also stores an embedding of
-    all tokens, the inputs of two norms and their concatenated outputs, its output, and two copies of it after a norm.
+    all tokens, the inputs of two norms and their concatenated outputs, its output before and after a norm, and a copy.
     Uniform recompute stores only inputs, and holds an output only as far as the stage's other `layers` and depths save
     its bytes.
     """

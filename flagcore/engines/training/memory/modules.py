@@ -251,8 +251,8 @@ def _offload(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: the maximum without savings, and the peaks of the modules with
-    savings.
+    """Peaks of a layer above its stored bytes: the maximum of the modules without savings, and a peak for each other
+    module.
     """
 
     without_savings: FloatArray
