@@ -261,7 +261,7 @@ class Messages:
     ) -> tuple[FloatArray, FloatArray] | None:
         """Return how many seconds longer than usual each stage's messages take, forward and backward: (stages, rows).
 
-        Returns None if all messages are usual.
+        Returns None if there is only one node group.
         """
         if not self.between:
             return None
