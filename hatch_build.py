@@ -5,8 +5,6 @@ is made from it, must ask for it by name and version. `python -m build` makes a 
 wheel out of it. A wheel made straight from a checkout is for that checkout alone.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

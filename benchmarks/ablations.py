@@ -1,7 +1,5 @@
 """Ablations of the search: variants without one part, to measure the value of that part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ FOLDER holds job records with a `measured` part, `train_jobs.jsonl` and `rank_jo
 record is predicted by `flagcore.api.estimate_jobs`; none is omitted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Renders the accuracy page."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares the wall-clock time of searches with several concurrent trials and with one trial at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The trial is a user's command that immediately prints three Megatron iterations,
 flagcore's. It runs on the small CPU space and on a space of about 100,000 candidates.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

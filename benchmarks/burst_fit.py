@@ -8,8 +8,6 @@ parameters and, for each model, the errors of a fit without this model. Records 
 only. With `--cpus` nothing is fitted: the output has the errors of closed loops if hosts have each number of CPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ has its own process, so that its peak memory is separate. Seconds are processor 
 stderr; the last line of stdout is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

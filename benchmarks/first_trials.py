@@ -9,8 +9,6 @@ trials; the correction that `flag tune` learns from them predicts the others. Th
 lower after.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ keeps parameters near their starting values. With `--write` the curves are writt
 `costs/<chip>/curve.yaml`, and the errors into `benchmarks/fitted.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

@@ -6,8 +6,6 @@ another one ran out of memory that needs at most as much memory on each axis and
 copy the result of the other candidate. Two rules deviate from the pattern, as in FlagScale.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ run again in turn, `--repeats` times each; a value is the median of the steps af
 PID namespace, because its scripts kill processes by name.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -10,8 +10,6 @@ the server's CPU time at the load that a search found, in the scan and in the se
 it differs by more than a few percent, the machine had another speed, and the two loads are not comparable.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -6,8 +6,6 @@ every event separately, which is the most work. Without a rate, events follow im
 together.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@
 real processes that only echo, in place of `ssh`. See benchmarks/README.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ probes each candidate, as `flag tune` does with `control.probes`; `probe` has th
 every run, and a later call adds to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

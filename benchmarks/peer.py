@@ -1,7 +1,5 @@
 """Measures candidates per second of llm-analysis. The Python of its environment runs it with one JSON argument."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

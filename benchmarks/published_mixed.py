@@ -5,8 +5,6 @@
 The folder has FlagScale's examples.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product

@@ -10,8 +10,6 @@ the last call. Tokens of a text are counted by `--tokenizer` (a file), which nee
 runs on the last core if the machine has several. The first line of the output is the port.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import heapq

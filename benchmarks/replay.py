@@ -10,8 +10,6 @@ whole sweep. The last line of stdout is one JSON object with means over sweeps; 
 subset.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Draws a deterministic SVG scatter plot of predicted over measured values on logarithmic axes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

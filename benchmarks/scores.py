@@ -1,7 +1,5 @@
 """Computes the errors of predictions, and the quality of their ranking."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ itself (`learn`, `prune`, `rank`, `spent`; with probes also `combine` and `judge
 slow trials early.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

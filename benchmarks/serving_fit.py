@@ -10,8 +10,6 @@ step. With `--write` the records are predicted by simulation with the parameters
 model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

@@ -6,8 +6,6 @@ Each load is simulated for 400 settings with different limits of the scheduler, 
 bf16 on a fictitious accelerator of 1 PFLOP/s and 4.8 TB/s. The time is the processor time of one core with set-up.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

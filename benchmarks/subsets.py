@@ -1,7 +1,5 @@
 """Subsets of sweeps, to check whether results hold for each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

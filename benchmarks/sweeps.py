@@ -5,8 +5,6 @@ chip was fitted to the sweep's source, they use the curve of the fit without thi
 `fitted.json`). If a source does not report the memory in use, the predicted memory replaces it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -5,8 +5,6 @@ python examples/tiny_gguf.py tiny.gguf        (takes a second; needs numpy and g
 The output is random, but the server computes as much as for a trained model of this shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import string

@@ -6,8 +6,6 @@ The engine uses random weights (`--load-format dummy`). The output is random, bu
 trained model of this shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

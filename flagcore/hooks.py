@@ -15,8 +15,6 @@ wrappers, tryfirst and trylast have no effect.
 works with engines that it does not know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pluggy

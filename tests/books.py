@@ -1,7 +1,5 @@
 """Whether the counts of a run add up, and each finished trial was stored once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

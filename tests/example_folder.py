@@ -1,7 +1,5 @@
 """A folder in which a reader may do what the pages say: the examples, the files that pages show, and finished runs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """The pages as the tests read them: which there are, and their fenced blocks that people wrote."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

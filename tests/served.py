@@ -1,7 +1,5 @@
 """Small serving tasks of physics: an accelerator with round peaks, models, and splits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A small serving task, and trials of it as a run keeps them."""
 
-from __future__ import annotations
-
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import figure_name, seconds
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState

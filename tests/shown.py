@@ -4,8 +4,6 @@ Measured figures cannot be reproduced; the text around them is compared with the
 tests/example_folder.py. Derived figures are computed again. A check runs in the example folder and receives the block.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small made-up tasks: a chip, a model, a cluster and what they cost."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

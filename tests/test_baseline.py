@@ -1,7 +1,5 @@
 """The default baseline of the reported gain."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The benchmarks run, on small spaces and few records, and print and write what they promise."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The engines of docs/write-an-engine.md work as distributions of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

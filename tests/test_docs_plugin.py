@@ -1,7 +1,5 @@
 """The tutorial for plugins works: its files are written and its commands run, in order."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

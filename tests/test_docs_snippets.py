@@ -5,8 +5,6 @@ for minutes run at the fidelity `estimate`, and measurements take seconds. `make
 Makefile and the extras. `SHOWN` maps blocks that are neither commands nor files nor code to their checks.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The import contracts of pyproject.toml cover every package and module of flagcore."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import sys

@@ -1,7 +1,5 @@
 """What the distributions ask for: folders from a checkout, versions from a release."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ In each, the tests that pass in a plain run must pass, no more may be skipped, a
 temporary folder or the checkout. What is mounted is mounted in a namespace of the run, and is gone with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

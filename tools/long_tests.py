@@ -5,8 +5,6 @@ another commit. The tests of a source `flagcore/a/b.py` are in the nearest folde
 exceptions.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ tags or commits in ascending order; WHEEL is the folder `flag_scale` of an insta
 additional arguments. Each tree builds its argparse parser in a separate process, and the parser is read.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import importlib

@@ -5,8 +5,6 @@ that occurs once in a file, its replacement, and the tests that should fail. Exi
 fail without the fault, or if its text or one of its tests no longer exists.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -5,8 +5,6 @@
 `--sbom`, the folder also has an inventory of the tested environment, for which `cyclonedx-bom` must be installed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Run it after `make tune` on a quiet machine. Pages in English and Chinese have the same blocks.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

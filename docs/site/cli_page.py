@@ -1,7 +1,5 @@
 """The synopsis and the options of every command, from click."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

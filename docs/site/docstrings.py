@@ -1,7 +1,5 @@
 """Texts of the reference from docstrings: the results of the Python API, and the hooks of plugins."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of the knobs and the rules of engines, from the engines' records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

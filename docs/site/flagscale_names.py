@@ -1,7 +1,5 @@
 """Lists of names of the FlagScale importer, from its tables."""
 
-from __future__ import annotations
-
 from flagcore.engines.megatron.importing.arguments import OTHER_LAYERS
 
 NAMES = {"other_layers": OTHER_LAYERS}

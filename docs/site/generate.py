@@ -4,8 +4,6 @@ These are the blocks between `<!-- NAME ARGUMENTS -->` and `<!-- end -->` on the
 picture of a report, and examples/spec.schema.json. The results are committed; a test compares them with the code.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping

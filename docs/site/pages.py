@@ -3,8 +3,6 @@
 Links between docs/ and other folders are shorter on the site, where all pages are in one folder.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

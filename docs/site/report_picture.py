@@ -1,7 +1,5 @@
 """The picture docs/report.svg: the summary of a report, drawn from the sample output of README.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from html import escape

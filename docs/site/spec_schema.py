@@ -1,7 +1,5 @@
 """The JSON Schema of examples/spec.schema.json, from the engines of this repository."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of the keys of a spec, from its JSON Schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache

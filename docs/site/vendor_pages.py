@@ -1,7 +1,5 @@
 """The pages docs/vendors/*.md and the table of docs/vendors.md, from the files of the plugins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chips and costs from the user's calibrations, chips that no plugin lists, and the load during a calibration."""
 
-from __future__ import annotations
-
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Parse a candidate as a user types it (`tp=2, mbs 16, dist-opt`), and find the rules that it breaks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

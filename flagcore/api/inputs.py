@@ -1,7 +1,5 @@
 """Specs as users pass them, their plugins, and warnings to the logger `flagcore`, by default on stderr."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """The state of a spec or of a run's folder: predictions, results of trials, and what earlier runs measured."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

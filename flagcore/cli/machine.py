@@ -1,7 +1,5 @@
 """flag calibrate, completion, devices, doctor, plugins and schema."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The entry point `flag`: the group of commands, and the conversion of errors to messages and exit codes."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

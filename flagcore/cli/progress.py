@@ -1,7 +1,5 @@
 """Progress on stderr: a bar on a terminal, plain lines elsewhere, or lines of JSON for `--log-format json`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

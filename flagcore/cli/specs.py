@@ -1,7 +1,5 @@
 """flag init and import: new specs, and the specs and trials of other tuners."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from pathlib import Path

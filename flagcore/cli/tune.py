@@ -1,7 +1,5 @@
 """flag tune, run, runs, report, export and manifest."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

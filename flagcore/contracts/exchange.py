@@ -3,8 +3,6 @@
 Importers are in the entry point group `flagcore.importers`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

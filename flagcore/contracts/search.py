@@ -1,7 +1,5 @@
 """The problem of a search, its strategies, and its events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias

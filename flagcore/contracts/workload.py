@@ -1,7 +1,5 @@
 """The base class of engines: what an engine must define, and the defaults of everything else."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ which device is slow. Each trial therefore ends with a speed test, a fixed matri
 the vendor's tool reports are compared too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

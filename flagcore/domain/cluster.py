@@ -1,7 +1,5 @@
 """The machines of a job: node groups and network levels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The support for an engine on a chip."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

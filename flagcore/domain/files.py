@@ -1,7 +1,5 @@
 """Reads regular files that other programs wrote, replaces files atomically, and finds flagcore's data folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The architecture of a transformer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

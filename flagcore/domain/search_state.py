@@ -1,7 +1,5 @@
 """The state of a search: pruned candidates, trials, the noise of measurements, repeats, and the budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The detection is not complete: secrets under other names are not found, and some harmless values are redacted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Trials, their measurements, and the events of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -4,8 +4,6 @@ The caller must not have run a tensor operation, started a thread or used a devi
 thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Reads the metrics that the trial programs of all engines write."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 bash runs the script; `trace.bash` records and skips external commands.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

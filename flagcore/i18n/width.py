@@ -1,7 +1,5 @@
 """Text with double-width characters: its width in columns, and line breaks."""
 
-from __future__ import annotations
-
 import re
 
 _CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")

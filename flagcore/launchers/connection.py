@@ -3,8 +3,6 @@
 Agents are kept between trials, so that each host connects only once, and read the telemetry of their devices.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib

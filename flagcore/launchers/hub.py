@@ -4,8 +4,6 @@ It keeps Ray's client library, or the port to which pods connect, out of flagcor
 of JSON on its standard input, ends when the input closes, and serves channels on a socket in a private folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """The local launcher starts a trial on this machine, under a guard process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Shell scripts that start the launch of an export."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The slurm launcher: agents are steps of the current allocation. It also writes batch scripts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """The topology of a node group, and times of collectives over its levels and between groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

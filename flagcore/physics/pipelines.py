@@ -1,7 +1,5 @@
 """Pipeline schedules by name, and a simulation of their passes, for timelines and for checking formulas of engines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

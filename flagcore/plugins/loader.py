@@ -5,8 +5,6 @@ may be stale for two minutes after an install, and because an unreadable distrib
 has its own pluggy manager, and its objects are wrapped, so that its errors name it and affect no other.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

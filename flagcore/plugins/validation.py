@@ -4,8 +4,6 @@ Plain data is validated with the annotations of its dataclass, including all fie
 two rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The report of a candidate as text, two candidates side by side, and why one of them is faster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

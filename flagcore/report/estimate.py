@@ -1,7 +1,5 @@
 """The estimate of a spec: the record, its text, and the text of the gain of mixing several kinds of chips."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A prediction in detail as text: the model, the memory of the worst stage, and the parts of the time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Records as table, JSON, JSON lines, YAML or CSV. Only tables round values."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The format of result.json: a plan as plain data in seconds and GiB, and back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Text of candidates, states of trials, counts of combinations and serving metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

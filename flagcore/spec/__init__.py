@@ -4,8 +4,6 @@ Invalid input raises `SpecError`, which lists all problems of a file. The module
 imported on first use.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

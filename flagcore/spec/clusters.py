@@ -1,7 +1,5 @@
 """Converts the section `cluster` of a spec with its host file: equal nodes, or groups of nodes with different chips."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

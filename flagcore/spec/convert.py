@@ -1,7 +1,5 @@
 """Reads spec files as `flagcore.domain.spec.Spec`, and checks rules on several sections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

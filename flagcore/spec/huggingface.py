@@ -2,8 +2,6 @@
 layers that `Model` does not support are errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any

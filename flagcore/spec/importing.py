@@ -1,7 +1,5 @@
 """What all imports share: notes and errors about the keys of another tool, and the spec as commented YAML."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence

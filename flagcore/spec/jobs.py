@@ -1,7 +1,5 @@
 """Reads job records, each with one candidate on one cluster. Keys that are not known describe the source."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Sections of specs and job records that depend on the engine's knobs: space, baseline, settings and candidate."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress

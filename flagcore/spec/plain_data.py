@@ -4,8 +4,6 @@ YAML has the core schema of YAML 1.2, like most editors, whereas PyYAML has that
 text, and `1e3` is a number. Other tags, merge keys, duplicate keys and several documents in a file are errors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

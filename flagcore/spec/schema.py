@@ -3,8 +3,6 @@
 Each section becomes a record of `flagcore.domain` when it is validated. The sections for serving are in `serving`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 

@@ -2,8 +2,6 @@
 `flagcore.domain.serving`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

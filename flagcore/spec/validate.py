@@ -3,8 +3,6 @@
 Error messages are derived from the JSON Schema of the model.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping

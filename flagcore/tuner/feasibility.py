@@ -1,7 +1,5 @@
 """What predictions say before any trial: whether candidates fit and keep limits, what is unknown, and a dry run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

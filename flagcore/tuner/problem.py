@@ -1,7 +1,5 @@
 """The search problem of a spec, before any trial: platform, space, predictions and baseline."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

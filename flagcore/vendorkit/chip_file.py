@@ -18,8 +18,6 @@ The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, has
 - `serving.yaml`: like `curve.yaml`, for serving engines, if their kernels reach other shares.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

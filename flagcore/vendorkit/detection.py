@@ -1,7 +1,5 @@
 """Finds and reads a vendor's devices: with its management tool, or with torch if the tool is missing."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -49,8 +49,6 @@ documents: `run_on_hardware` has entries with `what`, `chips`, `date`, `software
 sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -3,8 +3,6 @@
 `Scope` says for which engines, chips and engine releases an entry is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

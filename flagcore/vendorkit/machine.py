@@ -3,8 +3,6 @@
 No driver is loaded in this process. The limits are those of control groups of version 1 and 2.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

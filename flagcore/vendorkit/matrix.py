@@ -1,7 +1,5 @@
 """Reads the matrix that `topo -m` prints: the links between devices, and between devices and network adapters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

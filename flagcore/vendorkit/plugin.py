@@ -1,7 +1,5 @@
 """The hooks of a vendor's plugin, answered from the YAML files of its package and from its management tool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

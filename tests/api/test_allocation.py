@@ -1,7 +1,5 @@
 """A job finds the launcher and the hosts of the allocation that flagcore runs in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a calibration tells of the machine and of itself."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

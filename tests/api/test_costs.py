@@ -1,7 +1,5 @@
 """Costs and energy of three runs, added up by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bottleneck of a plan, and the warning about a low MFU with the cheapest change."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

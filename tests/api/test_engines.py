@@ -1,7 +1,5 @@
 """Several serving engines for one load."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

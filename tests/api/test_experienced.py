@@ -1,7 +1,5 @@
 """What earlier runs teach: odd records cost only themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

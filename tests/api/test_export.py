@@ -1,7 +1,5 @@
 """Exports start as they stand: each file is checked by the tool's own parser, schema or program."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Exports to NVIDIA Dynamo."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

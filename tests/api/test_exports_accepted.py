@@ -1,7 +1,5 @@
 """Every export of ten plans and runs is accepted by the parser or schema of its tool, or refused with one message."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

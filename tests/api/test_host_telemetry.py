@@ -1,7 +1,5 @@
 """Devices of other hosts are read over the channel. A shell on this machine stands for it; the program is real."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What is checked on the hosts of a cluster before the first trial."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A spec from a command: the baseline is the command, and nothing of it is lost without a note."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

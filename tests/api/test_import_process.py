@@ -1,7 +1,5 @@
 """`flag init --pid`: a spec from a running process, without its secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """FlagScale's history.csv as trials of a run, and how a tune goes on from them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """What each value of each knob would cost: checked candidate by candidate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Job records of servers: each is answered by itself, and no key of one is passed over."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kubernetes manifests, checked against the schemas of their kinds as a strict API server does."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

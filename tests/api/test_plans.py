@@ -1,7 +1,5 @@
 """Plans: distinct layouts, the names of chips, and what to change where nothing fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's folder as Python users read it, and what importing flagcore costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A run's page, result and best.sh hold no secret, and the best starts with it all the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -3,8 +3,6 @@
 Both kinds are this machine. Small programs stand for torchrun and for FlagScale's program, which logs as Megatron does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A chip that no plugin catalogues is found through torch, measured for real, and planned with from then on."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

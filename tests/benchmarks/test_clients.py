@@ -1,7 +1,5 @@
 """The comparison of clients prints ratios to the log of the reference server."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """FlagScale's tuner is replayed as it behaves, with what it gets right and what it does not."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

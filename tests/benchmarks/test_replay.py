@@ -1,7 +1,5 @@
 """Measured sweeps are replayed as if a search had run on their machines."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

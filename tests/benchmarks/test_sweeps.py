@@ -1,7 +1,5 @@
 """Measured records become tuning tasks that `flag tune` would recognise, predicted by a model that never saw them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

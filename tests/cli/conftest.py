@@ -1,7 +1,5 @@
 """`flag` as a user runs it: in this process where that is enough, else in one of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

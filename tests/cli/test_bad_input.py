@@ -1,7 +1,5 @@
 """Whatever is wrong with the input: the exit code that is promised, one clear message, no traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

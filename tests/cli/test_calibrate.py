@@ -1,7 +1,5 @@
 """`flag calibrate`: measured for real on the cores of this machine, in a few seconds."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`flag compare`: two candidates part by part, and whether their difference is more than noise."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`flag estimate`: the list, one candidate in full, and job records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

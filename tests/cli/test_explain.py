@@ -1,7 +1,5 @@
 """`flag explain` of one candidate: why it lost, with the numbers, and what would have to change."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

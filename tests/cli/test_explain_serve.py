@@ -1,7 +1,5 @@
 """`flag explain` and `compare` of servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`flag tune` at each fidelity as a user calls it: nothing started, ranks played on one core, and all of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`flag` itself: what it imports, and how it behaves among other programs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`flag` in Chinese: help, tables and usage errors; data formats stay English."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

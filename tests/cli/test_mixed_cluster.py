@@ -1,7 +1,5 @@
 """A cluster of several node groups: planned, and refused where it would have to run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flag init`, `flag import ENGINE` and `flag export`: from what people have to files, on the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

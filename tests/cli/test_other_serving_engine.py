@@ -1,7 +1,5 @@
 """A serving engine in a distribution of its own is found, checked and tuned without a change of flagcore."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Effects of plugins; a broken one is reported and affects no other."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

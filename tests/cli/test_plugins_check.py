@@ -1,7 +1,5 @@
 """`flag plugins new` and `flag plugins check`: a new plugin passes, and faults are reported with a fix."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flag probe`: ranks of worlds that this machine could not hold, played for real on a core of it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

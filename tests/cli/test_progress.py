@@ -1,7 +1,5 @@
 """The line of progress: what runs, the best so far and the time left, in the width of the terminal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

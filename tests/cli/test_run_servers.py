@@ -1,7 +1,5 @@
 """`flag run` of servers: when they are ready, and that nothing outlives it. Real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`flag runs`: runs are listed, shown, compared and deleted, and never one that is in progress."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

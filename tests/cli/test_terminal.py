@@ -1,7 +1,5 @@
 """What people see on a terminal, and what goes to a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

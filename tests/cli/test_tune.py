@@ -1,7 +1,5 @@
 """`flag tune` with real processes that play training runs of known speed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """`flag tune` with servers of known speed: the best that meets the limits, a run that goes on, and what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run in which nothing was measured is called so by every command, with the cause and the next command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

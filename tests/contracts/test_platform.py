@@ -1,7 +1,5 @@
 """The devices of a platform, and the variables that select them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How long a run may go on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flagcore.domain.search_state import (

@@ -1,7 +1,5 @@
 """Which chips a word may have meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from flagcore.domain.chip import Chip, similar_chips, unknown_chip_hint

@@ -1,7 +1,5 @@
 """One knob: which values it takes, what they become, and how a launch command spells them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

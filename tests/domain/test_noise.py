@@ -1,7 +1,5 @@
 """What is run again at the end, with made-up noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a search found: counts, gains, interference and noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

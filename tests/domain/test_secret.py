@@ -1,7 +1,5 @@
 """What is not handed on: secrets in text, in plain data and in the words of a command line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of servers and objectives: names, groups and directions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

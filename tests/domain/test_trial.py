@@ -1,7 +1,5 @@
 """Trials: their steps, and the devices that hold others up."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -4,8 +4,6 @@ A host has its own network, processes, name, /tmp and /run; other files are thos
 outside of the namespaces, so all of it is gone when this process ends. The machine has no route to the hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A bed of three hosts, and `flag tune` on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

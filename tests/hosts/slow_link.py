@@ -3,8 +3,6 @@
 Frames carry a virtio header, so that a large TCP segment passes as one and needs no checksum here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

@@ -1,7 +1,5 @@
 """best.sh of a plan on several nodes starts on the nodes of a Slurm job."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

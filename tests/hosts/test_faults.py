@@ -1,7 +1,5 @@
 """Faults at random moments of a tune: no process is left, no finished trial is lost, and the best is found."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Hosts behind slow links: what is slow is named, and the layout of a real training job follows the links."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs on hosts of different speed, in real trials: flagcore's own trial program with groups of one CPU chip."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`flag tune` over hosts, by ssh and by Slurm: faults, secrets and ports."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

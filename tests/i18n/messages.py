@@ -4,8 +4,6 @@ python -m tests.i18n.messages update        # add new messages to the catalogue 
 python -m tests.i18n.messages untranslated  # list the messages without a translation
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

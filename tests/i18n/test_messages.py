@@ -1,7 +1,5 @@
 """The language of what flagcore prints: how it is selected, and what is translated."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Columns of double-width letters."""
 
-from __future__ import annotations
-
 from flagcore.i18n.width import columns, left, right, wrapped
 
 

@@ -1,7 +1,5 @@
 """Processes of a test, found by a mark in their environment, and the ends of trials."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

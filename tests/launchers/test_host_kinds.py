@@ -1,7 +1,5 @@
 """Hosts with different chips in one trial: each has the environment of its own chip's plugin. Agents are real."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

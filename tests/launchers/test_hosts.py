@@ -1,7 +1,5 @@
 """Trials on several hosts. A shell on this machine stands for the channel to each; agents and guards are real."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The local launcher with real processes. A marker in /proc/*/environ finds processes that are left."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The ssh launcher with the system's ssh and an sshd of this test's own on the loopback device."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Trials that are forked from a template, with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

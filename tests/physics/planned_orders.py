@@ -4,8 +4,6 @@ They check the formulas. The plans are made by the rules of the papers: forwards
 gradients of weights where a device waits or has no memory left. Symbols as in `flagcore.physics.pipelines`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, product

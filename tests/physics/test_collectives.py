@@ -1,7 +1,5 @@
 """Collectives from a chip's facts and from measured curves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Costs of several sources."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

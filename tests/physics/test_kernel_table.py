@@ -1,7 +1,5 @@
 """Kernel times from measurements."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kernels from a chip's facts and a curve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

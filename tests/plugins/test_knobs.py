@@ -1,7 +1,5 @@
 """A knob that only a plugin knows, from a plugin that the core has never heard of: predicted, launched and learned."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

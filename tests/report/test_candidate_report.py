@@ -1,7 +1,5 @@
 """One candidate, how two differ, and where their time goes, as people read it."""
 
-from __future__ import annotations
-
 import pytest
 
 from flagcore.engines.megatron.space.knobs import BY_NAME

@@ -1,7 +1,5 @@
 """One prediction in full, as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flagcore.domain.prediction import Labels

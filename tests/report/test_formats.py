@@ -1,7 +1,5 @@
 """Tables that fit a width: text is wrapped, figures are whole."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

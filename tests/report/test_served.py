@@ -1,7 +1,5 @@
 """What a person reads of a run: servers and their limits, rivals of the best, and repeats without a measurement."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

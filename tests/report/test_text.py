@@ -1,7 +1,5 @@
 """What a person reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from flagcore.domain.knob import Effect, Knob

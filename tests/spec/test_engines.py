@@ -1,7 +1,5 @@
 """Specs of a training engine that only a mapping knows: its knobs are the keys of space, baseline and settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Shapes out of the headers of GGUF files that are not plain: experts, latent attention, heads by layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

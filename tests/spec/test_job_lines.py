@@ -1,7 +1,5 @@
 """Lines of a job file: errors name file and line."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

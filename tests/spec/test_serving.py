@@ -1,7 +1,5 @@
 """The serving half of a spec, and job records of servers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The faults: one edit of the healthy plugin each, with the check that must find it and what its message must name."""
 
 # fmt: off
-from __future__ import annotations
-
 from tests.testing.faulty import (
     CHIP,
     COLLECTIVES,

@@ -1,7 +1,5 @@
 """A healthy plugin of a vendor that does not exist, and ways to break exactly one thing of it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import shutil

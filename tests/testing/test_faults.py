@@ -1,7 +1,5 @@
 """Each check is run on a plugin with a fault that it must find."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

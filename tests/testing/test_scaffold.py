@@ -1,7 +1,5 @@
 """The values of `flag plugins new` are those of the plugin that it creates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the tests of the loop share: made-up devices, launches that end at once, and a bench that tunes a small task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Latency limits that no candidate is predicted to keep."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

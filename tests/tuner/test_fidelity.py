@@ -1,7 +1,5 @@
 """The ladder from predictions over probes to runs: a launcher that writes at once what ranks and runs would leave."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

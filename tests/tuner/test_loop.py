@@ -1,7 +1,5 @@
 """The loop with a launcher that starts nothing and writes at once what a run would print; all else is real."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

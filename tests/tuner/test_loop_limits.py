@@ -1,7 +1,5 @@
 """The loop with long steps, busy devices and derived time limits; a launcher plays each trial at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run directory and its trials: what a kill, a full disk or a stranger may leave, and who is let in."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

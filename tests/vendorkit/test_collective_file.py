@@ -1,7 +1,5 @@
 """Measured collectives of a plugin, read from YAML."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Curves and measured kernels that plugins ship."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes in the data files of a plugin are reported with file and key, whatever their types."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

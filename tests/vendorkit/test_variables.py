@@ -1,7 +1,5 @@
 """Variables of a vendor's stack: for which task and release they are given."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What `flag devices` reports of each vendor's devices beyond their chips: their processes and their identity."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

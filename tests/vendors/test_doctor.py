@@ -1,7 +1,5 @@
 """`flag doctor` on machines with a vendor's management tool and a stack that fits it or does not."""
 
-from __future__ import annotations
-
 import functools
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans with no setting typed, against what was published of the runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A tool on the path prints what the vendor's prints. One add-on, asked before the
 replaces the kind of device alone, so that megatron-core trains over gloo on this machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 `runtime` says what a vendor's runtime does, from its public documentation and source code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Which devices each vendor's plugin finds where its tool is missing. torch is a real process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext

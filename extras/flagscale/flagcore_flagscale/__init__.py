@@ -4,8 +4,6 @@ FlagScale is github.com/flagos-ai/FlagScale; the format is that of `flagscale/ru
 at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

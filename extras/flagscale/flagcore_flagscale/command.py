@@ -3,8 +3,6 @@
 Source: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and `flagscale/runner/utils.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

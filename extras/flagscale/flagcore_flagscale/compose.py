@@ -3,8 +3,6 @@
 The layouts are those of the examples in FlagScale's repository since 2024, and of its slides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Translates the sections that trees for training and serving share: machines, environment, budgets."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 Source of the keys: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and `flagscale/serve`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

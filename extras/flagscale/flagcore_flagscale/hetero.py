@@ -3,8 +3,6 @@
 Source of the checks: FlagScale 16a2dd5, `flagscale/train/arguments.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The format is that of `flagscale/runner/auto_tuner/record/recorder.py`, commit 1
 switches are True and False, lists are JSON, times are milliseconds except `elapsed_time`, memory is MB or the word OOM.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

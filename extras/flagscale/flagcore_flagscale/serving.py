@@ -5,8 +5,6 @@ arguments, behind its own router, and moves caches with vLLM's P2pNcclConnector.
 `flagscale/runner/runner_serve.py`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ It also has FlagScale's names of serving engines, their knobs and flags, and the
 silently. `Imported` is a spec with notes, its commented YAML, and errors with the keys of the tree.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy

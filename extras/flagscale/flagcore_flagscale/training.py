@@ -1,7 +1,5 @@
 """Translates a tree for training: `train.system`, `train.model` and `train.data` have Megatron's flags."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hub of the kubernetes launcher: accepts connections from the pods of a job, one for each trial."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

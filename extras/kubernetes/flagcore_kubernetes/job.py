@@ -5,8 +5,6 @@ jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Jo
 every pod a stable name, by which the others reach it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping

@@ -4,8 +4,6 @@ It connects to the controller repeatedly. Both sides prove that they have FLAGCO
 connection is the channel of an agent. This host listens on no port.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

@@ -3,8 +3,6 @@
 It also writes manifests.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

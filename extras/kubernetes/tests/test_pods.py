@@ -1,7 +1,5 @@
 """Pods that join a tune. A process on this machine stands for each pod; hub, agents and guards are real."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The ray launcher: agents are actors on whole nodes of a Ray cluster, which are reserved until the search ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """The ray launcher on a real Ray cluster: a head and four nodes, each with a loopback address of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

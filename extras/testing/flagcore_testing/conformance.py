@@ -1,7 +1,5 @@
 """The checks of the kit as tests of pytest. A skip gives its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

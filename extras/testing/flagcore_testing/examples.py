@@ -1,7 +1,5 @@
 """A small task, a chip that no plugin lists, and the arguments of every hook, for checks of plugins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Chip, Device

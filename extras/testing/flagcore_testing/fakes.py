@@ -1,7 +1,5 @@
 """A machine with fake management tools: executables, alone on the PATH, with a given output."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

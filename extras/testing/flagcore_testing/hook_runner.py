@@ -7,8 +7,6 @@ that the hook modified), and of the import the `drivers` and the plugin's `files
 of a process that a plugin must not change.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -13,8 +13,6 @@ acme-smi-1.txt:
 ```
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

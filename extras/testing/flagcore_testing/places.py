@@ -1,7 +1,5 @@
 """Finds the line of a plugin that a problem is about, by the words of the message."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Iterator, Sequence

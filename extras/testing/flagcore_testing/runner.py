@@ -5,8 +5,6 @@ step: `{"begins": CHECK}`, then the result of the check, `{"ends": true}` last. 
 check that began last failed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

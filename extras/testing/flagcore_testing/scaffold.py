@@ -1,7 +1,5 @@
 """Creates a plugin for a new vendor: a complete distribution from the folder `template`."""
 
-from __future__ import annotations
-
 import keyword
 import re
 import shutil

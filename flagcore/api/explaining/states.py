@@ -1,7 +1,5 @@
 """States of combinations and of single candidates with reasons, and the report on one candidate."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

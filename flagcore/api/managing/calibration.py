@@ -1,7 +1,5 @@
 """Measure the devices of this machine, and save the results for predictions."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

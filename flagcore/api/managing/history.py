@@ -1,7 +1,5 @@
 """Read the configuration of another tuner, and add its trials to a run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The installation: devices, plugins, engines, and missing packages."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

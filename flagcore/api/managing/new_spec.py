@@ -1,7 +1,5 @@
 """New specs: from a command of an engine, a running process, or a few values."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The report page of a run, written at the end of `flag tune` or later from its folder, and its data (insight.json)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """The runs in a folder: a list, one of them as text, several side by side, and their removal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

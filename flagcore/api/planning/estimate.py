@@ -1,7 +1,5 @@
 """Predictions without trials: the candidates of a spec, the gain of mixing chips, and the change that helps most."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial

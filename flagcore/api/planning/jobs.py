@@ -1,7 +1,5 @@
 """Predictions of job records, in groups with the same task."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Probe candidates: one device of this machine runs single ranks of jobs of any size."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack

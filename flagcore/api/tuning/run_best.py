@@ -1,7 +1,5 @@
 """Start the best configuration of a run. Servers run until they, or this process, end."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Export a candidate of a run or of a plan as files that start it, and a spec as a Kubernetes job that tunes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sends the events of a run to watchers, without making the run wait for them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -4,8 +4,6 @@ For any model, a larger micro-batch and an unsharded gradient buffer or optimize
 adds a buffer, which may exceed its saving when layers are recomputed in full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import numpy as np

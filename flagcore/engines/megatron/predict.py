@@ -1,7 +1,5 @@
 """Predicts memory and time of candidates given as knob columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise

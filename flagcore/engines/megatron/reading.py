@@ -4,8 +4,6 @@ Sources: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `traini
 `training/arguments.py` (`_print_args`); torch 2.13 `distributed/elastic/multiprocessing` for the prefixes of ranks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Starts a candidate, a shorter step or a probe: with flagcore's trial program, or with the user's own command."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

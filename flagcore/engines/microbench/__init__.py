@@ -3,8 +3,6 @@
 It is started as `python -m flagcore.engines.microbench JOB.json`. No other part of flagcore imports it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The program: `python -m flagcore.engines.microbench JOB.json`. Exit codes: 0 success, 3 out of memory, 1 failure."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -4,8 +4,6 @@ JOB is JSON with `kind`, `backend`, `preload` and `devices`. The program prints 
 device, and of an all-reduce with each neighbouring host.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

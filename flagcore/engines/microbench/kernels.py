@@ -3,8 +3,6 @@
 `Bench` measures the times of calls, synchronized with the processes on the other devices.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Collectives are among 2, 4, 8, ... neighbouring devices. All groups run at the same time, as in training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

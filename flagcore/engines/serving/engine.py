@@ -9,8 +9,6 @@ Job records of published runs are completed with the settings that they omit:
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

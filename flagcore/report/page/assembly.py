@@ -1,7 +1,5 @@
 """The sections of a report page in order, including environment and facts of chips, and a result as plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bottleneck of the best configuration and changes that reduce it, its memory, and the parts of its step time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any

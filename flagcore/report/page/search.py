@@ -1,7 +1,5 @@
 """The reduction of the search space by rules, the progress of the search, and predicted against measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Serving: throughput against latency with its Pareto front, limits, and statistics of latencies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from flagcore.domain.serving import PER_DEVICE, PER_USER, STATISTICS

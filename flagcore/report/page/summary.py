@@ -1,7 +1,5 @@
 """The summary: the best configuration, its speedup with the uncertainty, and the command that starts it."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pipeline schedule as a timeline of passes, and the stages by kind of chip on a mixed cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

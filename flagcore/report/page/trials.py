@@ -1,7 +1,5 @@
 """A sortable table of all trials, and the ends of their logs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from flagcore.domain.trial import Trial, TrialState

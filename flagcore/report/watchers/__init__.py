@@ -4,8 +4,6 @@ They implement the hook `flagcore_on_event`, and know of flagcore only what plug
 a trial in the form that experiment trackers take.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

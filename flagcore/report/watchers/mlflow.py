@@ -3,8 +3,6 @@
 MLflow's own variables select the server and the experiment (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes trials as TensorBoard event files with their hyperparameters, in the folder `tensorboard` of the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flagcore.domain.trial import TRIAL_FINISHED, RunEvent

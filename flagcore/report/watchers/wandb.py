@@ -3,8 +3,6 @@
 Its own variables select the project and the mode (WANDB_PROJECT, WANDB_MODE, WANDB_DIR).
 """
 
-from __future__ import annotations
-
 import os
 import re
 

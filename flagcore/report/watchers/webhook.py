@@ -1,7 +1,5 @@
 """Sends each event as JSON to the URL in FLAGCORE_WEBHOOK_URL, with one line of `text` that chat tools show."""
 
-from __future__ import annotations
-
 import json
 import os
 from urllib.parse import urlsplit

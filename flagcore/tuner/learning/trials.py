@@ -2,8 +2,6 @@
 probabilities that it succeeds, fits, meets the limits, and is faster than the best.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """build: the axes, rules and merges of a task, and the space of all legal candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """complete: fill in everything that a spec leaves open, from hardware, plugins and engine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """devices: check that a task's devices are there, divide them for parallel trials, and wait until they are free."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """discover: find the hardware of a spec, and the cost models that plugins provide for it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """launch: start a trial of a candidate with its limits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

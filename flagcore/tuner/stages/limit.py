@@ -1,7 +1,5 @@
 """limit: the time limits of trials and of the search, and the reasons to start no trial."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ A training trial with too little time for its steps is measured with fewer, at l
 is stopped at once if there is no time for a second one.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

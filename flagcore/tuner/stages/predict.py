@@ -1,7 +1,5 @@
 """predict: predict memory and time of the whole space in chunks of columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """probe: run single ranks of a candidate, and combine their measurements with its prediction."""
 
-from __future__ import annotations
-
 import json
 import os
 import posixpath

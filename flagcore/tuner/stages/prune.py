@@ -1,7 +1,5 @@
 """prune: remove candidates by predictions, by rules, and by what trials proved."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

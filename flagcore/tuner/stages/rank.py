@@ -1,7 +1,5 @@
 """rank: derive the state of the search from its trials, and choose the next candidate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

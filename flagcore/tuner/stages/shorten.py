@@ -8,8 +8,6 @@ have a normal prior; pairs of runs of one candidate on different numbers of node
 regression). If the pairs scatter by more than their noise, a larger noise is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The run directory, which is locked by one process and belongs to one task."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

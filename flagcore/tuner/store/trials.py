@@ -1,7 +1,5 @@
 """Stores trials in an Optuna study, which Optuna's tools can read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

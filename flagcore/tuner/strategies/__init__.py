@@ -3,8 +3,6 @@
 Here are those that learn nothing: the order of predictions, and random search, the reference for all others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

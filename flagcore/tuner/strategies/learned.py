@@ -1,7 +1,5 @@
 """Bayesian search: maximizes the expected gain per expected cost, and stops when no gain is likely."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

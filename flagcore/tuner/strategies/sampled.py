@@ -3,8 +3,6 @@
 The study is rebuilt from the trials at each call, so that a resumed run makes the same choices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

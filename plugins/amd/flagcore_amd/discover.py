@@ -1,7 +1,5 @@
 """Finds AMD GPUs with rocm-smi, or with amd-smi if rocm-smi is missing. ROCm's torch uses the device name cuda."""
 
-from __future__ import annotations
-
 import re
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with

@@ -1,7 +1,5 @@
 """Reads the JSON of rocm-smi (one object per card) and of amd-smi (`static`, and `metric` for readings)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

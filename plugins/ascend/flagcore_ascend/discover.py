@@ -1,7 +1,5 @@
 """Finds Ascend NPUs. torch_npu adds torch.npu; a module with two dies (910C, Atlas 300I Duo) counts as two devices."""
 
-from __future__ import annotations
-
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_ascend import smi
 

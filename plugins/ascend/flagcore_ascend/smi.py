@@ -1,7 +1,5 @@
 """Reads `npu-smi info`: a table with two lines per device, in the layouts of 23 to 26, and the list of processes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The MLU370-X8 node: bridge groups of eight devices joined by MLU-Link, and PCIe between the groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flagcore.domain.cluster import Level, NodeGroup, Topology

@@ -4,8 +4,6 @@ With torch_mlu's gpu_migration, torch.cuda also lists MLUs; therefore only torch
 devices.
 """
 
-from __future__ import annotations
-
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_cambricon import smi
 

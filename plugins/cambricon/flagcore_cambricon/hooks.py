@@ -1,7 +1,5 @@
 """The plugin for Cambricon MLUs, with the memory that a rank takes in addition to its tensors."""
 
-from __future__ import annotations
-
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.hooks import hookimpl
 from flagcore.physics.cost_stack import PlainMemory

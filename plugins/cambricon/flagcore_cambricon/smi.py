@@ -1,7 +1,5 @@
 """Reads the output of cnmon: the table and `cnmon info` of versions 1 to 5."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Devices of a CPU: one per usable core, with an equal share of the memory."""
 
-from __future__ import annotations
-
 import psutil
 
 from flagcore.domain.chip import Device

@@ -1,7 +1,5 @@
 """The plugin for CPUs. Without a caching allocator, the reserved memory of a rank equals its allocated memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The load of this machine: its memory, and what other programs, the disk and swapping take from trials."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

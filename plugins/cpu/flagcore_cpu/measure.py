@@ -5,8 +5,6 @@ at about the same time as the others. Times are processor times and minima, so o
 other programs it takes longer than `SECONDS`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The rates of torch's kernels on this machine: measured once, in another process, and stored for later commands."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

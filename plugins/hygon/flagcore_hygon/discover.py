@@ -1,7 +1,5 @@
 """Finds Hygon DCUs with hy-smi. DTK's torch uses the device name cuda."""
 
-from __future__ import annotations
-
 from flagcore.vendorkit.detection import DeviceDetector, list_with
 from flagcore.vendorkit.machine import TorchReport
 from flagcore_hygon import smi

@@ -1,7 +1,5 @@
 """Reads the JSON of hy-smi: one object per card, with units in the names of its fields."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -4,8 +4,6 @@ identify it.
 A card with two chips (BI-V150, MR-V100 DUO) has two devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with

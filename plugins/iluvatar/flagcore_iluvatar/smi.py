@@ -1,8 +1,6 @@
 """Reads the output of ixsmi. Columns of its table are found by the bars, because their widths differ between
 versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU."""
 
-from __future__ import annotations
-
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore.vendorkit.machine import TorchReport
 from flagcore_kunlunxin import smi

@@ -1,7 +1,5 @@
 """Reads xpu-smi's table, which has three lines per device. Intel's tool of the same name is ignored."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

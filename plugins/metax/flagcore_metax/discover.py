@@ -1,7 +1,5 @@
 """Finds MetaX GPUs. MetaX's torch uses the device name cuda, so its version or the devices' names identify it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plugin for MetaX GPUs, with the memory that a rank takes in addition to its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

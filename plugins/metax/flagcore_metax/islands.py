@@ -1,7 +1,5 @@
 """The C500 node: two islands of four devices behind MetaXLink bridges, and PCIe between them."""
 
-from __future__ import annotations
-
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collective_costs import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
 from flagcore.vendorkit.matrix import group_size

@@ -1,7 +1,5 @@
 """Checks of the machine before trials."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flagcore_metax.discover import DEVICE_FILE

@@ -1,7 +1,5 @@
 """Reads the output of mx-smi, which is named ht-smi on rebranded machines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

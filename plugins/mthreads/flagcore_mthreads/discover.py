@@ -1,7 +1,5 @@
 """Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too."""
 
-from __future__ import annotations
-
 from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_mthreads import smi
 

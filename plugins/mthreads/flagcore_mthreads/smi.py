@@ -1,7 +1,5 @@
 """Reads mthreads-gmi's table, as versions 1.14 to 2.4 print it: three lines per device, columns separated by bars."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

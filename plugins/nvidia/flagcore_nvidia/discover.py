@@ -2,8 +2,6 @@
 so PCI IDs and names identify the devices.
 """
 
-from __future__ import annotations
-
 from flagcore.domain.chip import DeviceUse
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.machine import TorchReport, query_tool, tool_output

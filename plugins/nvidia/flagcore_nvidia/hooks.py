@@ -1,7 +1,5 @@
 """The plugin for NVIDIA GPUs, with the memory that a rank takes in addition to its tensors."""
 
-from __future__ import annotations
-
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.cost_stack import PlainMemory
 from flagcore.vendorkit.plugin import VendorPlugin

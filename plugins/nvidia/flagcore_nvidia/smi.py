@@ -1,7 +1,5 @@
 """Reads the output of nvidia-smi: CSV queries with a header or known fields, the table, -q, -L."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -4,8 +4,6 @@ The points were measured for flagcore. The times of this release were fitted to 
 regressions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Finds keys of a tree that are dropped silently: they neither change the spec nor appear in a note."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The trees, each test in its own folder that has them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

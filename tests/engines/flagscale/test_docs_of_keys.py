@@ -1,7 +1,5 @@
 """docs/flagscale.md describes every column of a history that the importer reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flagcore_flagscale import history, source

@@ -1,7 +1,5 @@
 """Trees on several kinds of chips start on each host with the arguments and variables that FlagScale's runner gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is no tree, or none that can be tuned, is refused in one line: the file, the key and the fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

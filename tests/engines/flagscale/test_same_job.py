@@ -1,7 +1,5 @@
 """A candidate is started with the arguments, variables and folder that FlagScale's own tuner and runner give it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Trees of FlagScale's shape, with its special cases, become specs; the conversion of each key is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

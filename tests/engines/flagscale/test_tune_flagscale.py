@@ -1,7 +1,5 @@
 """Trees are tuned by FlagScale's own training program, on CPU: `cpu_as_cuda` makes torch.cuda mean the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

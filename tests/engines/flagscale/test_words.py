@@ -1,7 +1,5 @@
 """Errors in a tree name the tree's key, in every part of flagcore."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

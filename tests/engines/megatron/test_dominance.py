@@ -1,7 +1,5 @@
 """Which candidates need or take at least as much as another: directions, and what the model says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

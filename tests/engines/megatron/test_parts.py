@@ -1,7 +1,5 @@
 """The table of a model's own weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From knob columns to predictions."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The clock of the micro-benchmark, in a separate process: torch stays out of this one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What follows from a trial that ran out of memory, and which candidates cannot keep the SLO."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """docs/serving.md: its names are those of the programs, and its examples are what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

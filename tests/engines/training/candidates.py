@@ -1,7 +1,5 @@
 """Models, and candidates of them as physics takes them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of one rank, in Megatron's words, and what megatron-core and flagcore's physics say of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Memory of a training rank, exact where it is arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

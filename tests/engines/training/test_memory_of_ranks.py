@@ -4,8 +4,6 @@ The simulated allocator counts the tensors that live while megatron-core's own c
 On an accelerator it is exact but for routing, which is never quite even.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from importlib.util import find_spec
 from typing import Any

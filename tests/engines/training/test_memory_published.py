@@ -1,7 +1,5 @@
 """Memory against what others printed and measured. Nothing here is fitted."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

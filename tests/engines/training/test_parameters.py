@@ -1,7 +1,5 @@
 """Parameters of a rank equal those of the modules that megatron-core builds for it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipeline schedules: closed forms against steps that are played pass by pass, and against published step times."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

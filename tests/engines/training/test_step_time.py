@@ -1,7 +1,5 @@
 """The parts of a step: what hides behind what, who waits for whom, and what grows with what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

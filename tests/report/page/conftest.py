@@ -1,7 +1,5 @@
 """Runs of every kind, made once with `flag tune` and trials that play a training run, or servers of known speed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 `make test-browser` runs these; they want Chromium, of the system or named by `CHROMIUM`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

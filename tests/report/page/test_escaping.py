@@ -1,7 +1,5 @@
 """Logs, specs and names are written by others: nothing in them acts on the page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

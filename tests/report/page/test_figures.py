@@ -1,7 +1,5 @@
 """What the page tells is what result.json says, unrounded behind each figure."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

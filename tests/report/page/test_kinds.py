@@ -1,7 +1,5 @@
 """The kinds of chips of a mixed cluster: stages, layers, memory and idle times are those of timeline and plan."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

@@ -1,7 +1,5 @@
 """When the page is written, from what, and what happens where that is not there."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every page has, whatever the run."""
 
-from __future__ import annotations
-
 import re
 from base64 import b64encode
 from hashlib import sha256

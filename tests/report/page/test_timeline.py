@@ -1,7 +1,5 @@
 """The timeline of a pipeline keeps what a pipeline must, lasts as long as the step's formula says, and is drawn so."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any

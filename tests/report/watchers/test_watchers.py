@@ -1,7 +1,5 @@
 """Watchers get every event, in the tools' own formats, and cost a run nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """Costs from a calibration."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

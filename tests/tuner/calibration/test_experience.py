@@ -1,7 +1,5 @@
 """What trials were measured at, as files."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What measurements let us believe: rough errors, a past that holds or does not, and what is alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What trials say about open candidates: durations, probabilities and memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The crossing against an enumeration, one combination at a time, that knows no chunk, no radix and no order."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

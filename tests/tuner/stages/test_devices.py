@@ -1,7 +1,5 @@
 """The devices of trials: divided into groups, and free before a trial starts."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

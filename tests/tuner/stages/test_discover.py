@@ -1,7 +1,5 @@
 """Which chip a task runs on, and what plugins say of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

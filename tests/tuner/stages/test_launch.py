@@ -1,7 +1,5 @@
 """What a user's command is given when a trial starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What trials teach: the best, and the fastest where a limit rules it out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flagcore.domain.search_state import speed

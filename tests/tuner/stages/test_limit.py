@@ -1,7 +1,5 @@
 """The time limits of trials and of the search, and the reasons to start no trial."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

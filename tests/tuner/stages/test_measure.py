@@ -1,7 +1,5 @@
 """Watching a trial: how each end is called, and what is concluded from what it measured."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

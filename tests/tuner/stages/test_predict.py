@@ -1,7 +1,5 @@
 """A space predicted in pieces, and what limits a candidate."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

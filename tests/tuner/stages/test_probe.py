@@ -1,7 +1,5 @@
 """Probes of single ranks, and what is concluded from them."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What is ruled out: by prediction, by plugins' rules, and by what trials proved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Trials with fewer micro-batches or on fewer nodes, whose times are scaled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a strategy sees, of a small task whose measurements are made up from a true ratio."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

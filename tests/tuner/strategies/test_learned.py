@@ -1,7 +1,5 @@
 """The strategy learned: what it tries next, within limits, and when it ends."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

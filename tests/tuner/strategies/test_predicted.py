@@ -1,7 +1,5 @@
 """The strategies predicted and random."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

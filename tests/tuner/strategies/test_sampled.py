@@ -1,7 +1,5 @@
 """Optuna's samplers as strategies."""
 
-from __future__ import annotations
-
 import importlib
 
 import numpy as np

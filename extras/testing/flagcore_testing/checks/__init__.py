@@ -1,7 +1,5 @@
 """The checks of the kit, by subject: one function per check. The name of a check is true for a valid plugin."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from flagcore_testing.checks import (

@@ -1,7 +1,5 @@
 """Answers of hooks: their types and values, and no answers for other vendors' chips."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

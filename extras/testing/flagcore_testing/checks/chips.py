@@ -1,7 +1,5 @@
 """Chips: names, plausible figures in base units, and figures against what their sources and the transcripts state."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Memory models, kernel times, topologies and collectives, and their files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

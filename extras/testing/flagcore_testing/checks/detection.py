@@ -2,8 +2,6 @@
 executables.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Engines: support, rejected values, and knobs of the plugin."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

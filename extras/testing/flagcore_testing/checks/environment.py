@@ -1,7 +1,5 @@
 """The environment of trials, and `environment.yaml`."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Side effects of its import and of its hooks are observed in a separate process.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The distribution: its metadata, and its files with quirks, maturity and placeholders."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Trials: telemetry, pruning rules, and patterns of log lines of failed trials."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

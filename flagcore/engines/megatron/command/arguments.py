@@ -3,8 +3,6 @@
 `releases.json` is written by `tools/megatron_arguments.py`, which names its sources.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Also checks the installed release, and warns about settings and knobs that have no effect.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Also writes what `best.sh` runs for a spec without a command.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

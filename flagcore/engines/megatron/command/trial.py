@@ -3,8 +3,6 @@
 Source of torchrun's options: torch 2.13 `distributed/run.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,12 +93,7 @@ RULES = (
         "|dump_param_to_param_group_map|moe_routing_trace_.*|flight_recorder_.*",
         why=NO_LOGS,
     ),
-    TrialRule(
-        dests="enable_one_logger",
-        why=NO_LOGS,
-        adds=("--no-one-logger",),
-        when=_always,
-    ),
+    TrialRule(dests="enable_one_logger", why=NO_LOGS, adds=("--no-one-logger",), when=_always),
     TrialRule(
         dests="profile|profile_.*|use_pytorch_profiler|pytorch_profiler_.*|record_memory_history|memory_snapshot_path"
         "|nvtx_ranges|rl_profile|record_shapes",
@@ -111,12 +104,7 @@ RULES = (
         "|inprocess_.*|run_workload_inspector_server|error_injection_.*",
         why=NO_MONITORS,
     ),
-    TrialRule(
-        dests="log_interval",
-        why="step times are read from the log",
-        adds=("--log-interval", "1"),
-        when=_always,
-    ),
+    TrialRule(dests="log_interval", why="step times are read from the log", adds=("--log-interval", "1"), when=_always),
     TrialRule(dests="auto_tune", why="memory is logged after each step", adds=("--auto-tune",), when=_always),
     TrialRule(
         dests="data_cache_path",

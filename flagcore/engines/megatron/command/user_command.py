@@ -2,8 +2,6 @@
 the release of Megatron that it runs. Also converts knobs and settings to Megatron-LM's flags, and back.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

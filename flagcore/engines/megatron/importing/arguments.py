@@ -2,8 +2,6 @@
 the model with Megatron's defaults.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Iterable

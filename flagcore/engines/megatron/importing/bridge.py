@@ -4,8 +4,6 @@ Megatron-Bridge is github.com/NVIDIA-NeMo/Megatron-Bridge; the format is that of
 `run_config.yaml` in its checkpoints, as of commit 067f987d (2026-08-22) and release 0.3.1.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

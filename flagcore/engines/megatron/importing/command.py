@@ -1,7 +1,5 @@
 """Converts a Megatron-LM command, or a script that starts one, to a spec."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """How layers are assigned to pipeline stages: Megatron's layout texts, and the layouts of published runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

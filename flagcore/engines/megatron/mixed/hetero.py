@@ -3,8 +3,6 @@
 Source: FlagScale 16a2dd5, `flagscale/train/arguments.py`, `train/hetero` and `runner/runner_train.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,11 +62,10 @@ def runs_meshes(spec: Spec) -> bool:
 
 def mixed_job(platform: Platform, candidate: Candidate) -> Mixed | None:
     """Return a candidate as a mixed job of FlagScale; None if the command starts none. Raises LaunchError."""
-    task, values = platform.task, candidate.as_dict()
-    command = readable_command(task.spec)
+    command = readable_command(platform.task.spec)
     if command is None or ENABLE not in command.arguments:
         return None
-    return mixed(platform, values, command.arguments)
+    return mixed(platform, candidate.as_dict(), command.arguments)
 
 
 def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequence[str] = ()) -> Mixed:

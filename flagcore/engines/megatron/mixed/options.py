@@ -1,7 +1,5 @@
 """The legal sizes of one node group, with the time and the memory of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

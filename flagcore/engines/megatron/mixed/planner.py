@@ -10,8 +10,6 @@ the time with real numbers of micro-batches is a lower bound; whole numbers near
 the lowest bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce

@@ -7,8 +7,6 @@ virtual stages, CP or EP; megatron-core 0.16 `parallel_state.py` has one TP, CP 
 ranks in which those of a replica are consecutive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Meshes in trials: flagcore's trial program runs those of equal sizes on the hosts of their groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -4,8 +4,6 @@ Specs and job records use these names. They are those of Megatron-core, except f
 flagcore has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

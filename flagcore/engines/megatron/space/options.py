@@ -1,7 +1,5 @@
 """Converts settings, precision and implementation to the options of the memory and time formulas."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ Megatron-Bridge's recipes (`comm_overlap.py`, `mixed_precision.py`);
 `best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_m
 `pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

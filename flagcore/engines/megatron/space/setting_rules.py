@@ -3,8 +3,6 @@
 Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Megatron-LM core_v0.16 `arguments.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

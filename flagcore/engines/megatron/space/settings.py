@@ -1,7 +1,5 @@
 """The settings of Megatron training: knobs with one value for all candidates of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ accelerator import in parallel, because they have enough cores. Exit codes: 0 su
 memory, 1 other errors, 128 + signal if a signal ended it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 Also prepares transformer-engine before a model is built with its layers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

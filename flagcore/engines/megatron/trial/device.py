@@ -11,8 +11,6 @@ the reason for each. The replacements are plain functions and not a torch functi
 the backward pass, in which recomputation runs forward code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import time

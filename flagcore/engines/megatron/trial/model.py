@@ -7,8 +7,6 @@ Initial weights do not depend on the layout, so every layout has the same losses
 from its global name; every rank draws the whole weight and keeps its own part.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Converts the command of a server to a spec."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

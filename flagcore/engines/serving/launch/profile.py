@@ -1,7 +1,5 @@
 """What an engine's package says about the engine; the other modules work with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

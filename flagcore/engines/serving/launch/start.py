@@ -1,7 +1,5 @@
 """Starts a candidate: the trial program with a job, or the servers of the final configuration."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping

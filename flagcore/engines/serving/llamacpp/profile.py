@@ -4,8 +4,6 @@ Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057). Sources of th
 server of xllamacpp 2026.10.11549.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """What llama-server reports about itself."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -6,8 +6,6 @@ Its flags are in `flags.json`: spellings and defaults of llama.cpp `tools/server
 `xllamacpp.CommonParams` (2026.10). The module imports nothing large, because the process of the server does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The LMDeploy server, and what it reports about itself."""
 
-from __future__ import annotations
-
 import re
 
 from flagcore.domain.space import KnobValue

@@ -5,8 +5,6 @@ Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of 
 `src/turbomind/turbomind.cc` (cache budget), `docs/en/quantization/kv_quant.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

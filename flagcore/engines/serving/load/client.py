@@ -1,7 +1,5 @@
 """Sends one request over HTTP and classifies its failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

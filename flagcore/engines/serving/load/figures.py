@@ -4,8 +4,6 @@ A load starts with empty servers and ends with requests that have fewer neighbou
 their number. Only the requests between both ends count in a steady state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Images of requests: their sizes, and the data URIs that a client sends."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """Whether a load can end before all its requests are answered, and the search for the highest load within limits."""
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect_right

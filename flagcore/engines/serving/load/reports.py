@@ -5,8 +5,6 @@ The inter-token latency of guidellm and aiperf has one value per request, so it 
 by tokens); aiperf's inter-chunk latency is flagcore's ITL. Goodput is omitted, because reports do not have the SLO.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The result of a load: complete answers, or problems without metrics; and estimates when it ends early."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum

@@ -4,8 +4,6 @@ The events of one answer usually differ only in their text. An event is parsed o
 parsed one; the comparison of bytes is ten times as fast as parsing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

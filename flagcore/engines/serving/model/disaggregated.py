@@ -9,8 +9,6 @@ Source of the stages: DistServe (Zhong et al. 2024, arXiv 2401.09670, section 3)
 ai-dynamo/aiconfigurator @095f58a5 `README.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush

@@ -6,8 +6,6 @@ Source: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sch
 (`managers/scheduler.py`). `Price` has plain Python numbers, because the simulation asks millions of times.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence

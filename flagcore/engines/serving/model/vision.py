@@ -4,8 +4,6 @@ A tower is a transformer without a cache (Qwen2.5-VL, arXiv 2502.13923, section 
 Engines run it without captured graphs, on the first stage of a pipeline, before the iteration that computes the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

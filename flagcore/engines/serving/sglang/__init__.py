@@ -1,7 +1,5 @@
 """The SGLang server, and what it reports about itself."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

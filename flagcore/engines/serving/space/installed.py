@@ -1,7 +1,5 @@
 """Finds the program that starts a server, and its version in package metadata, without running it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The program of an engine: `engine.yaml`, the spec's `engine_args`, the installed version, and the command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

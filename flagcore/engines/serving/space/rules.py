@@ -1,7 +1,5 @@
 """Rules and merges that serving engines share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

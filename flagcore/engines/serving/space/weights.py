@@ -1,7 +1,5 @@
 """Sizes of weights, checks of a Hugging Face directory, and the minimum number of devices of a model."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ metrics, the exit code is not 0, and the last line on stderr is the class of the
 configuration:`, `timed out:` or `failed:`) with the reason. Each server logs into FOLDER/instance-N.log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Failures of a trial: a class and one line with the first error in the engine's log."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

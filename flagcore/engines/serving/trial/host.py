@@ -5,8 +5,6 @@ free port of each host. FOLDER/servers.json has the data for the client (`server
 ends with the exit code and the last line on stderr of the trial program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

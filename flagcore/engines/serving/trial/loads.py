@@ -3,8 +3,6 @@
 Another client may send them: guidellm, aiperf, `vllm bench serve` or `sglang.bench_serving`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Reads the results of a trial: all load points, and the one for its score."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

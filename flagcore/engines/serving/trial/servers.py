@@ -3,8 +3,6 @@
 Servers on other hosts are known by what the program of each host (`host.py`) reports in a file that is mirrored here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

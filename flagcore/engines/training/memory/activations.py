@@ -6,8 +6,6 @@ Sources: the operators of megatron-core 0.16's layers, `gpt_model.py`, `tensor_p
 rank has `Options.expert_imbalance` times its even share of the tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

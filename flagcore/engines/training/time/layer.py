@@ -1,7 +1,5 @@
 """Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Time of an optimizer step, and of the collectives of gradients and weights around it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Time of the pipeline: the makespan of a schedule from the times of a few representative stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A whole Megatron-LM, of flag-scale's wheel, that trains on the CPU: `make build/megatron-lm` puts it there."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small jobs of Megatron-LM as shell scripts, and specs that start them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

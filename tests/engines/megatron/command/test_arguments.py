@@ -1,7 +1,5 @@
 """The tables of Megatron-LM's arguments, and how a command is read with them: as argparse does."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Warnings and errors about a user's command before its first trial."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

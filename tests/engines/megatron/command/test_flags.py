@@ -1,7 +1,5 @@
 """The knobs in a user's own command: as flags, placeholders and environment variables."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flags of knobs and settings against the argument table of every release."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

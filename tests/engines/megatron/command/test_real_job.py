@@ -1,7 +1,5 @@
 """A job in the manner of NVIDIA's example scripts, tuned without harm by the real `pretrain_gpt.py` on a CPU."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

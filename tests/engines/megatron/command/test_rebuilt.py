@@ -1,7 +1,5 @@
 """The table of arguments against the parser of a real Megatron-LM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which release of Megatron-LM a command runs: that of the tree, of PYTHONPATH or of the installed package."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """A script is read without being run: what it starts is found, and nothing of the user changes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

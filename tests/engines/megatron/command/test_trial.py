@@ -1,7 +1,5 @@
 """A trial of a user's command runs exactly N steps, writes nothing of the user's, and has the candidate's knobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

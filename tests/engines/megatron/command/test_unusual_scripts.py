@@ -1,7 +1,5 @@
 """Odd jobs, run by the real `pretrain_gpt.py` on a CPU: each ends in the right state, with one clear line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The lines are those of Megatron-LM 0.15 and torch 2.13, from runs on a CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flagcore.domain.launch import Exit, classify

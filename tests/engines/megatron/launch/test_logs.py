@@ -1,7 +1,5 @@
 """Megatron's log lines, as its `training_log`, `report_memory` and `_print_args` write them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which ranks a probe plays, and what is read of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From what a trial left in its folder to a measurement, or to one line that says what is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

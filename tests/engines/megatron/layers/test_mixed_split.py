@@ -1,7 +1,5 @@
 """Pipelines over node groups of different chips: each stage has the times and the room of its own devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """Derived splits of layers against all splits that there are, in time and under limits of memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from itertools import combinations, product

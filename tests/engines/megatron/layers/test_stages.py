@@ -1,7 +1,5 @@
 """Layouts of pipeline stages: Megatron's own grammar, and how published runs dealt out layers that do not divide."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

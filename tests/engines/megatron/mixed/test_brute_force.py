@@ -1,7 +1,5 @@
 """The best of the planned meshes is that of all meshes, orders and splits of layers, and FlagScale accepts them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

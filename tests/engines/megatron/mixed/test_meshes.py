@@ -1,7 +1,5 @@
 """Meshes: sizes of their own for each kind of chip, their rules, and the plan of those that may be the fastest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

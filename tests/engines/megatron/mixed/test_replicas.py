@@ -1,7 +1,5 @@
 """A data split: whole replicas on each kind of chips, with shares of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Settings that a space compares: accepted, legal per candidate, predicted per candidate, passed, read back."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

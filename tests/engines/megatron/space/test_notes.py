@@ -1,7 +1,5 @@
 """What the free text of a source tells of its settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """From settings to the options of physics, and what a published run means that does not say."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

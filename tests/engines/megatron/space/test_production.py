@@ -1,7 +1,5 @@
 """What a plan assumes: the settings of recipes, each for the candidates with which it is legal."""
 
-from __future__ import annotations
-
 import shlex
 from collections import defaultdict
 from dataclasses import replace

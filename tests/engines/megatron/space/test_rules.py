@@ -1,7 +1,5 @@
 """Each rule of Megatron with a candidate that breaks it, and one beside it that does not."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A rank whose device is slow is named by a real trial, though all ranks have the same step time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """`flagcore.api.tune` on a tiny model that megatron-core really trains."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run as a program: reads lines of JSON, each [folder, [[name, job], ...]], and answers each with {name: exit code}.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import functools

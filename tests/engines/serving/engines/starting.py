@@ -1,7 +1,5 @@
 """A real server of an engine, started as its adapter says, for tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Small made-up serving tasks: one load on cards or on cores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

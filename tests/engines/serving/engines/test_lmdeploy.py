@@ -1,7 +1,5 @@
 """LMDeploy: knobs, rules, settings, the command line and what is read back, as its documentation has them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM for real: its CPU build, where it is installed, with weights that it makes up itself. A start takes a minute."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

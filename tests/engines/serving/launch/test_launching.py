@@ -1,7 +1,5 @@
 """How candidates become servers: devices of their own, ports found later, and the winner for users."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """HTTP servers on raw sockets, each of which behaves, or misbehaves, as a test says."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

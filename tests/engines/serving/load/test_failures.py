@@ -1,7 +1,5 @@
 """Servers that misbehave: each way has its class and message, and none leaves a figure behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

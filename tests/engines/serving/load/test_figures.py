@@ -1,7 +1,5 @@
 """Figures out of answers that are made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

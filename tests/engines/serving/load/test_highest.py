@@ -1,7 +1,5 @@
 """The search for the highest load that meets_limit latency limits."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Images of a load: what a client sends, what a trace has, and how many tokens they are."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """The client against a real llama.cpp server: what it counts, and what the server itself says of the same answers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads that do not end in their time: estimates, and figures of the requests so far."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import sys

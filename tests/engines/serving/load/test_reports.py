@@ -3,8 +3,6 @@
 The reports here have the keys, units and nesting that vllm 0.32, sglang 0.5.23, guidellm 0.8.1 and aiperf 0.13 write.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which server gets a request: by prefixes, or two servers, of which one only prefills and one only decodes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What servers see of a load: how many requests at once, when, which instance, and what is in them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import resource

@@ -1,7 +1,5 @@
 """The steady state of simulated and real loads."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """What is counted of one answer, and when: pieces, tokens, and the clock that the test holds."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The times of an answer are those of the server, without the work of the client."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Traces in the formats in which they are published, and files that are none."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Iterable

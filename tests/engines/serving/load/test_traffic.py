@@ -1,7 +1,5 @@
 """Lengths, arrivals and prompts: what a load point means."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """An instance that only decodes behind instances that prefill: stages, rates, and the transfer of caches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Seconds of iterations: what more tokens, devices, narrower weights and missing graphs do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

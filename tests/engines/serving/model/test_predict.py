@@ -1,7 +1,5 @@
 """Predictions of servers: what knobs and loads do to figures, memory, and the step time of an objective."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Images in predictions, rules and knobs of serving engines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

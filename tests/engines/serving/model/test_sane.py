@@ -1,7 +1,5 @@
 """What must hold of predictions whatever chip, engine, model and load: drawn at random, the same each time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

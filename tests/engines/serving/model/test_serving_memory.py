@@ -1,7 +1,5 @@
 """Memory of a server: weights, what a token takes, and what is left for the cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

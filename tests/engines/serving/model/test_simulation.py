@@ -1,7 +1,5 @@
 """The scheduler: against one that goes token by token, and what batch limits and a small cache do."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

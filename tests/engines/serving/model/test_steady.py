@@ -1,7 +1,5 @@
 """The closed form of a closed loop tends to what its simulation does."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

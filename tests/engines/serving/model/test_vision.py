@@ -1,7 +1,5 @@
 """Times of images: the front end, the vision tower, and its ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

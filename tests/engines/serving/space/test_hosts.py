@@ -1,7 +1,5 @@
 """Instances on several hosts: where each is, what is illegal, and the flags of each host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

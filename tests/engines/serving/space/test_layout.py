@@ -1,7 +1,5 @@
 """What a spec without a space searches, and the layout that an expert would start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The devices of a task, programs and their versions, sizes of weights and of requests."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Instances that only prefill and instances that only decode, on one set of cards."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

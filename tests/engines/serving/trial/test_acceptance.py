@@ -1,7 +1,5 @@
 """The acceptance of drafted tokens that trials measure, in the predictions of other candidates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a log says went wrong first, whatever stands at its end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

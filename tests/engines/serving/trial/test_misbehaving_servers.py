@@ -1,7 +1,5 @@
 """The real trial program with servers that do what real ones did: the right class, a clear message, and no figures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Servers on several hosts. Agents of this machine stand for the hosts, and a played server for the engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers that another client loads, whose report is read instead."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whose process listens on a port, and how long a request about the state of a server takes."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

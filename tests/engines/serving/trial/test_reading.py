@@ -1,7 +1,5 @@
 """What a trial left in its folder becomes a measurement, or an error that says what is missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

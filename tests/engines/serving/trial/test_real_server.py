@@ -1,7 +1,5 @@
 """The trial program with llama.cpp's own server and a model of random weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

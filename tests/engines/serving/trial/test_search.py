@@ -1,7 +1,5 @@
 """The search for the highest load within one launch, with loads that tests play."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """What a trial says about a load that does not end in its time."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

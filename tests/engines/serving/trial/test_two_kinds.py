@@ -1,7 +1,5 @@
 """A trial of an instance that prefills and one that decodes: real processes of a server that tests play."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

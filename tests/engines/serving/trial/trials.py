@@ -1,7 +1,5 @@
 """Trials of a server that tests play, through the launcher and the real trial program."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """Specs of Megatron-Bridge's recipes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
