@@ -145,7 +145,7 @@ class Knob:
     shows_neutral: bool = False
     """Whether the text form of a candidate also includes the neutral value."""
     layout: bool = False
-    """Whether the knob determines the parallel layout. Candidates with equal values of all such knobs share a layout."""
+    """Whether the knob is part of the layout: candidates with equal values of all such knobs have the same layout."""
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
@@ -246,7 +246,7 @@ class Knob:
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:
-        """Convert `value`, which the spec has under `key`, to a value of this knob. Raises SpecError if it is invalid."""
+        """Convert the `value` of the spec's key `key` to a value of this knob. Raises SpecError if it is invalid."""
         if value is None and (self.neutral is None or not self.effects):
             return self.neutral
         result: KnobValue = _parsed(self, value)
