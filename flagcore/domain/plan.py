@@ -287,7 +287,7 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
 def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
-    """Return the plan of a search. If the best or the baseline has a run with whole steps, the plan contains that run."""
+    """Return the plan of a search. For the best and the baseline, runs with whole steps take precedence."""
     cold = search_state.cold_start
     return Plan(
         chip=task.cluster.chips,
