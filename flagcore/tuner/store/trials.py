@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import optuna
 from optuna.distributions import CategoricalDistribution
@@ -25,9 +25,9 @@ from flagcore.tuner.store.directory import writable
 
 JOURNAL = "journal.log"
 FIGURES = {
-    each.name: "None" in str(each.type)
-    for each in dataclasses.fields(Measurement)
-    if str(each.type).split(" | ")[0] in ("int", "float")
+    name: kind not in (int, float)
+    for name, kind in get_type_hints(Measurement).items()
+    if kind in (int, float, int | None, float | None)
 }
 """The fields of a measurement that contain a single number, each with whether the number may be unknown."""
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
