@@ -128,9 +128,9 @@ class Engine(EngineProfile, Workload):
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows need at least as much memory as `candidate` because of every knob.
+        """Return which rows certainly need at least as much memory as `candidate`, judged by their knobs.
 
-        A knob that is not set, or whose order by memory is unknown, must have the same value in both.
+        A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in both.
         """
         values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
@@ -251,7 +251,7 @@ CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
 
 
 def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
-    """Return the task and the knob values of a job record, with the settings that it omits filled in (see above)."""
+    """Return the task and the knob values of a job record, with omitted settings filled in (see the module)."""
     serve, chip = task.spec.serve, task.cluster.groups[0].chip
     values = dict(values)
     if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
@@ -261,7 +261,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
     if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
-    kinds = values.get(PREFILL_DECODE)  # the space must contain them, and `auto` may not
+    kinds = values.get(PREFILL_DECODE)  # the space must contain this value, which `auto` may not
     space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
     return replace(task, spec=replace(task.spec, work=serve, space=space)), values
 
