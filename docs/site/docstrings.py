@@ -1,6 +1,7 @@
 """Texts of the reference from docstrings: the results of the Python API, and the hooks of plugins."""
 
 import inspect
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -22,9 +23,9 @@ def render_result(mark: str) -> str:
     if mark == "python functions":
         return _functions()
     kind: Any = getattr(flagcore, mark.split()[1])
-    rows = [(each.name, str(each.type)) for each in fields(kind)]
+    rows = [(each.name, _type_text(each.type)) for each in fields(kind)]
     rows += [
-        (name, f"{inspect.signature(each.fget).return_annotation}")
+        (name, _type_text(inspect.signature(each.fget).return_annotation))
         for name, each in vars(kind).items()
         if isinstance(each, property) and each.fget
     ]
@@ -44,6 +45,12 @@ def _functions() -> str:
         if inspect.isfunction(found):
             parameters = ", ".join(inspect.signature(found).parameters)
             text = " ".join(inspect.cleandoc(found.__doc__ or "").split("\n\nRaises")[0].split())
-            returned = inspect.signature(found).return_annotation
+            returned = _type_text(inspect.signature(found).return_annotation)
             rows.append(f"| `{name}({parameters}) -> {returned}` | {text} |")
     return "\n".join(rows)
+
+
+def _type_text(annotation: Any) -> str:
+    """Return a type as it is written in an annotation, without the names of modules."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+", "", text)

@@ -1,7 +1,8 @@
-"""Chips and devices: figures with their sources, names, the evidence for the data of a plugin, and slow devices.
+"""Chips and devices: names, figures with their sources, the evidence for a plugin's data, and slow devices.
 
-All ranks of a synchronous job have the same step time, since they wait for each other. To find slow devices, a trial
-ends with a speed test, a fixed matrix product on each rank, and the clocks that the vendor's tool reports are compared.
+All ranks of a synchronous job have the same step time, because they wait for each other, so step times do not show
+which device is slow. Each trial therefore ends with a speed test, a fixed matrix product on each rank. The clocks that
+the vendor's tool reports are compared too.
 """
 
 import math
@@ -22,7 +23,7 @@ NotNegative: TypeAlias = Annotated[float, Ge(0)]
 
 
 class Support(Enum):
-    """Whether something works on a chip. Trials may run if the support is UNKNOWN."""
+    """Whether a feature or an engine works on a chip. Trials may also run if the support is UNKNOWN."""
 
     YES = "yes"
     IMPOSSIBLE = "the hardware cannot"
@@ -32,7 +33,7 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The origin of a figure. `detail` describes how it was measured or where it was published."""
+    """The source of a figure. `detail` states how the figure was measured or where it was published."""
 
     kind: Literal["measured", "datasheet", "published", "estimated", "user"]
     detail: Annotated[str, MinLen(1)]
@@ -50,11 +51,13 @@ class Fact:
 class Link:
     """The connection between neighbouring devices.
 
-    `bytes_per_second` is the rate of one device in one direction, to all its peers together.
-    `domain_size` is the number of consecutive devices that the link connects, such as part of a node or a rack; None:
-    all devices of a node. With `copy_engine`, collectives run on copy engines and do not slow down kernels. Without
-    `peer_access`, devices cannot access each other's memory, and copies go through the host. With `switch_reduces`, the
-    switch sums the data of its devices, so that an all-reduce sends data out of the domain only once.
+    `bytes_per_second`: the rate of one device in one direction, to all its peers together.
+    `domain_size`: the number of consecutive devices that the link connects, such as a part of a node, or a rack. None
+    means all devices of a node.
+    `copy_engine`: whether collectives run on copy engines, so that they do not slow down kernels.
+    `peer_access`: whether devices can access each other's memory. Otherwise copies go through the host.
+    `switch_reduces`: whether the switch sums the data of its devices, so that an all-reduce sends data out of the
+    domain only once.
     """
 
     name: str
@@ -69,15 +72,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """An accelerator model. Its figures are those of one device, as software sees it.
+    """A chip model. Its figures describe one device, as software sees it.
 
-    `aliases` are the names that drivers and frameworks report. `family_names` are shorter names, also of other chips,
-    that mean this chip in specs and on the command line. `architecture` is the target for which kernels are compiled,
-    such as sm_90 or gfx942. `dense_flops_per_second` maps a precision
-    (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
-    interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand),
-    `tdp_watts` the power that one device may take for long.
     Figures that were neither published nor measured are None or absent.
+
+    `aliases`: the names that drivers and frameworks report.
+    `family_names`: shorter names that mean this chip in specs and on the command line. Other chips may share them.
+    `architecture`: the target for which kernels are compiled, such as sm_90 or gfx942.
+    `dense_flops_per_second`: the peak without sparsity by precision (`fp32 tf32 bf16 fp16 fp8 int8`).
+    `host_bytes_per_second`: the rate of the host interface in one direction.
+    `nic_latency_seconds`: the time of a small message to another host. None means the latency of InfiniBand.
+    `tdp_watts`: the power that one device may draw continuously.
     """
 
     name: str
@@ -99,7 +104,7 @@ class Chip:
 
     @property
     def figures(self) -> dict[str, Fact]:
-        """The known figures by key. Nested figures have their path, such as `link.bytes_per_second`."""
+        """The known figures by key. The key of a nested figure is its path, such as `link.bytes_per_second`."""
         single = {
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth_bytes_per_second": self.memory_bandwidth_bytes_per_second,
@@ -116,7 +121,7 @@ class Chip:
         return normalize_name(name) in self.spellings
 
     def matches_name(self, name: str) -> bool:
-        """Return whether a user means this chip by `name`: its name, an alias, or a family name."""
+        """Return whether `name` means this chip in user input: its name, an alias, or a family name."""
         return normalize_name(name) in self.spellings | self._spellings_of(self.family_names)
 
     @property
@@ -131,33 +136,35 @@ class Chip:
 
 
 TRAINED = ("bf16", "fp16", "fp32")
-"""Precisions in which chips train without further libraries, the preferred ones first."""
+"""Precisions in which chips can train without additional libraries, in order of preference."""
 
 
 MUCH_SLOWER = 2.0
-"""A precision that is slower than fp32 by this factor is reported, and ends a search whose steps do not fit in their
-time. Chosen: no candidate gains as much."""
+"""If the precision is slower than fp32 by at least this factor, the user gets a message, and a search whose steps do
+not fit in the trials' time limit ends. Chosen, because no candidate gains as much."""
 
 
 def slowness(chip: Chip, precision: str) -> float:
-    """Return how many times slower than fp32 the products of a chip are in `precision`, 1 if a rate is unknown."""
+    """Return how many times slower matrix products are in `precision` than in fp32, or 1.0 if a rate is unknown."""
     rate, fp32 = (chip.dense_flops_per_second.get(name) for name in (precision, "fp32"))
     return fp32.value / rate.value if rate and fp32 else 1.0
 
 
 def usual_precision(chip: Chip, precisions: Iterable[str] = TRAINED) -> str | None:
-    """Return the first of `precisions` that the chip computes and in which it is not slower than in fp32; None if there
-    is none."""
+    """Return the first of `precisions` that the chip supports at no less than its fp32 rate, or None."""
     listed = (name for name in precisions if name in chip.dense_flops_per_second)
     return next((name for name in listed if slowness(chip, name) <= 1.0), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator of this machine, or of `host`. `memory_bytes` is the size that the driver reports.
+    """An accelerator of this machine, or of `host`.
 
-    `name` is its name in the variables that select devices, such as a UUID; empty: `index`. `within` is the value of
-    `EngineSupport.outer_variable` within whose devices the name counts; empty if the variable is not set.
+    `memory_bytes`: the memory size that the driver reports.
+    `name`: the name of the device in environment variables that select devices, such as a UUID. If it is empty, the
+    name is `index`.
+    `within`: the value of `EngineSupport.outer_variable`, if it is set. That variable selects a subset of the devices,
+    and `name` is valid within this subset.
     """
 
     index: int
@@ -171,7 +178,7 @@ class Device:
 
     @property
     def selector(self) -> str:
-        """The name of the device in variables that select devices."""
+        """The name of the device in environment variables that select devices."""
         return self.name or str(self.index)
 
     @property
@@ -181,7 +188,7 @@ class Device:
 
 
 def with_network(chip: Chip, nic_bytes_per_second: float | None, nic_latency_seconds: float | None = None) -> Chip:
-    """Return `chip` with the network rate and latency that the user gives, if any."""
+    """Return `chip` with the user's network latency, and with the user's network rate if there is one."""
     chip = replace(chip, nic_latency_seconds=nic_latency_seconds)
     if nic_bytes_per_second is None:
         return chip
@@ -190,14 +197,14 @@ def with_network(chip: Chip, nic_bytes_per_second: float | None, nic_latency_sec
 
 
 MIN_SIMILARITY = 0.72
-"""Chips are suggested if their normalized names have at least this similarity, from 0 to 1."""
+"""The minimum similarity (0 to 1) of normalized names at which a chip is suggested for a misspelled name."""
 
 
 def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     """Return the names of up to four chips that `word` may mean, most similar first.
 
-    Chips with a name or alias that contains `word`, or is contained in it, are preferred to chips with a similar name.
-    The vendor's name is ignored.
+    Chips whose name or alias contains `word`, or is part of it, take precedence: chips with similar names are returned
+    only if there are no such chips. The vendor's name is ignored.
     """
     containing, similar = [], []
     for chip in chips:
@@ -213,11 +220,11 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
 
 
 MAX_LISTED = 20
-"""The maximum number of chips in one message."""
+"""The maximum number of chips that one message lists."""
 
 
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
-    """Return a hint for an unknown chip: similar names, or all names if there are at most MAX_LISTED."""
+    """Return a hint for an unknown chip name: similar names, or all chips if there are at most MAX_LISTED."""
     known = tuple(chips)
     similar, listed = " or ".join(similar_chips(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
     if not similar and len(known) > MAX_LISTED:
@@ -227,13 +234,17 @@ def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
 
 
 def normalize_name(name: str) -> str:
-    """Return the letters, digits and plus signs of a name in lower case, for comparing names of chips."""
+    """Return the letters, digits and plus signs of a chip name in lower case, for comparisons."""
     return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement about chips. `by` is a tool, or software with its date; `files` are transcripts."""
+    """A statement about what works on some chips, and its evidence.
+
+    `by`: the tool, or the software and its date, that gave the evidence.
+    `files`: transcripts, as file names.
+    """
 
     what: str
     chips: tuple[str, ...]
@@ -243,7 +254,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maturity:
-    """The claims of a plugin by their evidence: runs on hardware, transcripts of such runs, or documents."""
+    """A plugin's claims by kind of evidence: runs on hardware, transcripts of such runs, or documents."""
 
     run_on_hardware: tuple[Claim, ...] = ()
     checked_on_transcripts: tuple[Claim, ...] = ()
@@ -252,7 +263,7 @@ class Maturity:
 
     @property
     def word(self) -> str:
-        """The strongest evidence in one word."""
+        """The strongest kind of evidence in one word: hardware, transcripts or documents."""
         if self.run_on_hardware:
             return "hardware"
         return "transcripts" if self.checked_on_transcripts else "documents"
@@ -260,12 +271,13 @@ class Maturity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """The processes that use a device, and whether new ones can start.
+    """The processes that use a device, and whether new processes can start on it.
 
-    `processes` describes the processes with memory on the device, such as `4711 python (20.5 GiB)`. `blocked` is the
-    reason why no process can start on it, such as its compute mode; empty if none is known. `free_bytes` is the memory
-    that new processes can use if devices share the memory of the machine; None if unknown. `pending` is what
-    changes with the next reset of the device.
+    `processes`: descriptions of the processes with memory on the device, such as `4711 python (20.5 GiB)`.
+    `blocked`: the reason why no process can start on the device, such as its compute mode. Empty if none is known.
+    `free_bytes`: the memory that new processes can use, if the devices share the memory of the machine. None if it is
+    unknown.
+    `pending`: a setting that changes with the next reset of the device.
     """
 
     processes: tuple[str, ...] = ()
@@ -275,29 +287,33 @@ class DeviceUse:
 
 
 SLOW_RATIO = 1.25
-"""A device is slow if its speed test takes at least this many times the median of the other devices. Identical chips
-differ by a few percent."""
+"""A device is slow if its speed test takes at least this many times as long as the median of the other devices.
+Identical chips differ by a few percent."""
 
 SLOW_CORE_RATIO = 2.0
-"""The same ratio for CPU cores, which other processes slow down."""
+"""SLOW_RATIO for CPU cores. It is larger because other processes slow them down."""
 
 LOW_CLOCK_RATIO = 0.85
 """A device is throttled if its clock is at most this share of the median of the other devices."""
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
-"""Names of figures of a device."""
+"""Names of a device's figures in `Measurement.devices` and in telemetry."""
 
 
 CORES, OTHERS_CORES = "cores", "cores_used_by_others"
-"""Names of the telemetry of a host: its cores, and those that processes of other programs keep busy."""
+"""Names in a host's telemetry: the number of its cores, and the number of cores that other programs use."""
 DISK_WAIT, SWAPPED = "disk_wait", "swapped_bytes_per_second"
-"""The same for the share of the cores' time that waits for a disk, and for the memory that is swapped in and out."""
+"""Names in a host's telemetry: the share of core time spent waiting for a disk, and the rate of swapping."""
 BUSY_SHARE, WAIT_SHARE, SWAP_BYTES = 0.1, 0.1, 1e6
-"""A message names a disturbance from these values on: shares of the cores, and bytes per second. Chosen."""
+"""A disturbance is reported above these values: share of the cores that other programs use, share of core time spent
+waiting for a disk, and bytes swapped per second. Chosen."""
 
 
 def disturbances(telemetry: Mapping[str, float]) -> Iterator[Message]:
-    """Yield what slows a host down, from the means of its telemetry: other programs, a slow disk, swapping."""
+    """Yield a message for each disturbance of a host: other programs, a slow disk, swapping.
+
+    `telemetry`: the means of the host's figures by name.
+    """
     others, cores = telemetry.get(OTHERS_CORES, 0.0), telemetry.get(CORES, 0.0)
     if others > BUSY_SHARE * cores > 0.0:
         yield Message("other programs used {others:.1f} of {cores:.0f} cores", others=others, cores=cores)
@@ -315,8 +331,9 @@ def slow_devices(
 ) -> tuple[str, ...]:
     """Return a line for each slow or throttled device.
 
-    `devices` has the figures of each device by name, with its number over all nodes as `device`. `hosts` are the names
-    of the nodes, empty if unknown.
+    `devices`: the figures of each device by name. The figure `device` is its number, counted over all nodes.
+    `slow_ratio`: the ratio of speed test times from which a device is slow.
+    `hosts`: the names of the nodes. Empty if they are unknown.
     """
     lines = []
     for name, describe in ((SPEED_TEST, partial(_speed_problem, slow_ratio)), (CLOCK, _clock_problem)):

@@ -10,15 +10,17 @@ from flagcore.domain.chip import Chip, NotNegative, Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level of a topology, which connects groups of `devices` consecutive devices.
+    """One level of a topology. It connects each group of `devices` consecutive devices.
 
-    `bytes_per_second` is the rate of each device in one direction while all devices send. `latency_seconds` is the time
-    before the first byte of a message, `hop_seconds` the time of each further step of a pipelined ring (None: a
-    sixteenth of the latency). `efficiency` is the share of the rate that large messages reach. `pair_share` is the
-    share of a device's rate that one pair of devices can use: 1 behind a switch, 1/(n-1) in a full mesh of n. With n
-    devices on the level, the rate is multiplied by (2/n) to the power of `crowding`. A level that `reduces` sums the
-    data of its devices, so that only sums leave it. `compute_share` is the share of the device's compute that a running
-    collective takes from concurrent kernels.
+    `bytes_per_second`: the rate of each device in one direction while all devices send.
+    `latency_seconds`: the time before the first byte of a message.
+    `hop_seconds`: the time of each further step of a pipelined ring. None means a sixteenth of the latency.
+    `efficiency`: the share of the rate that large messages reach.
+    `pair_share`: the share of a device's rate that one pair of devices can use: 1 behind a switch, 1/(n-1) in a full
+    mesh of n devices.
+    `crowding`: with n devices on the level, the rate is multiplied by (2/n) to the power of `crowding`.
+    `reduces`: whether the level sums the data of its devices, so that only sums leave it.
+    `compute_share`: the share of a device's compute that a running collective takes from concurrent kernels.
     """
 
     name: str
@@ -34,13 +36,13 @@ class Level:
 
     @property
     def hop(self) -> float:
-        """Seconds of each further step of a ring."""
+        """The seconds of each further step of a ring: `hop_seconds`, or its default."""
         return self.latency_seconds / 16 if self.hop_seconds is None else self.hop_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The levels of a node group, smallest first. The last one connects all devices."""
+    """The levels of a node group's network, from the innermost to the one that connects all devices."""
 
     levels: tuple[Level, ...]
 
@@ -49,8 +51,10 @@ class Topology:
 class NodeGroup:
     """Identical nodes with identical chips.
 
-    `memory_bytes` is the memory budget of one device, from the spec or the driver. `name` is that of the spec, and
-    `speed` the speed of the kernels relative to the chip. `cpus_per_node` are the CPUs for engines, None if unknown.
+    `memory_bytes`: the memory budget of one device, from the spec or the driver.
+    `name`: the name of the group in the spec. Empty if there is none.
+    `speed`: the speed of kernels relative to the chip.
+    `cpus_per_node`: the number of CPUs per node that engines may use. None if it is unknown.
     """
 
     chip: Chip
@@ -63,7 +67,7 @@ class NodeGroup:
 
     @property
     def title(self) -> str:
-        """The name of the group or, without one, of its chip."""
+        """The name of the group, or the name of its chip if the group has no name."""
         return self.name or self.chip.name
 
     @property
@@ -74,7 +78,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Node groups, usually one. Ranks are assigned to them in order."""
+    """All node groups of a job, usually one. Ranks are assigned to the groups in order."""
 
     groups: tuple[NodeGroup, ...]
 
@@ -85,7 +89,7 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the node groups, by default those of their chips, with a number if several have the same."""
+        """The titles of the node groups. Groups with the same title are numbered, such as `name#2`."""
         titles = [group.title for group in self.groups]
         return tuple(
             f"{title}#{titles[: place + 1].count(title)}" if titles.count(title) > 1 else title
@@ -94,13 +98,13 @@ class Cluster:
 
     @property
     def chips(self) -> str:
-        """The name of the chip. With several node groups, the number of devices and the chip of each."""
+        """The title of the only node group, or the number of devices and the title of each of several groups."""
         if len(self.groups) == 1:
             return self.groups[0].title
         return " + ".join(f"{group.devices} x {group.title}" for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the mean peak of the devices in flops per second, None if the peak of a group is unknown."""
+        """Return the mean peak of all devices in flops per second, or None if a group's peak is unknown."""
         facts = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
         shares = [group.devices / self.devices for group in self.groups]
         peaks = [share * fact.value for share, fact in zip(shares, facts, strict=True) if fact is not None]

@@ -1,8 +1,8 @@
-"""Applies the effects of knobs: plugins' knobs, and engine settings that a space compares.
+"""Applies the effects of knobs that the engine does not know: plugins' knobs, and settings that a space compares.
 
-An engine is called without these knobs. The effect of a value changes settings of the task, or scales the predictions
-of the engine. Each combination of the compared settings, a variant, may have different rules and merges of the engine.
-They are combined into rules and merges that depend on the compared settings.
+The engine is called without these knobs. The effect of a value changes settings of the task, or scales the engine's
+predictions. A combination of values of the compared settings is called a variant. The engine may have different rules
+and merges for each variant. They are combined into rules and merges that depend on the compared settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def has_user_command(spec: Spec) -> bool:
 
 
 def plugin_axis(task: Task, knob: Knob) -> Axis:
-    """Return the axis of a knob with effects: the values that the spec lists; for auto, those that trials can use."""
+    """Return the axis of a knob with effects.
+
+    Its values are those that the spec lists. `auto` means all values that trials can use.
+    """
     listed, user_command = task.spec.space.get(knob.name, (knob.neutral,)), has_user_command(task.spec)
     if isinstance(listed, str):
         effects = knob.effects.items()
@@ -56,7 +59,7 @@ def plugin_axes(task: Task) -> tuple[Axis, ...]:
 
 
 def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
-    """Return the task for calling the engine: without knobs with effects, but with the settings of `effects`."""
+    """Return the task as the engine sees it: without knobs that have effects, but with the settings of `effects`."""
     names = {knob.name for knob in task.knobs}
     spec, settings = task.spec, {key: value for effect in effects for key, value in effect.settings.items()}
     if names:
@@ -69,18 +72,18 @@ def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
 
 
 def task_to_start(task: Task, effects: Sequence[Effect]) -> Task:
-    """Return the task for starting trials: only effects that the engine passes change its settings."""
+    """Return the task for starting trials. Of `effects`, only those with `passed` change its settings."""
     return engine_task(task, [effect for effect in effects if effect.passed])
 
 
 def engine_candidate(task: Task, candidate: Candidate) -> Candidate:
-    """Return `candidate` without the task's knobs with effects."""
+    """Return `candidate` without the knobs that have effects, as the engine sees it."""
     names = {knob.name for knob in task.knobs}
     return Candidate(tuple(item for item in candidate.items if item[0] not in names))
 
 
 def effects_of(task: Task, values: Mapping[str, KnobValue]) -> list[Effect]:
-    """Return the effects of a candidate's `values`. Neutral values have none."""
+    """Return the effects of a candidate's `values`. Values without an effect, such as neutral ones, are skipped."""
     effects = (knob.effect(values.get(knob.name, knob.neutral)) for knob in task.knobs)
     return [effect for effect in effects if effect is not None]
 
@@ -91,7 +94,10 @@ def environment_of(effects: Sequence[Effect]) -> dict[str, str]:
 
 
 def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect], Columns, IntArray]]:
-    """Group rows by the values of the knobs with effects. Yield the effects, columns and row numbers of each group."""
+    """Group candidates by their values of the knobs with effects.
+
+    Yields the effects, the columns and the row numbers of each group.
+    """
     axes = plugin_axes(task)
     if not axes:
         yield [], columns, np.arange(len(next(iter(columns.values()), ())))
@@ -102,7 +108,7 @@ def rows_by_effects(task: Task, columns: Columns) -> Iterator[tuple[list[Effect]
 
 
 def plugin_columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row for the task's knobs with effects."""
+    """Encode one candidate's `values` of the knobs with effects as one-row columns."""
     axes = plugin_axes(task)
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))], dtype=np.int64) for axis in axes}
 
@@ -122,9 +128,10 @@ def with_flags(task: Task, effects: Sequence[Effect]) -> Task:
 
 
 def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:
-    """Return predictions, scaled by the factors of `effects`.
+    """Return predictions scaled by the factors of `effects`.
 
-    The intervals are combined as for a product of independent figures: the squared widths of the logarithms are added.
+    The intervals of a prediction and a factor are combined as for a product of independent quantities: the squared
+    widths of their logarithms are added.
     """
     for effect in effects:
         predictions = _scale_memory(_scale_time(predictions, effect.part, effect.time), effect.memory)
@@ -162,14 +169,14 @@ def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predicti
 
 
 def _scale_figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
-    """Return a figure of a server whose iterations take `factor` times as long."""
+    """Return a server's figure for iterations that take `factor` times as long: rates fall, latencies rise."""
     if name in RATES:
         return values / factor.value
     return values * factor.value if name.partition(".")[0] in LATENCIES else values
 
 
 def _scale_memory(predictions: Predictions, factor: Factor) -> Predictions:
-    """Scale the peak of allocated memory. The difference is added to the activations."""
+    """Scale the peak of allocated memory by `factor`. The difference is added to the activations."""
     if factor == Factor():
         return predictions
     added_bytes = predictions.peak_allocated_bytes * (factor.value - 1.0)
@@ -183,7 +190,7 @@ def _scale_memory(predictions: Predictions, factor: Factor) -> Predictions:
 
 
 MAX_COMBINATIONS = 4096
-"""The maximum number of combinations of compared settings."""
+"""The maximum number of variants of a task."""
 
 T = TypeVar("T")
 _RulesOf: TypeAlias = "Callable[[Task], tuple[Rule, ...]]"
@@ -194,9 +201,9 @@ _Cases: TypeAlias = "Mapping[_Values, T | None]"
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The rules by name and message, and the merges by name, for one combination of values.
+    """The engine's rules by name and message, and its merges by name, for one combination of values.
 
-    With an `error`, no candidate with these values is legal.
+    If there is an `error`, no candidate with these values is legal.
     """
 
     values: _Values
@@ -208,8 +215,8 @@ class _Variant:
 def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tuple[tuple[Rule, ...], tuple[Merge, ...]]:
     """Return the engine's rules and merges for all candidates of a task.
 
-    `rules_of` and `merges_of` return those of one variant. Raises SpecError for a value that is invalid in all
-    combinations of settings, and for too many combinations.
+    `rules_of` and `merges_of`: functions that return the rules and the merges of one variant.
+    Raises SpecError if a value is invalid in all variants, or if there are more than MAX_COMBINATIONS variants.
     """
     knobs = [knob for knob in task.knobs if any(effect.settings for effect in knob.effects.values())]
     if not knobs:
@@ -244,7 +251,7 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
 
 
 def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Variant]) -> None:
-    """Raise SpecError if no combination is legal, or none with a value that the space lists."""
+    """Raise SpecError if no variant is legal, or if no variant with a value that the space lists is legal."""
     errors = [each.error for each in variants if each.error]
     if len(errors) == len(variants):
         raise errors[0]
@@ -258,7 +265,10 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
 
 
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
-    """Return one rule for all combinations. If it depends on one value, its name and message have that value."""
+    """Return one rule for all variants, from the rule of each variant in `cases`.
+
+    If the rule exists for only one value of one knob, its name and message include the knob and the value.
+    """
     rule = next(each for each in cases.values() if each)
     names, by_codes = _by_codes(axes, cases)
     if not names:
@@ -279,7 +289,7 @@ def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
 
 
 def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
-    """Return one merge for all combinations."""
+    """Return one merge for all variants, from the merge of each variant in `cases`."""
     merge = next(each for each in cases.values() if each)
     names, by_codes = _by_codes(axes, cases)
     if not names:
@@ -296,7 +306,7 @@ def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
 
 
 def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], dict[tuple[int, ...], T]]:
-    """Return the knobs on which a rule or merge depends, and the rule or merge for each combination of their codes."""
+    """Return the knobs on which a rule or merge depends, and its version for each combination of their codes."""
     relevant = _relevant_axes(axes, cases)
     codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
     by_codes = {codes[values]: each for values, each in cases.items() if each}
@@ -306,7 +316,7 @@ def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[tuple[str, ...], 
 def _cases_of(
     columns: Columns, names: Sequence[str], by_codes: Mapping[tuple[int, ...], T]
 ) -> Iterator[tuple[T, IntArray, Columns]]:
-    """Yield each rule or merge with its rows, and the columns of these."""
+    """Yield each rule or merge with the numbers of the rows to which it applies, and the columns of these rows."""
     for codes, rows in rows_by_codes(columns, names):
         if codes in by_codes:
             yield by_codes[codes], rows, {name: column[rows] for name, column in columns.items()}

@@ -13,8 +13,9 @@ from flagcore.domain.space import KnobValue
 class RefusedValues:
     """Values that do not work on a chip. They become a legality rule with the name `name`.
 
-    `knob` is a knob, `precision`, `attention` or `implementation` of the job, or a setting that all candidates share:
-    `settings.NAME` of training, `engine_args.NAME` of a server. Numbers greater than `above` do not work either.
+    `knob`: the name of a knob; `precision`, `attention` or `implementation` of the job; or a setting that all
+    candidates share, as `settings.NAME` of training or `engine_args.NAME` of a server.
+    `above`: numbers greater than this do not work either. None if there is no such bound.
     """
 
     name: str
@@ -28,8 +29,9 @@ class RefusedValues:
 class ForcedSetting:
     """The only value of a shared setting that works on a chip.
 
-    Trials use it if the spec does not have the setting. Other values break a legality rule with the name `name`.
-    `setting` is `settings.NAME` of a training command, or `engine_args.NAME` of a server.
+    Trials use it if the spec does not set it. Other values break a legality rule with the name `name`.
+
+    `setting`: `settings.NAME` of a training command, or `engine_args.NAME` of a server.
     """
 
     name: str
@@ -39,14 +41,14 @@ class ForcedSetting:
 
 
 ValueRule = RefusedValues | ForcedSetting
-"""A rule that plugins state as data. Candidates that break it are not legal."""
+"""A legality rule that plugins state as data. Candidates that break it are not legal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferredSetting:
-    """A value of a shared setting that trials get if the user does not set it, with the reason. Other values work, too.
+    """A value that a shared setting gets if the user does not set it, with the reason. Other values also work.
 
-    `setting` is that of `ForcedSetting`. If a knob has the same name, `auto` in a space means this value.
+    `setting`: as in `ForcedSetting`. If a knob has the same name, `auto` in a space means this value.
     """
 
     setting: str
@@ -56,11 +58,13 @@ class PreferredSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskAdvice:
-    """A plugin's answer about a whole task.
+    """A plugin's advice about a whole task.
 
-    `impossible` says why no candidate of it can run; empty: some can. `preferred` are settings that the task lacks.
-    `warmup` is the number of first training steps that are too slow to count, because kernels are compiled, or of first
-    requests of a load. `notes` are sentences for the user.
+    `impossible`: the reason why no candidate of the task can run. Empty if some can.
+    `preferred`: values for settings that the task does not set.
+    `warmup`: the number of first training steps, or first requests of a load, that are not measured. They are slow
+    because kernels are compiled.
+    `notes`: sentences for the user.
     """
 
     impossible: str = ""
@@ -71,7 +75,7 @@ class TaskAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesResource:
-    """The resource name of a vendor's Kubernetes device plugin, and whether it counts devices or cards."""
+    """The resource name of a vendor's Kubernetes device plugin, and whether its unit is a device or a card."""
 
     name: str
     source: Source
@@ -82,16 +86,22 @@ class KubernetesResource:
 class EngineSupport:
     """Whether and how an engine runs on a chip.
 
-    `device_type` is the name of the device in torch, `distributed_backend` the name of its backend in
-    torch.distributed; without them, candidates can be predicted but not run. `preload` are modules to import before the
-    first tensor. With `shared_devices`, several processes may use one device and the memory of the machine, as on a
-    CPU. `visible_devices` are the environment variables that select devices by comma-separated names: the vendor's,
-    then those that mean the same to other software. `outer_variable` is that of a lower layer, within whose devices the
-    names count; empty if there is none. `implementation` is the engine's implementation that production uses on the
-    chip, which plans assume; empty if undocumented. `cross_vendor_libraries` are the collective libraries that connect
-    the chip with those of other vendors; messages between vendors without a common one go through the memory of the
-    hosts. `kubernetes` is the resource that a pod requests; None if undocumented. `install` states where the chip's
-    build of the engine comes from; empty for the public one. `notes` are sentences for the user.
+    `device_type`: the name of the device in torch. Without it, candidates can be predicted but not run.
+    `distributed_backend`: the name of its backend in torch.distributed, with the same effect.
+    `preload`: modules to import before the first tensor is created.
+    `shared_devices`: whether several processes may use one device, and devices use the memory of the machine, as on a
+    CPU.
+    `visible_devices`: the environment variables that select devices by comma-separated names. The vendor's variable
+    comes first, then equivalent variables of other software.
+    `outer_variable`: a variable of a lower software layer that selects devices first. The names in `visible_devices`
+    refer to that selection. Empty if there is none.
+    `implementation`: the implementation of the engine that production uses on the chip. Plans assume it. Empty if it is
+    not documented.
+    `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
+    common library, messages between vendors go through the memory of the hosts.
+    `kubernetes`: the resource that a pod requests. None if it is not documented.
+    `install`: where to get the chip's build of the engine. Empty for the public build.
+    `notes`: sentences for the user.
     """
 
     support: Support
@@ -110,7 +120,10 @@ class EngineSupport:
 
 
 def device_variables(support: EngineSupport, devices: Sequence[Device]) -> dict[str, str]:
-    """Return the variables of a process that select exactly `devices` of one host; empty if none select devices."""
+    """Return the environment variables that select exactly `devices`, all on one host.
+
+    Returns an empty dict if the chip has no such variables.
+    """
     variables = dict.fromkeys(support.visible_devices, ",".join(device.selector for device in devices))
     if devices and devices[0].within:
         variables[support.outer_variable] = devices[0].within
@@ -118,12 +131,15 @@ def device_variables(support: EngineSupport, devices: Sequence[Device]) -> dict[
 
 
 def without_devices(support: EngineSupport, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` without those that select devices, for a place that assigns devices itself."""
+    """Return `variables` without those that select devices, for a host or pod that assigns devices itself."""
     own = {*support.visible_devices, support.outer_variable}
     return {name: value for name, value in variables.items() if name not in own}
 
 
 def has_common_library(groups: Sequence[NodeGroup], supports: Sequence[EngineSupport]) -> bool:
-    """Return whether one collective library connects the devices of all node groups. `supports` has one per group."""
+    """Return whether one collective library connects the devices of all node groups.
+
+    `supports`: the engine support on each group's chip, in the order of `groups`.
+    """
     is_one_vendor = len({group.chip.vendor.casefold() for group in groups}) == 1
     return is_one_vendor or bool(set.intersection(*(set(each.cross_vendor_libraries) for each in supports)))

@@ -1,4 +1,4 @@
-"""Read regular files of other programs, replace files atomically, and find the folder of the user's data."""
+"""Reads regular files that other programs wrote, replaces files atomically, and finds flagcore's data folder."""
 
 import errno
 import os
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 HOME_VARIABLE = "FLAGCORE_HOME"
-"""Environment variable with the folder in which flagcore stores data between runs."""
+"""The environment variable that names the folder in which flagcore stores data between runs."""
 
 
 def data_folder() -> Path:
-    """Return the folder of data between runs: FLAGCORE_HOME, or `flagcore` in XDG_DATA_HOME or ~/.local/share."""
+    """Return the folder in which flagcore stores data between runs.
+
+    It is FLAGCORE_HOME if that is set, else the folder `flagcore` in XDG_DATA_HOME or ~/.local/share.
+    """
     if home := os.environ.get(HOME_VARIABLE):
         return Path(home)
     shared = os.environ.get("XDG_DATA_HOME", "")
@@ -20,7 +23,7 @@ def data_folder() -> Path:
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading bytes. Raises OSError, also for a pipe, a device or a folder; does not block."""
+    """Open a regular file for reading bytes, without blocking. Raises OSError, also for a pipe, device or folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -29,7 +32,7 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
-    """Return the content of a regular file. Raises OSError, also if it has more than `max_bytes` bytes."""
+    """Return the content of a regular file. Raises OSError, also if it is larger than `max_bytes`."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
@@ -37,9 +40,9 @@ def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
 
 
 def replace(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file atomically: readers see the old content or the new. Only the owner can read a `private` file.
+    """Write a text file atomically, so that readers see either the old or the new content. Raises OSError.
 
-    Raises OSError.
+    `private`: whether only the owner can read the file.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -13,20 +13,37 @@ from flagcore.domain.space import Axis, KnobValue
 from flagcore.errors import SpecError
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
-"""The type of the values. int: an integer; flag: true or false; word: one of `words`; share: a number in (0, 1].
+"""The type of a knob's values.
 
-Settings may also be: number: any number; text: any text; words: several of `words`; ints: several integers."""
+- int: an integer
+- flag: true or false
+- word: one of `words`
+- share: a number in (0, 1]
+
+Settings may also have these types:
+
+- number: any number
+- text: any text
+- words: several of `words`
+- ints: several integers
+"""
 
 Scope = Literal["space", "record", "setting"]
-"""Where a knob may be given. space: in a space, a baseline, and the candidate of a job record; record: only in the
-candidate of a job record; setting: in the settings of a job. A space may compare values of a setting if the knob has
-both `space` and `setting`."""
+"""Where users may set a knob.
+
+- space: in a space, in a baseline, and in the candidate of a job record
+- record: only in the candidate of a job record
+- setting: in the settings of a job
+
+If a knob has both `space` and `setting`, it is a setting whose values a space may compare.
+"""
 
 WHOLE_STEP = "step"
-"""The `part` of an effect on the whole step."""
+"""The value of `Effect.part` for an effect on the whole step."""
 
 SHARES = tuple(f"{thousandths / 1000:g}" for thousandths in range(1, 1001))
-"""The values of a share as words: thousandths. This way a value has the same code in all tasks."""
+"""All values of a knob of kind share, as text in steps of 0.001. With this fixed list, a value has the same code in all
+tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +61,16 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The changes that one value of a knob makes.
+    """What one value of a knob changes.
 
-    `settings` are engine settings for the prediction; with `passed`, the engine also starts trials with them. `time`
-    scales `part`, which is a key of `Prediction.time_s` or WHOLE_STEP. `memory` scales the peak of allocated memory.
-    `flags` are added to the user's launch command, `environment` to the variables of a trial. Without `passed`, `flags`
-    and `environment`, trials cannot use the value.
+    If `passed` is false and both `flags` and `environment` are empty, trials cannot use the value.
+
+    `settings`: engine settings for the prediction.
+    `passed`: whether the engine also starts trials with `settings`.
+    `part`: the part of the step that `time` scales: a key of `Prediction.time_s`, or WHOLE_STEP.
+    `memory`: the factor of the peak of allocated memory.
+    `flags`: arguments that are added to the user's launch command.
+    `environment`: environment variables that are added to a trial.
     """
 
     settings: Mapping[str, KnobValue | float] = field(default_factory=dict)
@@ -61,9 +82,9 @@ class Effect:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def no_launch_reason(self, *, user_command: bool) -> str:
-        """Return why a trial cannot use the value; empty if it can.
+        """Return the reason why a trial cannot use the value, or an empty string if it can.
 
-        `user_command` is whether trials run the user's command, to which flags can be added.
+        `user_command`: whether trials run the user's command, to which flags can be added.
         """
         if self.passed:
             return ""
@@ -92,8 +113,10 @@ class Requirement:
 class Flag:
     """A command-line flag of the engine for a knob, without leading dashes.
 
-    `name` sets a value, or True; `off` sets False. Either may be empty. With `word`, `name` takes no argument and sets
-    this value. `versions` is a PEP 440 specifier of the engine releases that accept the flag; empty: all.
+    `name`: the flag that sets a value, or True. Empty if there is none.
+    `off`: the flag that sets False. Empty if there is none.
+    `word`: the value that the flag sets. If it is given, the flag has no argument.
+    `versions`: a PEP 440 specifier of the engine releases that accept the flag. Empty means all.
     """
 
     name: str = ""
@@ -116,53 +139,53 @@ class Knob:
     help: str = ""
     """One sentence for the schema, the reference and the report."""
     label: str = ""
-    """A short name for tables and the command line, such as TP; empty: `name`."""
+    """A short name for tables and the command line, such as TP. Empty means `name`."""
     part_of: str = ""
-    """The knob that this one refines. Text shows its value after that knob's, as in recompute full uniform 1."""
+    """The knob that this one refines. Its value is shown after the other knob's value: `recompute full uniform 1`."""
     shows_neutral: bool = False
-    """Whether text also shows the neutral value."""
+    """Whether the text form of a candidate also includes the neutral value."""
     layout: bool = False
-    """Whether the knob divides the devices: candidates with equal values of all such knobs have the same layout."""
+    """Whether the knob is part of the layout: candidates with equal values of all such knobs have the same layout."""
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
-    """The values of a knob of kind word or words. For kind text, the values that a space may list."""
+    """The allowed values of a knob of kind word or words. For kind text: the values that a space may list."""
     spellings: Mapping[str, int | str] = field(default_factory=dict)
-    """Other spellings of values: names of numbers, or old names of words."""
+    """Other spellings that users may write, and the values they mean: words for numbers, or old names of words."""
     minimum: float | None = 1
     maximum: float | None = None
     exclusive_minimum: float | None = None
-    """A bound that a number must exceed, instead of `minimum`."""
+    """A lower bound that a number must exceed. It replaces `minimum`."""
     neutral: KnobValue = None
     """The value that the engine uses if the knob is not set."""
     auto: Callable[..., Sequence[KnobValue]] | None = None
-    """Returns the values that `auto` means in a task; None: `auto` is not allowed."""
+    """A function of the task that returns the values that `auto` means. None means that `auto` is not allowed."""
     auto_help: str = ""
     """The meaning of `auto` as a phrase, such as "every divisor of the number of devices"."""
     memory_order: int = 0
     """+1 if a larger value needs at least as much memory, -1 if a smaller value does, 0 if unknown."""
     flags: tuple[Flag, ...] = ()
-    """The flags of the engine for the knob, the preferred one first; empty: none."""
+    """The engine's flags for the knob, in order of preference. Empty if there are none."""
     passes_neutral: bool = False
     """Whether the flag is also passed for the neutral value."""
     aliases: tuple[str, ...] = ()
     """Other names that specs and job records use."""
     negated_knob: str = ""
-    """For a flag that negates another knob: that knob. It is set instead of this one."""
+    """If the knob negates another knob: the name of the other knob, which is set instead of this one."""
     versions: str = ""
-    """A PEP 440 specifier of the engine releases that have the knob; empty: all."""
+    """A PEP 440 specifier of the engine releases that support the knob. Empty means all."""
     effects: Mapping[KnobValue, Effect] = field(default_factory=dict)
-    """The effects of the values; plugins leave out `neutral`. A knob with effects has no other values."""
+    """The effect of each value; plugins leave out `neutral`. If it is not empty, it lists all other valid values."""
     requires: tuple[Requirement, ...] = ()
-    """Conditions on other knobs for values that are not neutral."""
+    """Conditions on other knobs, which apply if this knob's value is not neutral."""
     experts_only: bool = False
-    """Whether only mixture-of-experts models have the knob."""
+    """Whether the knob applies only to mixture-of-experts models."""
     source: Source | None = None
-    """The documentation of the knob; required for knobs of plugins."""
+    """The document that describes the knob. Required for plugins' knobs."""
     claim: str = ""
-    """The gain that the source claims."""
+    """The gain that the source claims for the knob, in words."""
     effect_source: Source | None = None
-    """The source of the factors in `effects`; None: `source`."""
+    """The source of the factors in `effects`. None means `source`."""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -174,7 +197,7 @@ class Knob:
 
     @property
     def searchable(self) -> bool:
-        """Whether every space has the knob."""
+        """Whether every space includes the knob, even if the spec does not name it."""
         return "space" in self.scope and "setting" not in self.scope
 
     @property
@@ -189,15 +212,15 @@ class Knob:
 
     @property
     def values(self) -> tuple[KnobValue, ...]:
-        """All values of a knob with effects, the neutral one first; empty for other knobs."""
+        """All values of a knob with effects, the neutral value first. Empty for other knobs."""
         return tuple(dict.fromkeys((self.neutral, *self.effects))) if self.effects else ()
 
     def effect(self, value: KnobValue) -> Effect | None:
-        """Return the effect of `value`, or None."""
+        """Return the effect of `value`, or None if it has none."""
         return self.effects.get(value)
 
     def with_compared_values(self, values: Sequence[KnobValue]) -> Knob:
-        """Return a knob with effects for a setting whose `values` a space compares."""
+        """Return the knob of a setting with one effect per value, for a space that compares `values`."""
         settings = (value for value in (self.neutral, *values) if value is not None)
         effects: dict[KnobValue, Effect] = {
             value: Effect(settings={self.name: value}, passed=True) for value in settings
@@ -205,11 +228,11 @@ class Knob:
         return replace(self, effects=effects)
 
     def is_available(self, version: str | None) -> bool:
-        """Return whether an engine release has the knob; True for an unknown release."""
+        """Return whether an engine release supports the knob. True if the release is unknown."""
         return in_versions(self.versions, version)
 
     def arguments(self, value: KnobValue | float, version: str | None = None) -> tuple[str, ...]:
-        """Return the arguments that set `value` in an engine release; none if the engine needs none."""
+        """Return the command-line arguments that set `value` in an engine release. Empty if none are needed."""
         flag = next((each for each in self.flags if each.sets(value) and in_versions(each.versions, version)), None)
         if flag is None or value is None or (value == self.neutral and not self.passes_neutral):
             return ()
@@ -219,11 +242,11 @@ class Knob:
         return (f"--{flag.name}", *values)
 
     def value_in(self, mapping: Mapping[str, Any]) -> Any:
-        """Return the value of `mapping` under one of the knob's names, or None."""
+        """Return the value in `mapping` under the knob's name or an alias, or None."""
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:
-        """Convert the `value` that the `key` of a spec has to a value of this knob. Raises SpecError."""
+        """Convert the `value` of the spec's key `key` to a value of this knob. Raises SpecError if it is invalid."""
         if value is None and (self.neutral is None or not self.effects):
             return self.neutral
         result: KnobValue = _parsed(self, value)
@@ -233,7 +256,10 @@ class Knob:
         return result
 
     def axis(self, values: Sequence[KnobValue], extra_values: Sequence[KnobValue] = ()) -> Axis:
-        """Return an axis of `values`. `extra_values` are valid for candidates, but not crossed with other knobs."""
+        """Return the knob's axis with `values`.
+
+        `extra_values`: values that candidates may have, but that are not combined with other knobs' values.
+        """
         words = {"share": SHARES, "word": self.words, "text": self.words}.get(self.kind, ())
         if self.effects:
             words = tuple(value for value in self.values if isinstance(value, str))
@@ -253,7 +279,7 @@ Knobs: TypeAlias = "Mapping[str, Knob]"
 
 
 def in_versions(versions: str, version: str | None) -> bool:
-    """Return whether a PEP 440 specifier contains an engine release; True for an unknown release."""
+    """Return whether a PEP 440 specifier contains an engine release. True if the release is unknown."""
     if not versions or not version:
         return True
     from packaging.specifiers import SpecifierSet
@@ -267,7 +293,10 @@ def in_versions(versions: str, version: str | None) -> bool:
 
 
 def unknown_release(key: str, engine: str, version: str | None, versions: str) -> list[str]:
-    """Return a warning if the release in a spec is not among the known `versions` of an engine."""
+    """Return a list with a warning if the release in a spec is not in the engine's known `versions`, else empty.
+
+    `key`: the key of the spec that states the release.
+    """
     if in_versions(versions, version):
         return []
     fallback = "knobs and predictions are those of the nearest known release"
@@ -278,7 +307,10 @@ _INVALID = object()
 
 
 def _parsed(knob: Knob, value: object) -> Any:
-    """Return a value of the knob, _INVALID if `value` is none. A value of kind words is one sorted text with commas."""
+    """Return `value` as a value of the knob, or _INVALID.
+
+    A value of kind words becomes one sorted, comma-separated text.
+    """
     if knob.effects:  # True does not equal 1
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
         return next(equal, _INVALID)

@@ -1,4 +1,4 @@
-"""The launch of a program, its exit, and the reason of a failure."""
+"""The launch of a program, its exit, and the reason why it failed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from flagcore.domain.trial import TimeLimit, TrialState
 class Launch:
     """A program to start, usually for one trial. It is started without a shell.
 
-    `argv` may contain `{master_port}`, which is replaced by MASTER_PORT, and `{node_rank}`. `folder` receives
-    `stdout.log`, `stderr.log`, `launch.json` and the files of the program. `environment` is added to the launcher's
-    environment. `hosts` are the hosts on which it is started; empty: this machine. `on_host` has the launches of hosts
-    with other chips; only their `argv` and `environment` are used. `client` is a program that runs in `folder` on this
-    machine during the trial. The trial ends when it ends.
+    `argv`: the command. On several nodes, the launcher starts it on each node with the variables NODE_RANK, MASTER_ADDR
+    and MASTER_PORT. Their values replace the placeholders `{node_rank}`, `{master_addr}` and `{master_port}`.
+    `folder`: the folder for `stdout.log`, `stderr.log`, `launch.json` and the files of the program.
+    `environment`: variables that are added to the launcher's environment.
+    `directory`: the working directory.
+    `hosts`: the hosts on which the program is started. Empty means this machine.
+    `on_host`: the launch of each host, if hosts differ in command or variables. Only `argv` and `environment` are used.
+    `client`: a program that runs in `folder` on this machine during the trial. The trial ends when the client ends.
+    `timeout_seconds`: the limit of the wall-clock time, and `timeout_because`, where this limit comes from.
+    `memory_limit_bytes`: the memory limit of the whole process tree on one node. None means no limit.
+    `disk_limit_bytes`: the size limit of `folder`.
+    `warm`: whether the program (`python -m PACKAGE ...`) may be forked from a process that has already imported its
+    modules (`flagcore.launchers.template`).
 
-    `memory_limit_bytes` limits the memory of the whole process tree on one node (None: no limit), `timeout_seconds` the
-    wall-clock time, for the reason `timeout_because`, and `disk_limit_bytes` the size of `folder`. With `warm`, the
-    program (`python -m PACKAGE ...`) may be forked from a process that has imported its modules
-    (`flagcore.launchers.template`).
+    The other fields describe the launch for the user:
 
-    The other fields describe a launch for the user. A server is ready when all URLs of `ready` return status 200; the
-    root of the first is its address. With `own_script`, `argv` runs the user's script. If `argv` is a command that the
-    user's script starts, `leaves_out` lists the other commands of the script; None otherwise. `missing` describes what
-    the user must add to the launch; empty: nothing. `sample` are arguments for it, with which the launch starts on
-    generated data.
-
-    A launch on several nodes is started on each with NODE_RANK, MASTER_ADDR and MASTER_PORT, which replace
-    `{node_rank}`, `{master_addr}` and `{master_port}`.
+    `ready`: a server is ready when all these URLs return status 200. Its address is the root of the first URL.
+    `own_script`: whether `argv` runs the user's script.
+    `leaves_out`: the other commands of the user's script, if `argv` is one command of it. None otherwise.
+    `missing`: what the user must add to the command. Empty if nothing is missing.
+    `sample`: arguments to add instead, with which the command runs on generated data.
     """
 
     argv: tuple[str, ...]
@@ -57,22 +59,25 @@ class Launch:
 
 
 HOSTS = "hosts"
-"""The name of the folder in a trial's folder that has a folder with files and logs for each host."""
+"""The subfolder of a trial's folder that contains one folder per host, with the host's files and logs."""
 
 
 def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
-    """Return the folder for copies of the files of a host. For the first host it is the trial's folder itself."""
+    """Return the folder for copies of a host's files. The first host, `rank` 0, uses the trial's folder itself."""
     return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """The exit of a launch. `code` is the exit status, negative for a signal.
+    """The exit of a launch.
 
-    `ended_by` is None if the program ended by itself, else `timeout`, `memory`, `disk` (its folder exceeded the limit),
-    `full_disk` (little space is left), `request`, `guard` (the guard process was killed), or `host` (a host was lost,
-    `lost_host`; `detail` has the problem). `peak_memory_bytes` is the largest observed memory of all processes on a
-    host. `warm` is whether the program was forked from a process that had imported its modules.
+    `code`: the exit status. It is negative if a signal ended the program.
+    `ended_by`: None if the program ended by itself. Otherwise `timeout`, `memory`, `disk` (its folder exceeded the
+    limit), `full_disk` (little space was left), `request`, `guard` (the guard process was killed), or `host` (a host
+    was lost).
+    `peak_memory_bytes`: the largest observed memory of all processes on one host.
+    `detail`: what happened to the lost host, `lost_host`.
+    `warm`: whether the program was forked from a process that had already imported its modules.
     """
 
     code: int
@@ -86,10 +91,12 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePattern:
-    """A regular expression for a log line, and the state of a trial whose log has such a line.
+    """A regular expression for log lines, and the state of a failed trial whose log has a matching line.
 
-    The reason of the failure is the line, or the group `reason` of the pattern, followed by `advice`. A `weak` pattern
-    describes a consequence of another failure, such as the loss of a peer. It is used only if no other pattern matches.
+    The reported reason is the line, or the group `reason` of the pattern if it has one, followed by `advice`.
+
+    `weak`: whether the line may be a consequence of another failure, such as the loss of a peer. A weak pattern is used
+    only if no other pattern matches.
     """
 
     pattern: str
@@ -117,9 +124,9 @@ _FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceede
 def failure(
     ended: Exit, folder: str, patterns: Sequence[FailurePattern], limit: TimeLimit | None = None
 ) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and the reason from its logs in `folder`, with secrets redacted.
+    """Return the state of a failed trial, and the reason from its logs in `folder` with secrets redacted.
 
-    `limit` is the time limit of the trial.
+    `limit`: the time limit of the trial. The reason for a timeout includes where it comes from.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
     return state, redact_text(reason, secrets_in_environment(os.environ))
@@ -128,7 +135,10 @@ def failure(
 def classify(
     ended: Exit, log: str, patterns: Sequence[FailurePattern], limit: str = "its time limit"
 ) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and its reason in one line. `limit` is the source of its time limit."""
+    """Return the state of a failed trial, and the reason in one line.
+
+    `limit`: where the trial's time limit comes from, in words.
+    """
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = f"last line: {lines[-1][:LONGEST_REASON]}" if lines else "its log is empty"
     if ended.ended_by == "timeout":
@@ -154,7 +164,7 @@ def classify(
 
 
 def _without_state(state: TrialState, line: str) -> str:
-    """Return a line without the name of `state` at its start."""
+    """Return a log line without a leading name of `state`, such as `out of memory: `."""
     name, colon, rest = line[:LONGEST_REASON].partition(": ")
     return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
 
@@ -164,7 +174,7 @@ def _printable(line: str) -> str:
 
 
 def log_tail(folder: str) -> str:
-    """Return the last TAIL_BYTES of stdout and of stderr. Bytes that are not UTF-8 are replaced."""
+    """Return the last TAIL_BYTES bytes of the stdout log and of the stderr log. Invalid UTF-8 is replaced."""
     parts = []
     for name in ("stdout.log", "stderr.log"):
         try:

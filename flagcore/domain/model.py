@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """The vision tower of a model: a transformer over patches of `patch_size` pixels per side.
+    """The vision tower of a model: a transformer over image patches.
 
-    `merge_size` squared patches become one token of the prompt, by each of `mergers` networks. An image is scaled to
-    `min_pixels` to `max_pixels`, and its sides to multiples of merged patches. Only `full_layers` layers attend to the
-    whole image, the others to windows of `window_size` pixels per side. `channels` are the values per pixel of an
-    image and its copy, which the tower takes as two frames.
+    `full_layers`: the number of layers that attend to the whole image. The others attend to windows of `window_size`
+    pixels per side.
+    `patch_size`: pixels per side of a patch.
+    `merge_size`: each of the `mergers` networks merges `merge_size` x `merge_size` patches into one prompt token.
+    `min_pixels` and `max_pixels`: an image is scaled to a size in this range, with sides that are multiples of
+    `patch_size` x `merge_size`.
+    `channels`: values per pixel of the image and its copy, which the tower reads as two frames.
     """
 
     num_layers: int
@@ -30,7 +33,7 @@ class Vision:
     channels: int = 6
 
     def tokens(self, width: int, height: int) -> int:
-        """Return the tokens of an image of `width` x `height` pixels in the prompt, without start and end.
+        """Return the number of prompt tokens of an image of `width` x `height` pixels, without start and end tokens.
 
         Source: `smart_resize` in transformers 5.19 `models/qwen2_vl/image_processing_qwen2_vl.py`.
         """
@@ -46,30 +49,30 @@ class Vision:
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the largest image."""
+        """The number of prompt tokens of the largest image."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     @property
     def layer_weights(self) -> float:
-        """The number of weights of all layers."""
+        """The number of weights in all layers."""
         matrices = 3 if self.gated_linear_unit else 2
         return float(self.num_layers * (4 * self.hidden_size**2 + matrices * self.hidden_size * self.ffn_hidden_size))
 
     @property
     def merger_weights(self) -> float:
-        """The number of weights of all mergers: two matrices each."""
+        """The number of weights in all mergers. Each merger has two matrices."""
         merged = self.hidden_size * self.merge_size**2
         return float(self.mergers * merged * (merged + self.output_size))
 
     @property
     def weights(self) -> float:
-        """The number of weights."""
+        """The number of weights in the tower: layers, mergers and patch embedding."""
         return self.layer_weights + self.merger_weights + self.channels * self.patch_size**2 * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Layers that attend only to the last `tokens` tokens."""
+    """Layers with sliding-window attention, which attend only to the last `tokens` tokens."""
 
     num_layers: int
     tokens: int
@@ -77,10 +80,11 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
-    """Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556): a token attends to the `top_k` tokens of highest score.
+    """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556).
 
-    Each layer has an index of `heads` heads with `head_dim` elements, which scores all tokens. Its cache has one key
-    per token with 8 bits per element and a scale in 32 bits per 128 elements.
+    Each layer has an indexer with `heads` heads of `head_dim` elements, which scores all tokens. Attention then uses
+    only the `top_k` tokens with the highest scores. The indexer caches one key per token, with 8 bits per element and
+    a 32-bit scale per 128 elements.
     """
 
     heads: int
@@ -89,11 +93,14 @@ class Indexer:
 
     @property
     def token_bytes(self) -> float:
-        """The bytes of a token in the cache of a layer's index."""
+        """The bytes per token in the indexer cache of one layer."""
         return self.head_dim * (1.0 + 4.0 / 128.0)
 
     def weights(self, hidden_size: int, query_rank: int) -> int:
-        """Return the number of weights of a layer's index."""
+        """Return the number of indexer weights in one layer.
+
+        `query_rank`: the width of the input from which the queries are computed.
+        """
         return query_rank * self.heads * self.head_dim + hidden_size * (self.head_dim + self.heads)
 
 
@@ -101,8 +108,8 @@ class Indexer:
 class LinearAttention:
     """Layers with gated linear attention (Gated DeltaNet, arXiv 2412.06464), whose state has a fixed size.
 
-    Keys and queries have `key_heads` heads of `key_dim` elements, values and their gates `value_heads` heads of
-    `value_dim`. A convolution over `kernel` tokens comes before them.
+    Queries and keys have `key_heads` heads of `key_dim` elements. Values and their gates have `value_heads` heads of
+    `value_dim` elements. Queries, keys and values first pass through a convolution over `kernel` tokens.
     """
 
     num_layers: int
@@ -114,36 +121,42 @@ class LinearAttention:
 
     @property
     def values(self) -> int:
-        """The width of the values."""
+        """The total width of the values over all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """The width of queries, keys and values together."""
+        """The total width of queries, keys and values, which is the width of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     def weights(self, hidden_size: int) -> int:
-        """Return the number of weights of a layer: inputs with gates, decays, the convolution and the output."""
+        """Return the number of weights in one layer: input projections, gates, decays, convolution and output."""
         inputs = self.channels + self.values + 2 * self.value_heads
         return hidden_size * (inputs + self.values) + self.kernel * self.channels
 
     @property
     def state_bytes(self) -> float:
-        """The bytes of a layer's state for a sequence: matrices in 32 bits (`mamba_ssm_dtype` of Qwen3.5), inputs of
-        the convolution in 16 bits.
+        """The bytes of one layer's state for one sequence.
+
+        The state consists of matrices in 32 bits (`mamba_ssm_dtype` of Qwen3.5) and convolution inputs in 16 bits.
         """
         return 4.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * (self.kernel - 1) * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The architecture of a transformer. Sizes are numbers of elements; defaults are resolved.
+    """The architecture of a transformer. Sizes are numbers of elements. All defaults are filled in.
 
-    `ffn_hidden_size` is the FFN width of a dense layer, `moe_ffn_hidden_size` the width of a routed expert,
-    `moe_shared_expert_intermediate_size` the total width of the shared experts. If a model has no MLA or MoE, its sizes
-    are None; numbers of layers are 0. `vision` is None for a model without a known vision tower. Layers that are
-    neither in `windows` nor in `linear_attention` attend to all tokens, or to those that the `indexer` chooses. With an
-    `attention_output_gate`, a product as large as that of the queries scales the output of attention.
+    A model without MLA or MoE has None for the sizes of that feature, and 0 for its numbers of layers.
+
+    `ffn_hidden_size`: the FFN width of a dense layer.
+    `moe_ffn_hidden_size`: the width of one routed expert.
+    `moe_shared_expert_intermediate_size`: the total width of the shared experts.
+    `vision`: the vision tower. None if the model has no known one.
+    `windows`, `linear_attention`: the layers with these kinds of attention. All other layers attend to all tokens, or
+    to the tokens that the `indexer` selects.
+    `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
+    the query projection.
     """
 
     name: str
@@ -178,11 +191,11 @@ class Model:
 
     @property
     def attention_layers(self) -> int:
-        """The layers with a cache of keys and values."""
+        """The number of layers with a KV cache."""
         return self.num_layers - (self.linear_attention.num_layers if self.linear_attention else 0)
 
     @property
     def is_inline(self) -> bool:
-        """Whether an inline shape of a spec or of a job record can describe the model."""
+        """Whether an inline shape in a spec or a job record can describe the model completely."""
         parts = (self.vision, self.windows, self.indexer, self.linear_attention, self.attention_output_gate)
         return not any(parts)

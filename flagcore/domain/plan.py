@@ -1,7 +1,7 @@
-"""The plan that a search returns, the interference of its parallel trials, and the cost of tokens and of the job.
+"""The plan that a search returns, the interference between parallel trials, and the costs of tokens and of the job.
 
-Costs are in the currency of `cluster.price_per_device_hour`. Energy is that of the devices: measured, or else what
-their TDP allows, which is more than they usually take. Hosts, networks and cooling are not included.
+Costs are in the currency of `cluster.price_per_device_hour`. Energy includes only the devices, not hosts, networks and
+cooling. It is computed from measured power, or else from the devices' TDP, which is more than they usually draw.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
-"""Trials do not run in parallel if that slows them down by a larger share, even if single runs are noisier."""
+"""The maximum relative slowdown at which trials may run in parallel, even if the noise of single runs is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
     """A comparison of two trials of one candidate: one ran alone, the other while other trials ran.
 
-    `slowdown` is the relative increase of the step time by other trials; None if that trial failed. `noise` is the
-    relative noise of the trial that ran alone. `trials` are the numbers of both trials.
+    `slowdown`: the relative increase of the step time when other trials run. None if the second trial failed.
+    `noise`: the relative noise of the trial that ran alone.
+    `trials`: the numbers of the two trials.
     """
 
     slowdown: float | None
@@ -43,7 +44,7 @@ class Interference:
 
     @property
     def text(self) -> Message:
-        """The outcome in one line."""
+        """The result of the comparison in one line."""
         if self.slowdown is None:
             return Message(
                 "trials run one at a time: trial {number} failed while other trials ran", number=self.trials[0]
@@ -60,13 +61,13 @@ class Interference:
 
 
 def measured_alone(trials: Sequence[Trial]) -> Trial | None:
-    """Return the first trial of the run that was measured alone, usually the baseline, or None."""
+    """Return the first trial of the run that was measured while no other trial ran, usually the baseline, or None."""
     trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
     return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
 
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the last measurement of interference in a run, or None."""
+    """Return the last measurement of interference in a run, or None if there is none."""
     alone_times = measured_alone(trials)
     conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
     if alone_times is None or not conclusive:
@@ -79,22 +80,24 @@ def interference(trials: Sequence[Trial]) -> Interference | None:
 HOUR, DAY = 3600.0, 86400.0
 JOULES_PER_KWH = 3.6e6
 MEASURED, TDP = "telemetry", "tdp"
-"""Sources of the power of a device."""
+"""Values of `energy_source`: the power of a device was measured, or is its TDP."""
 COST = (
     *("cost_per_million_tokens", "planned_days", "planned_cost"),
     *("energy_kwh_per_million_tokens", "planned_energy_kwh", "energy_source"),
 )
-"""The names of the figures."""
+"""The names of the figures that `cost_figures` returns."""
 
 
 def cost_figures(
     task: Task, step_time_s: float, tokens_per_s_per_device: float | None, watts: float | None = None
 ) -> dict[str, float | str]:
-    """Return what a million tokens and the planned steps cost and take, without unknown figures.
+    """Return the cost and energy of a million tokens, and the cost, energy and duration of the planned steps.
 
-    `watts` is the measured power of a device, None for its TDP. Energy by the TDP is left out if the spec gives neither
-    a price nor `planned_steps`. On node groups with different prices and chips, means over all devices are used: every
-    device is paid as long as the job runs.
+    Unknown figures are absent. Energy from the TDP is also absent if the spec gives neither a price nor
+    `planned_steps`. If node groups differ in prices or chips, the means over all devices are used, because every device
+    is paid for as long as the job runs.
+
+    `watts`: the measured power of a device. None means its TDP.
     """
     price, steps = price_per_device_hour(task), task.spec.control.planned_steps
     figures: dict[str, float | str] = {}
@@ -117,19 +120,19 @@ def cost_figures(
 
 
 def price_per_device_hour(task: Task) -> float | None:
-    """Return the mean price of a device for an hour, None if the spec does not give it for all devices."""
+    """Return the mean price of one device for one hour, or None if the spec does not price all devices."""
     cluster = task.spec.cluster
     return _mean(task, [group.price_per_device_hour for group in cluster.groups or (cluster,)])
 
 
 def tdp_watts(task: Task) -> float | None:
-    """Return the mean TDP of a device in watts, None if that of a chip is unknown."""
+    """Return the mean TDP of a device in watts, or None if the TDP of a chip is unknown."""
     facts = [group.chip.tdp_watts for group in task.cluster.groups]
     return _mean(task, [None if fact is None else float(fact.value) for fact in facts])
 
 
 def _mean(task: Task, values: list[float | None]) -> float | None:
-    """Return the mean of a figure of each node group over all devices, None if one is unknown."""
+    """Return the mean over all devices, given one value per node group, or None if a value is unknown."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -139,7 +142,7 @@ def _mean(task: Task, values: list[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The numbers of combinations by outcome.
+    """The numbers of knob combinations by outcome.
 
     combinations = sum(illegal) + merged + candidates, and
     candidates = does_not_fit + sum(pruned) + measured + stopped + failed + untried.
@@ -158,7 +161,7 @@ class Counts:
 
     @property
     def balanced(self) -> bool:
-        """Whether every combination is accounted for."""
+        """Whether the numbers add up: every combination has exactly one outcome."""
         settled = self.does_not_fit + sum(self.pruned.values()) + self.measured + self.stopped + self.failed
         return (
             self.combinations == sum(self.illegal.values()) + self.merged + self.candidates
@@ -170,16 +173,18 @@ class Counts:
 class Plan:
     """The result of `flag tune`.
 
-    `gains` are the relative speedups of the best over the baseline: of the first runs, then of each repeat. `medians`
-    are the median step times of candidates that ran more than once, by the number of their first trial. `fastest` is
-    the fastest measured candidate, also if it exceeds `limits`. `rivals` do not differ significantly from the best.
-
-    `drift` is the relative speedup from the first to the last run of the baseline, None without a repeat; `drifted` is
-    whether it exceeds the noise. `cold_start` is the relative speedup from the warm to the cold runs of a candidate,
-    corrected for the drift; `cold_start_differs` is whether it exceeds the noise.
-
-    `fidelity` is the fidelity of `trials`. `probes` ran before the first of them. `knobs` are the knobs of the task,
-    `interference` is the interference of parallel trials.
+    - `gains`: the relative speedups of the best over the baseline, one per round: the first runs, then each repeat.
+    - `medians`: the median step times of candidates that ran more than once, by the number of their first trial.
+    - `rivals`: the candidates that do not differ significantly from the best.
+    - `fastest`: the fastest measured candidate, even if it exceeds `limits`.
+    - `drift`: the relative speedup from the first to the last run of the baseline. None if it ran once.
+    - `drifted`: whether `drift` exceeds the noise.
+    - `cold_start`: the relative speedup from the warm to the cold runs of a candidate, corrected for the drift.
+    - `cold_start_differs`: whether `cold_start` exceeds the noise.
+    - `fidelity`: the fidelity of `trials`.
+    - `probes`: the probes that ran before the first trial.
+    - `knobs`: the knobs of the task.
+    - `interference`: the interference between parallel trials.
     """
 
     chip: str
@@ -207,18 +212,18 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The lowest of `gains`, since other load on the machine can make a gain look larger than it is."""
+        """The lowest of `gains`, because other load on the machine can make a gain look larger than it is."""
         return min(self.gains, default=None)
 
     @property
     def speedup(self) -> Speedup | None:
-        """The speedup of the best over the baseline with its range; None if it is unknown."""
+        """The speedup of the best over the baseline, with its range. None if it is unknown."""
         is_rival = any(each.candidate == self.baseline.candidate for each in self.rivals) if self.baseline else False
         return Speedup.of(self.gains, is_significant=not is_rival)
 
     @property
     def prediction_error(self) -> PredictionError | None:
-        """The errors of predicted step times, over the trials whose prediction had been corrected."""
+        """The errors of predicted step times over the trials with a corrected prediction. None if there are none."""
         pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
         log_errors = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
         if not log_errors:
@@ -229,9 +234,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """The relative speedup of the best over the baseline: the median, lowest and highest of `rounds` rounds.
+    """The relative speedup of the best over the baseline: the median, lowest and highest value of `rounds` rounds.
 
-    It is `significant` if it exceeds the noise of the runs, and every round is faster.
+    `significant`: whether the speedup exceeds the noise of the runs, and the best was faster in every round.
     """
 
     median: float
@@ -242,7 +247,7 @@ class Speedup:
 
     @classmethod
     def of(cls, gains: Sequence[float], *, is_significant: bool = True) -> Speedup | None:
-        """Return the speedup from the gains of rounds; None without rounds."""
+        """Return the speedup from the gain of each round, or None if there are no rounds."""
         if not gains:
             return None
         low, significant = min(gains), is_significant and min(gains) > 0.0
@@ -253,8 +258,8 @@ class Speedup:
 class PredictionError:
     """The median relative errors of predicted step times over `trials` trials.
 
-    `before` is the error of the predictions before any trial, `after` the error of the corrected predictions that were
-    made before each trial.
+    `before`: the error of the predictions made before the first trial.
+    `after`: the error of the corrected predictions, each made just before its trial.
     """
 
     before: float
@@ -263,7 +268,10 @@ class PredictionError:
 
 
 def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"]) -> float | None:
-    """Return the ratio of the measured to the predicted step time of a trial; None if one of them is unknown."""
+    """Return a trial's measured step time over its predicted step time, or None if one of them is unknown.
+
+    `field`: which prediction to use, as in `Trial`.
+    """
     record: Any = trial.believed if field == "believed" else trial.predicted
     step = record.get("step_time_s") if isinstance(record, Mapping) else None
     value = step.get("value") if isinstance(step, Mapping) else None
@@ -272,14 +280,14 @@ def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"])
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
-    """Return the states of the repeats without a measurement, by trial number."""
+    """Return the states of the repeats that were not measured, by trial number."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
 def summarize(
     task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
 ) -> Plan:
-    """Return the plan of a search. For the best and the baseline, runs with whole steps are preferred."""
+    """Return the plan of a search. For the best and the baseline, runs with whole steps take precedence."""
     cold = search_state.cold_start
     return Plan(
         chip=task.cluster.chips,
@@ -311,7 +319,10 @@ def summarize(
 
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
-    """Count combinations by outcome. A candidate with a trial counts by its trial, also if a rule removed it later."""
+    """Count the combinations by outcome.
+
+    A candidate with a trial is counted by the trial's state, even if a rule removed it later.
+    """
     trial_of_row = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
     states = Counter(trial.state for trial in trial_of_row.values())
     rule = pruned.rule.copy()
@@ -332,10 +343,10 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
 
 
 def gains(search_state: SearchState) -> tuple[float, ...]:
-    """Return the relative speedup of the best over the baseline in each round: 0.25 for 25% more tokens per second.
+    """Return the relative speedup of the best over the baseline in each round, such as 0.25 for 25% more tokens/s.
 
-    Each run of the best makes a round with the last run of the baseline before it. Rounds without measurements of whole
-    steps are left out. Empty without a measured baseline.
+    A round is a run of the best and the last run of the baseline before it. Rounds in which one of them has no
+    measurement of whole steps are skipped. Returns an empty tuple if the baseline was not measured.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:

@@ -1,6 +1,6 @@
-"""Predictions of candidates and ranks, the pass times of pipelines, and the measurements that correct predictions.
+"""Predictions of candidates and ranks, pass times of pipelines, and the measurements that correct predictions.
 
-Probes are measurements of single ranks of a larger job on one device.
+A probe measures single ranks of a larger job on one device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ PART_NAMES = {
     "dp_comm_exposed_s": N_("gradient exchange"),
     "optimizer_s": N_("optimizer"),
 }
-"""The names of the parts of a training step. An engine may have other parts."""
+"""The display names of the parts of a training step. An engine may have other parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The prediction of one candidate in seconds, bytes and flops. Unknown figures are None or absent.
 
-    The search minimizes `step_time_s`. For a server it is the objective in seconds, such as the time per output token.
-    `low_s` and `high_s` are the bounds of its 80% interval. `time_s` are the parts of the step by the names of the job
-    format (`compute_s`, `tp_comm_s`, ...). `components` are the figures of the worst stage by component of the model.
-    `figures` are the other figures of a server by the names of `flagcore.domain.serving`.
+    `step_time_s`: the time that the search minimizes. For a server: the objective in seconds, such as the time per
+    output token.
+    `low_s` and `high_s`: the bounds of the 80% interval of `step_time_s`.
+    `time_s`: the parts of the step by the names of the job record format (`compute_s`, `tp_comm_s`, ...).
+    `components`: the figures of the worst stage by model component.
+    `figures`: the other figures of a server, with the names of `flagcore.domain.serving`.
     """
 
     step_time_s: float | None
@@ -59,18 +61,19 @@ class Prediction:
 
 
 MEMORY = ("static_bytes", "activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
-"""The memory fields of a prediction, in ascending order."""
+"""The memory fields of a prediction, ordered from the smallest to the largest."""
 _BY_NAME = ("time_s", "figures")
 """The fields of `Predictions` that map names to arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """The predictions of many candidates. Every field is an array with one element per candidate.
+    """The predictions of many candidates. Arrays have one element per candidate. Fields are as in `Prediction`.
 
-    `step_time_s`, `low_s` and `high_s` are NaN if unknown. `capacity_bytes` is one number if all devices are equal,
-    else the capacity of the devices of each candidate's worst stage, NaN if unknown; None if it is unknown for all.
-    `model_flops` is the model flops of one step without recomputation, the same for all candidates.
+    `step_time_s`, `low_s`, `high_s`: NaN if unknown.
+    `capacity_bytes`: one number if all devices are equal. Otherwise the capacity of the devices of each candidate's
+    worst stage, NaN if unknown. None if it is unknown for all candidates.
+    `model_flops`: model flops of one step without recomputation. They are the same for all candidates.
     """
 
     step_time_s: FloatArray
@@ -96,20 +99,23 @@ class Predictions:
 
     @property
     def share_in_use(self) -> FloatArray:
-        """The memory in use as a share of the capacity; NaN if the capacity is unknown."""
+        """The memory in use as a share of the capacity. NaN if the capacity is unknown."""
         capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
         share: FloatArray = self.device_used_bytes / capacity
         return share
 
     @property
     def fits(self) -> BoolArray:
-        """Whether each candidate fits; True if the capacity is unknown."""
+        """Whether each candidate fits into the memory. True if the capacity is unknown."""
         if self.capacity_bytes is None:
             return np.ones(self.device_used_bytes.shape, dtype=np.bool_)
         return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
 
     def keeps_limits(self, limits: Mapping[str, float]) -> BoolArray:
-        """Return whether the figures of each candidate are within upper bounds; True if a figure is unknown."""
+        """Return whether each candidate meets the limits. Unknown figures are assumed to meet them.
+
+        `limits`: upper bounds by the names of figures.
+        """
         is_kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
         for name, limit in limits.items():
             if name in self.figures:
@@ -117,7 +123,7 @@ class Predictions:
         return is_kept
 
     def row(self, row: int) -> Prediction:
-        """Return the prediction of one candidate."""
+        """Return the prediction of one candidate, given its row number."""
         has_time, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
         memory: dict[str, Any] = {name: float(getattr(self, name)[row]) for name in MEMORY}
         figures = {name: float(values[row]) for name, values in self.figures.items()}
@@ -145,11 +151,11 @@ class Predictions:
         return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
 
     def take(self, rows: IntArray) -> Predictions:
-        """Return the predictions of some rows."""
+        """Return the predictions of the candidates in `rows`."""
         return self._changed(lambda array: array[rows])
 
     def _changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Predictions:
-        """Return predictions with `change` of each array."""
+        """Return predictions in which `change` is applied to each array."""
         fields: dict[str, Any] = {name: change(getattr(self, name)) for name in self._array_fields()}
         for mapping in _BY_NAME:
             fields[mapping] = {name: change(part) for name, part in getattr(self, mapping).items()}
@@ -157,10 +163,10 @@ class Predictions:
 
     @classmethod
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
-        """Concatenate the predictions of consecutive chunks.
+        """Concatenate the predictions of consecutive chunks of candidates.
 
-        `rows` is the total number of rows. If it is given, `parts` may be a generator, and only one chunk is held in
-        memory at a time.
+        `rows`: the total number of candidates. If it is given, `parts` may be a generator, and only one chunk is held
+        in memory at a time.
         """
         if rows is None:
             parts = list(parts)
@@ -183,10 +189,9 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The prediction of one rank.
+    """The prediction of one rank. Times are None if they are unknown.
 
-    `compute_time_s` is the time of its forward and backward passes in a step, without communication and waiting. Times
-    are None if unknown.
+    `compute_time_s`: the time of its forward and backward passes in one step, without communication and waiting.
     """
 
     rank: int
@@ -200,7 +205,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A kind of component of a model: the parameters of each, and the number of layers that have it."""
+    """A kind of model component: its number of parameters per layer, and the number of layers that contain it."""
 
     name: str
     params: float
@@ -209,11 +214,12 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """The names of an engine's figures in reports.
+    """The names that reports show for an engine's figures.
 
-    `components` are the names of model components, in the order of reports. `measured_parts` are the names of the step
-    parts in `metrics.json` of trials. `memory_line` is the log line in which the engine reports its memory, a format
-    string with `static_mb`, `activation_mb` and `total_mb`; empty: none.
+    `components`: the names of model components, in the order of the report.
+    `measured_parts`: the names of the step parts in a trial's `metrics.json`.
+    `memory_line`: the log line in which the engine reports its memory, as a format string with the fields `static_mb`,
+    `activation_mb` and `total_mb`. Empty if there is none.
     """
 
     components: Mapping[str, str] = field(default_factory=dict)
@@ -222,26 +228,34 @@ class Labels:
 
 
 Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
-"""The figures of each component of the model by name, each an array with one element per candidate."""
+"""Figures by model component and figure name. Each figure is an array with one element per candidate."""
 
 
 def components_of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
-    """Return the components of one candidate, without those whose figures are all 0."""
+    """Return the component figures of one candidate. Components whose figures are all 0 are skipped."""
     table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
     return {name: figures for name, figures in table.items() if any(figures.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The times of a pipeline: seconds of one micro-batch on each stage, summed over virtual stages.
+    """The pass times of a pipeline: seconds per micro-batch on each stage, summed over virtual stages.
 
-    `backward_s` includes recomputation and both gradients. `weight_s` is the part for the gradients of weights, which
-    some schedules run separately; empty: unknown. `paired_s` is the time of a forward and a backward pass of two micro-
-    batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
-    `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
-    that is kept until the gradients of weights are computed. `schedule` is a name in
-    `flagcore.physics.pipelines`. `groups` is the node group of each stage, `layers` its number of layers;
-    empty: unknown. `predicted_s` is the predicted time of the pipeline in a step; None: unknown.
+    `schedule`: a name in `flagcore.physics.pipelines.SCHEDULES`.
+    `microbatches`: the number of micro-batches of a step.
+    `virtual`: the number of virtual stages per device.
+    `backward_s`: the time of the backward pass, with recomputation and the gradients of activations and weights.
+    `weight_s`: the part of `backward_s` for the gradients of weights, which some schedules run separately. Empty if it
+    is unknown.
+    `paired_s`: the time of a forward pass and a backward pass of different micro-batches that overlap. Empty if none
+    overlap.
+    `send_s`: the time of a message between neighbouring stages.
+    `sender_waits`: whether the sender is idle during the message.
+    `weight_share`: the share of a micro-batch's activations that stay in memory until the gradients of weights are
+    computed.
+    `groups`: the node group of each stage. Empty if unknown.
+    `layers`: the number of layers of each stage. Empty if unknown.
+    `predicted_s`: the predicted time of the pipeline in a step. None if unknown.
     """
 
     schedule: str
@@ -259,20 +273,21 @@ class Passes:
     predicted_s: float | None = None
 
     def idle(self, seconds: float) -> tuple[float, ...]:
-        """Return the share of `seconds` in which each stage has no pass to run."""
+        """Return the share of `seconds` in which each stage is idle, because it has no pass to run."""
         times = zip(self.forward_s, self.backward_s, strict=True)
         return tuple(max(1.0 - self.microbatches * sum(time) / seconds, 0.0) for time in times)
 
 
 def longest(pipelines: Sequence[Passes]) -> float | None:
-    """Return the predicted seconds of the slowest pipeline; None if one is unknown."""
+    """Return the predicted seconds of the slowest pipeline, or None if the time of a pipeline is unknown."""
     seconds = [each.predicted_s for each in pipelines if each.predicted_s]
     return max(seconds) if seconds and len(seconds) == len(pipelines) else None
 
 
 def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
-    """Return the mean idle share of the stages on a node group until the slowest pipeline ends, 1.0 if it has none;
-    None: unknown.
+    """Return the mean idle share of a node group's stages until the slowest pipeline ends.
+
+    Returns 1.0 if the group has no stages, or None if the time of a pipeline is unknown.
     """
     if (seconds := longest(pipelines)) is None:
         return None
@@ -282,16 +297,19 @@ def idle_of(pipelines: Sequence[Passes], group: int) -> float | None:
 
 
 def part_name(part: str) -> str:
-    """Return the name of a part of a step."""
+    """Return the display name of a part of a step, such as `tensor parallel` for `tp_comm_s`."""
     return PART_NAMES.get(part) or part.removesuffix("_s").replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of candidates by name, each an array with one element per candidate.
+    """Features of candidates, from which the errors of predictions are learned.
 
-    `parts` are the shares of the predicted step time. `sizes` determine the speed of kernels; `knobs` are the values of
-    the candidate. Both are logarithms to base 2. Features that a task does not have are 0.
+    Each feature is an array with one element per candidate. Features that a task does not have are 0.
+
+    `parts`: the shares of the step's parts in the predicted step time.
+    `sizes`: the sizes that determine the speed of kernels, as logarithms to base 2.
+    `knobs`: the knob values, as logarithms to base 2.
     """
 
     parts: Mapping[str, FloatArray]
@@ -302,14 +320,14 @@ class Features:
         return next((values.size for each in fields(self) for values in getattr(self, each.name).values()), 0)
 
     def take(self, rows: IntArray) -> Features:
-        """Return the features of some rows."""
+        """Return the features of the candidates in `rows`."""
         return Features(
             *({name: values[rows] for name, values in getattr(self, each.name).items()} for each in fields(self))
         )
 
     @classmethod
     def join(cls, parts: Sequence[Features]) -> Features:
-        """Concatenate the rows of several tasks."""
+        """Concatenate the candidates of several tasks. Features that a task lacks are filled with 0."""
         arrays = []
         for each in fields(cls):
             groups = [(getattr(features, each.name), np.zeros(len(features))) for features in parts]
@@ -320,9 +338,11 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """Measured candidates: the logarithm of measured over predicted, and the standard deviation of its noise.
+    """Measured candidates, from which the errors of predictions are learned.
 
-    `task` numbers the tasks of the candidates; 0 is the current task.
+    `log_ratio`: the logarithm of the measured over the predicted value.
+    `noise`: the standard deviation of the noise of `log_ratio`.
+    `task`: the number of each candidate's task. 0 is the current task.
     """
 
     features: Features
@@ -340,7 +360,7 @@ class Observations:
 
     @classmethod
     def join(cls, parts: Sequence[Observations]) -> Observations:
-        """Concatenate measurements."""
+        """Concatenate observations."""
         nonempty = [each for each in parts if len(each)]
         if not nonempty:
             return cls.empty()
@@ -350,7 +370,7 @@ class Observations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastMeasurements:
-    """Measurements of other tasks on the same chip and engine: step time, and memory in use."""
+    """Step times and memory in use that were measured in other tasks on the same chip and engine."""
 
     time: Observations
     memory: Observations
@@ -362,15 +382,15 @@ class PastMeasurements:
 
 
 WORD_DISTANCE = np.sqrt(0.5)
-"""The feature of a knob's word. Two words then have distance 1, the distance of a number and its double."""
+"""The feature value of a knob's word. With it, two different words have distance 1, like a number and its double."""
 
 
 def features(
     axes: Iterable[Axis], columns: Columns, predictions: Predictions, sizes: Mapping[str, FloatArray]
 ) -> Features:
-    """Return the features of the rows of `columns`, given the `predictions` of the same rows.
+    """Return the features of the candidates in `columns`, given the `predictions` of the same candidates.
 
-    `sizes` is the result of `Workload.sizes`. Shares are 0 if the time is unknown.
+    `sizes`: the result of `Workload.sizes`. Shares of an unknown step time are 0.
     """
     step = predictions.step_time_s
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -388,11 +408,13 @@ def features(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """The measurement of one rank. Times are medians over the timed steps, spreads are interquartile ranges.
+    """The measurement of one rank. Times are medians over the timed steps, and spreads are interquartile ranges.
 
-    `compute_time_s` is the time of the forward and backward passes of a whole step, without communication. It is scaled
-    up if `microbatches_run` is less than `microbatches`. `static_bytes` stay allocated between steps. `reserved_bytes`
-    is None without a caching allocator. `device_used_bytes` does not include the buffers of collectives.
+    `static_bytes`: the memory that stays allocated between steps.
+    `reserved_bytes`: the memory that the caching allocator reserves. None if there is no caching allocator.
+    `device_used_bytes`: the memory in use on the device, without the buffers of collectives.
+    `compute_time_s`: the time of the forward and backward passes of a whole step, without communication. If
+    `microbatches_run` is less than `microbatches`, the measured time is scaled up.
     """
 
     stage: int
@@ -414,9 +436,10 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProbe:
-    """The probe of one global rank, with a measurement or the reason of the failure.
+    """The probe of one global rank, with its measurement or the reason why it failed.
 
-    `device` is the index of the device that ran it, over all hosts. If it is `inconclusive`, its host was lost.
+    `device`: the index of the device that ran it, counted over all hosts.
+    `inconclusive`: whether the host was lost, so that the probe shows nothing about the candidate.
     """
 
     rank: int
@@ -438,17 +461,17 @@ class Probe:
 
     @property
     def measured(self) -> tuple[RankMeasurement, ...]:
-        """The measurements of the ranks that have one."""
+        """The measurements of the ranks whose probe succeeded."""
         return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether a rank ran out of memory."""
+        """Whether a probed rank ran out of memory."""
         return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
 
     @property
     def duration_s(self) -> float:
-        """The seconds that the busiest device took for its ranks. Devices run in parallel."""
+        """The duration of the probe: the seconds of the busiest device, because devices run in parallel."""
         by_device: dict[int, float] = {}
         for rank in self.ranks:
             by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s

@@ -21,17 +21,18 @@ LEARNED_MESSAGES = {
     NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
     DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
 }
-"""The messages of the rules that predictions and trials apply, by name."""
+"""The messages of the pruning rules that are derived from predictions and from trials, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """The rows of the space that rules removed.
+    """Which candidates of the space rules have removed. A row is the position of a candidate in the space.
 
-    `rule` has the number of the rule that removed each row: 0 for an open row, else the position in `rules` plus one.
-    `trial` has the number of the trial from which the rule was learned, -1 for other rules. `exceeds_memory` marks the
-    rows that do not fit by corrected predictions. `broken_rules` describes the rules that are disabled because they
-    failed. `applied_trials` are the numbers of the trials that learned rules have been applied to.
+    `rule`: for each row, the rule that removed it: 0 for an open row, otherwise the index in `rules` plus one.
+    `trial`: for each row, the number of the trial from which that rule was learned. -1 for other rules.
+    `exceeds_memory`: for each row, whether it does not fit according to corrected predictions.
+    `broken_rules`: descriptions of the rules that are disabled because they raised an error.
+    `applied_trials`: the numbers of the trials from which rules have already been learned.
     """
 
     rule: NDArray[np.int16]
@@ -43,11 +44,14 @@ class Pruned:
 
     @property
     def open_rows(self) -> IntArray:
-        """The positions of the rows that no rule has removed."""
+        """The rows that no rule has removed."""
         return np.flatnonzero(self.rule == 0)
 
     def reason(self, row: int) -> str | None:
-        """Return the rule that removed `row`, with the trial of a learned rule; None for an open row."""
+        """Return the name of the rule that removed `row`, or None for an open row.
+
+        For a learned rule, the text includes the number of the trial.
+        """
         rule = int(self.rule[row])
         if not rule:
             return None
@@ -59,8 +63,10 @@ class Pruned:
 class SearchState:
     """The trials of a search so far.
 
-    `by_candidate` has the last trial of each candidate without repeats. `best` is the trial of the candidate with the
-    best median speed within the limits, `fastest` the same without the limits. `probes` are trials of a lower fidelity.
+    `by_candidate`: the last trial of each candidate, not counting repeats.
+    `best`: the trial of the candidate with the highest median speed among those that meet the limits.
+    `fastest`: the trial of the candidate with the highest median speed, whether it meets the limits or not.
+    `probes`: trials of a lower fidelity.
     """
 
     by_candidate: dict[Candidate, Trial]
@@ -82,7 +88,8 @@ class SearchState:
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
         """Return the measured runs of a candidate, including repeats.
 
-        Imported runs are returned only if there are no other runs, and runs that are not final only if no run is final.
+        Imported runs are returned only if there are no other runs. Runs that are not final (see `Trial.is_final`) are
+        returned only if no run is final.
         """
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
@@ -91,14 +98,14 @@ class SearchState:
         return tuple(trial for trial in preferred if trial.is_final) or preferred
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
-        """Return the run of a trial's candidate that was scaled least, for reports."""
+        """Return the run that reports show for a trial's candidate: the one whose steps were shortened least."""
         if trial is None or (trial.is_final and not trial.shortened):
             return trial
         runs = self.runs_of(trial.candidate) or (trial,)
         return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
-        """Return the inverse of the median step time of a candidate's measured runs, 0 if there are none."""
+        """Return a candidate's steps per second, from the median step time of its runs. 0 if it was not measured."""
         speeds = [speed(trial) for trial in self.runs_of(candidate)]
         return 1.0 / median(1.0 / each if each else math.inf for each in speeds) if speeds else 0.0
 
@@ -109,12 +116,12 @@ class SearchState:
 
     @property
     def settled(self) -> frozenset[Candidate]:
-        """The candidates with a conclusive trial. Others may be tried again."""
+        """The candidates with a conclusive trial. All other candidates may be tried again."""
         return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.is_conclusive)
 
     @property
     def rivals(self) -> tuple[Trial, ...]:
-        """The measured candidates that do not differ significantly from the best, the fastest first."""
+        """Trials of the candidates that do not differ significantly from the best, the fastest first."""
         best = self.best
         if best is None:
             return ()
@@ -130,9 +137,9 @@ class SearchState:
 
     @property
     def finalists(self) -> tuple[Trial, ...]:
-        """The measured baseline, the best and the fastest rivals in this order, without duplicates.
+        """The trials to repeat: the measured baseline, the best and the fastest rivals, in this order.
 
-        Empty if there is no best.
+        There are no duplicates. Empty if there is no best.
         """
         if self.best is None:
             return ()
@@ -143,7 +150,7 @@ class SearchState:
 
     @property
     def drift(self) -> float | None:
-        """The relative speedup from the first to the last run of the baseline; None if it ran once."""
+        """The relative speedup from the first to the last run of the baseline. None if it ran once."""
         runs = self.runs_of(self.baseline.candidate) if self.baseline else ()
         return speed(runs[-1]) / speed(runs[0]) - 1.0 if len(runs) > 1 else None
 
@@ -160,7 +167,8 @@ class SearchState:
     def cold_repeat(self) -> Candidate | None:
         """The candidate whose next repeat must be a cold start, or None. There is one cold repeat per search.
 
-        It is not the baseline: to measure the drift of the machine, all runs of the baseline must start in one way.
+        It is not the baseline, because the drift of the machine is measured with the baseline, whose runs must all
+        start in the same way.
         """
         if any(trial.measurement and not trial.warm for trial in self.repeats):
             return None
@@ -169,7 +177,7 @@ class SearchState:
 
     @property
     def cold_start(self) -> tuple[float, float] | None:
-        """The relative speedup from the warm to the cold runs of a candidate, and its noise.
+        """The relative speedup from a candidate's warm runs to its cold runs, and the noise of this speedup.
 
         The speedup is corrected for the drift. None if no candidate has both warm and cold runs.
         """
@@ -186,30 +194,35 @@ class SearchState:
 
 
 def overheads(control: Control, trials: Iterable[Trial]) -> list[float]:
-    """Return the seconds that trials with steps took outside of these, mostly for their start."""
+    """Return the seconds that each trial spent outside its steps, mostly on its start.
+
+    Trials for which this is unknown are skipped.
+    """
     found = (trial.overhead_s(control.train_iters, control.warmup_iters) for trial in trials)
     return [seconds for seconds in found if seconds is not None]
 
 
 def speed(trial: Trial) -> float:
-    """Return the steps per second of a trial, 0 without a measurement."""
+    """Return the steps per second of a trial, or 0 if it has no measurement."""
     return 1.0 / trial.measurement.step_time_s if trial.measurement and trial.measurement.step_time_s > 0 else 0.0
 
 
 MIN_NOISE = 0.02
-"""The minimum relative difference between two runs of the same candidate. Chosen for runs minutes apart."""
+"""The minimum relative noise that is assumed between two runs of the same candidate. Chosen for runs minutes apart."""
 
 MAX_RIVALS = 2
 """The maximum number of rivals of the best that run again. Chosen to limit the cost of repeats."""
 
 EXTRA_ROUNDS = 2
-"""The maximum number of rounds beyond `control.repeats` while a rival does not differ significantly from the best.
-Chosen to limit the cost of repeats."""
+"""The maximum number of rounds of repeats beyond `control.repeats`. They run while a rival does not differ
+significantly from the best. Chosen to limit the cost of repeats."""
 
 
 def noise(runs: Sequence[Trial]) -> float:
-    """Return the relative noise of a candidate: the largest of the spread of steps, the spread of runs, and the
-    uncertainty of scaled steps, at least MIN_NOISE."""
+    """Return the relative noise of a candidate, at least MIN_NOISE.
+
+    It is the maximum of the spread of steps, the spread between runs, and the uncertainty of scaled step times.
+    """
     measured = [trial.measurement for trial in runs if trial.measurement]
     if not measured:
         return MIN_NOISE
@@ -223,19 +236,22 @@ def noise(runs: Sequence[Trial]) -> float:
 def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
     """Return whether the difference between two candidates exceeds their noise.
 
-    `slowdown` is the relative difference of their step times: 2.0 if the slower takes three times as long. It is
-    compared with the larger noise of both, divided by the square root of the smaller number of runs.
+    `slowdown`: the relative difference of their step times, such as 2.0 if the slower one takes three times as long.
+
+    The slowdown is compared with the larger noise of the two candidates, divided by the square root of the smaller
+    number of runs.
     """
-    # Noise is relative to a time, and can exceed 100%. A relative difference of speeds cannot, so times are compared.
+    # Times are compared, not speeds: noise is relative to a time and can exceed 100%, as can a slowdown, but not the
+    # relative loss of speed.
     runs = min(len(first_runs), len(second_runs))
     return slowdown >= max(noise(first_runs), noise(second_runs)) / math.sqrt(runs)
 
 
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
-    """Return the minimum number of repeats of each finalist: `control.repeats` if there are several.
+    """Return the minimum number of repeats of each finalist.
 
-    A finalist whose run was not final runs again at least once. All finalists run on each number of
-    `control.trial_nodes`.
+    It is `control.repeats` if there are several finalists, else 0. It is at least 1 for a finalist whose run was not
+    final, and large enough to run on each number of nodes in `control.trial_nodes`.
     """
     trials = search_state.finalists
     rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)
@@ -243,10 +259,11 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
-    """Return the trial to run again, None if repeats are done.
+    """Return the trial to repeat next, or None if all repeats are done.
 
-    The finalists run again in rotation, `min_repeats` times each, and then up to `EXTRA_ROUNDS` times while a rival
-    does not differ significantly. The total is limited, too, because the best and its rivals may change.
+    The finalists are repeated in rotation, `min_repeats` times each, and then up to EXTRA_ROUNDS more times while a
+    rival does not differ significantly from the best. The total number of repeats is also limited, because the best and
+    its rivals may change.
     """
     trials, minimum = search_state.finalists, min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
@@ -260,18 +277,19 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
 
 
 MAX_FAILED_AT_START = 5
-"""The search stops if its first trials, at least this number, all end in FAILED_STATES. Chosen: then the task is
+"""The search stops if at least this many trials ended and all are in FAILED_STATES. Chosen, because the task is then
 probably wrong."""
 SHORTEST = 0.4
-"""The time that is reserved for a further trial, relative to a trial that had no time for all its steps: that one
-started first, while modules were imported, and a faster candidate needs less. Chosen."""
+"""The time reserved for the next trial, relative to a trial that ran out of time before its last step. It is below 1
+because that trial started while modules were imported, and because a faster candidate needs less time. Chosen."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float, pending: int = 0) -> str | None:
     """Return why the search stops, or None if it continues. Time is reserved for one more trial and for repeats.
 
-    `pending` is the number of trials that run now.
+    `elapsed`: seconds since the start of the search.
+    `pending`: the number of trials that are running.
     """
     trials = _completed_trials(search_state)
     if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
@@ -291,8 +309,8 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
 class SearchTime:
     """The maximum number of trials and repeats of a search, and the time that they take.
 
-    `steps_s` are the predicted seconds of their steps, None if unknown. `at_most_s` are the seconds that the time
-    limits of the trials allow.
+    `steps_s`: the predicted seconds of all their steps. None if unknown.
+    `at_most_s`: the seconds if each trial runs until its time limit.
     """
 
     trials: int
@@ -304,10 +322,11 @@ class SearchTime:
 def seconds_left(
     control: Control, search_state: SearchState, candidates: int, elapsed: float, parallel_trials: int = 1
 ) -> float | None:
-    """Return an estimate of the remaining seconds of the run, including repeats; None before the first trial ends.
+    """Return an estimate of the remaining seconds of the run, including repeats, or None before the first trial ends.
 
-    `candidates` are those that are tried or may be tried. While trials are left, the baseline and another candidate
-    are expected to be repeated.
+    `candidates`: the number of candidates that were tried or may be tried.
+
+    While trials remain, the estimate assumes that the baseline and one other candidate will be repeated.
     """
     trials = _completed_trials(search_state)
     if not trials:
@@ -322,7 +341,7 @@ def seconds_left(
 
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
-    """Return the minimum seconds that the remaining repeats take, or with `at_most` the maximum."""
+    """Return the minimum seconds that the remaining repeats take. If `at_most` is true, return the maximum."""
     extra = EXTRA_ROUNDS if at_most and control.repeats and search_state.rivals else 0
     minimum = min_repeats(control, search_state)
     remaining = (
@@ -338,7 +357,7 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 
 
 def full_duration_s(control: Control, trial: Trial) -> float:
-    """Return the seconds that a measured trial takes with whole steps."""
+    """Return the seconds that a trial takes if its steps are not shortened."""
     measured = trial.measurement
     if measured is None or measured.scaled_from is None or trial.fewer_nodes:
         return trial.duration_s

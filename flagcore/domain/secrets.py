@@ -1,6 +1,6 @@
 """Redacts secrets such as keys, tokens and passwords. They are found by their names or their formats.
 
-The detection is not complete: secrets under other names are not found, and some harmless values are redacted.
+The detection is not perfect: it misses secrets with unusual names, and redacts some harmless values.
 """
 
 import re
@@ -10,7 +10,8 @@ from typing import Any
 
 REDACTED = "(left out)"
 MIN_LENGTH = 6
-"""Shorter values may be common words. They are redacted only next to their name."""
+"""The minimum length of a secret that is redacted wherever it occurs. Shorter values may be common words, so they are
+redacted only next to their name."""
 
 _SECRET_SUFFIXES = (
     *("password", "passwort", "passwd", "passphrase", "secret", "apikey", "credential", "credentials"),
@@ -26,7 +27,7 @@ _TEXT_WORDS = frozenset(
         *("input", "output", "prompt", "draft", "max", "min", "num", "total", "decode", "prefill"),
     )
 )
-"""Words before `token` in names that are about text, not secrets: `bos_token`, `time_per_token`."""
+"""Words that show, before `token` in a name, that the name is not about a secret: `bos_token`, `time_per_token`."""
 _VALUE = r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"]+)"""
 _LINE = re.compile(r"""^(\s*(?:export\s+|-\s+)?["']?([A-Za-z_][\w.-]*)["']?\s*[:=]\s*)(\S.*)$""", re.MULTILINE)
 _PAIR = re.compile(rf"""((?<![\w.-])-{{0,2}}([A-Za-z_][\w.-]*)["']?\s*[:=]\s*(?:\[|\((?!left out))?)({_VALUE})""")
@@ -41,7 +42,7 @@ _TOKEN_FORMATS = re.compile(
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Return whether a value of this name is a secret: `HF_TOKEN`, `--api-key`, `db.password`, not `max_tokens`."""
+    """Return whether a name denotes a secret, such as `HF_TOKEN`, `--api-key` or `db.password`, not `max_tokens`."""
     words = [
         word for word in re.split(r"[_.]+", re.sub(r"([a-z0-9])(?=[A-Z])", r"\1_", name).replace("-", "_")) if word
     ]
@@ -54,18 +55,18 @@ def is_secret(name: str) -> bool:
 
 
 def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the secret values of an environment, the longest first."""
+    """Return the values of environment variables with secret names, the longest first."""
     values = {str(value) for name, value in environment.items() if is_secret(name) and len(str(value)) >= MIN_LENGTH}
     return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
-    """Return the secrets in plain data such as a spec: values of secret keys, and secrets in command lines."""
+    """Return the secrets in plain data such as a spec: values of keys with secret names, and secrets in commands."""
     return tuple(dict.fromkeys(value for value in _walk(data) if len(value) >= MIN_LENGTH))
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:
-    """Return `text` with `known` secrets, and secrets that are found in it, replaced by REDACTED."""
+    """Return `text` with secrets replaced by REDACTED: the `known` ones, and those that are detected in the text."""
     for value in known:
         text = text.replace(value, REDACTED)
     text = _LINE.sub(lambda match: _redact_match(match, whole_line=True), text)
@@ -77,7 +78,7 @@ def redact_text(text: str, known: Collection[str] = ()) -> str:
 
 
 def redact_data(data: Any, known: Collection[str] = ()) -> Any:
-    """Return plain data with secrets redacted: values of secret keys, and of secret options in argument lists."""
+    """Return plain data with secrets redacted: values of keys and of command-line options with secret names."""
     if data is None or isinstance(data, (int, float)):
         return data
     if isinstance(data, Mapping):
@@ -102,7 +103,7 @@ def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Itera
 
 
 def secrets_in_arguments(words: Sequence[str]) -> list[str]:
-    """Return the secrets in the arguments of a command line: values of secret options, and passwords in URLs."""
+    """Return the secrets in a command line: values of options with secret names, and passwords in URLs."""
     secrets = [value for value in _secret_values(words) if value]
     secrets += [part[2] for word in words for part in _URL.finditer(word)]
     return list(dict.fromkeys(secrets))
@@ -125,7 +126,7 @@ def _walk(data: Any) -> Iterator[str]:
 
 
 def _secret_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield for each argument the part that is the value of a secret option, or an empty string."""
+    """Yield, for each argument, the part that is the value of an option with a secret name, or an empty string."""
     is_value_expected = False
     for word in words:
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Serving jobs: loads, figures and limits."""
+"""Serving jobs: their loads, the figures that are measured, and the limits on these figures."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ EngineArg: TypeAlias = bool | int | float | str | None
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-"""Seconds to the first token, per further token, between two chunks of a response, and of the whole request."""
+"""Latencies in seconds: the time to the first token, the time per further token, the time between two chunks of a
+response, and the time of the whole request."""
 PER_DEVICE, PER_USER = "output_tokens_per_s_per_device", "output_tokens_per_s_per_user"
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", PER_DEVICE)
-"""Rates of the whole cluster; the last is per device. Goodput counts the requests that meet the SLO."""
+"""Rates of the whole cluster, except for the last one, which is per device. Goodput includes only the requests that
+meet the SLO."""
 
 MIN_REQUESTS = {"p99": 400, "p90": 40}
-"""Requests that a percentile needs. Chosen: four of them are above it."""
+"""The minimum number of requests for measuring a percentile. Chosen so that four requests are above the percentile."""
 DEFAULT_CONCURRENCY = 64
-"""Default number of requests in flight."""
+"""The default number of requests in flight."""
 HIGHEST_LOAD = "highest_load"
-"""The figure with the highest rate or concurrency within the SLO, of a load with `auto`."""
+"""The name of the figure for the highest rate or concurrency that meets the SLO, for a load with `auto`."""
 CLIENT_LOG = "client.log"
-"""The output of another client, in its folder."""
+"""The name of the file with the output of the user's load generator, in its working directory."""
 OPEN_LOOP_FLIGHT = 64
-"""Assumed number of requests in flight of an open loop without a number of requests."""
+"""The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 
 
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,20 +43,22 @@ def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MAX_LENGTH_RATIO = 5
-"""Maximum of log-normal lengths relative to their mean, as in benchmarks with filtered ShareGPT prompts (1,024 tokens
-and a mean of 217)."""
+"""The maximum of log-normal lengths relative to their mean. Benchmarks with filtered ShareGPT prompts have a similar
+ratio (a maximum of 1,024 tokens and a mean of 217)."""
 
 
 IMAGE_SIZE = r"^([1-9][0-9]{0,3})x([1-9][0-9]{0,3})$"
-"""The pattern of the size of an image: WIDTHxHEIGHT in pixels, up to 9999."""
+"""The pattern of an image size: WIDTHxHEIGHT in pixels, each up to 9999."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """Random images of the requests of a load.
+    """The random images of a load's requests.
 
-    A request has from floor((1 - `num_mm_items_range_ratio`) x `base_items_per_request`) to ceil((1 + ratio) x base)
-    images, uniformly distributed. Each has the width, height and probability of a bucket; probabilities add up to 1.
+    The number of images per request is uniformly distributed from floor((1 - ratio) x base) to ceil((1 + ratio) x
+    base), where base is `base_items_per_request` and ratio is `num_mm_items_range_ratio`.
+
+    `buckets`: the possible sizes of an image, each with width, height and probability. Probabilities add up to 1.
     """
 
     buckets: tuple[tuple[int, int, float], ...]
@@ -64,7 +68,7 @@ class Images:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The fewest and the most images of a request."""
+        """The minimum and the maximum number of images per request."""
         base, ratio = self.base_items_per_request, self.num_mm_items_range_ratio
         return math.floor(base * (1 - ratio)), math.ceil(base * (1 + ratio))
 
@@ -73,18 +77,27 @@ class Images:
 class Load:
     """A load point. Lengths are numbers of tokens.
 
-    Either `concurrency` requests are always in flight (closed loop), or `request_rate` requests arrive per second (open
-    loop; infinity: all at once). The gaps between arrivals are gamma-distributed with the shape `burstiness`; 1 means
-    Poisson arrivals.
+    Arrivals:
 
-    Lengths are uniformly distributed from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x
-    length to (1 + spread) x length. With the `distribution` lognormal, `input_len` and `output_len` are the means of
-    clipped log-normal distributions, as in conversations. All requests start with the same `prefix_len` tokens. A
-    `trace` has the lengths and optionally arrival times and texts. Conversations have up to `turns` requests, each sent
-    `think_time_s` after the answer to the one before; its prompt continues that
-    request and its answer, so `input_len` is the length of the new part. `images` are in addition to the text.
-    `acceptance` is the share of drafted tokens that the model accepts, None if unknown. With `num_prompts` None, the
-    load goes on; if it `is_steady`, only requests between its first and its last ones count, else all of them.
+    - `concurrency`: closed loop. This number of requests is always in flight.
+    - `request_rate`: open loop. This number of requests arrives per second; infinity means all at once.
+    - `burstiness`: the shape of the gamma distribution of the gaps between arrivals. 1 means Poisson arrivals.
+    - `num_prompts`: the number of requests. None means that the load continues until it is stopped.
+    - `is_steady`: whether only the requests between the first and the last ones count. Otherwise all requests count.
+
+    Requests:
+
+    - `range_ratio`: lengths are uniformly distributed from `range_ratio` x length to length.
+    - `range_spread`: if given, lengths are uniformly distributed from (1 - spread) x length to (1 + spread) x length.
+    - `distribution`: uniform or lognormal. With lognormal, `input_len` and `output_len` are the means of clipped
+      log-normal distributions, as in conversations.
+    - `prefix_len`: the number of first tokens that are the same in all requests.
+    - `trace`: a file with lengths, and optionally arrival times and texts.
+    - `turns`: the maximum number of requests of a conversation. The prompt of each request continues the previous
+      request and its answer, and `input_len` is the length of the new part.
+    - `think_time_s`: the time between an answer and the next request of the conversation.
+    - `images`: images that are sent in addition to the text.
+    - `acceptance`: the share of drafted tokens that the model accepts. None if unknown.
     """
 
     input_len: int = 1024
@@ -107,7 +120,7 @@ class Load:
     seed: int = 0
 
     def at(self, key: str, value: float) -> Load:
-        """Return the load with another `concurrency` or `request_rate`."""
+        """Return the load with another value of `key`, which is `concurrency` or `request_rate`."""
         return replace(self, concurrency=int(value)) if key == "concurrency" else replace(self, request_rate=value)
 
 
@@ -115,16 +128,20 @@ class Load:
 class ServeSpec:
     """A serving job.
 
-    `engine_args` are flags of the engine without dashes, the same for all candidates. `slo` maps figures such as
-    `ttft_s.p99` to upper bounds, which must hold at all load points. `weights` is a Hugging Face directory or a GGUF
-    file; without it, candidates can be predicted but not run. `command` starts a server in `directory`; None: the
-    engine's program. `cards` is the maximum number of devices of a candidate; None: all. `engine_version` is the
-    release of the engine; None: the installed one. Each load point runs `repeats` times. If `client` is given, this
-    command sends the load and writes a `report`; otherwise flagcore's client does. `highest` is `request_rate` or
-    `concurrency` if a trial searches for the highest one that keeps the SLO; that of the only load is the maximum.
-    `prefix_aware`: a request goes to the instance that got the longest prefix of its prompt before, unless that one is
-    much busier than others; else to the one with the fewest requests. `default_space`: the spec has no space, so the
-    engine searches layouts and limits of the batch.
+    `loads`: the load points.
+    `engine_args`: flags of the engine without dashes, the same for all candidates.
+    `slo`: upper bounds by figure, such as `ttft_s.p99`. They must hold at all load points.
+    `weights`: a Hugging Face directory or a GGUF file. Without it, candidates can be predicted but not run.
+    `command`: a command that starts a server in `directory`. None means the engine's program.
+    `cards`: the maximum number of devices of a candidate. None means all devices.
+    `engine_version`: the release of the engine. None means the installed one.
+    `repeats`: how many times each load point runs.
+    `client`: a command that sends the load and writes the file `report`. None means flagcore's client.
+    `highest`: `request_rate` or `concurrency`, if each trial searches for the highest value that meets the SLO. The
+    value in the only load is then the upper bound of this search. None otherwise.
+    `prefix_aware`: whether a request goes to the instance that has already received the longest prefix of its prompt,
+    unless that instance is much busier than others. Otherwise it goes to the instance with the fewest requests.
+    `default_space`: whether the spec has no space, so that the engine searches layouts and batch limits.
     """
 
     engine: str

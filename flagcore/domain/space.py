@@ -1,4 +1,4 @@
-"""Candidates, and the space of candidates, which is stored as one 64-bit integer per candidate."""
+"""Candidates, and the space of all legal candidates, which is stored as one 64-bit integer per candidate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ KnobValue: TypeAlias = int | bool | str | None
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Knob names and values, in the order of the space. Two candidates with equal values are equal."""
+    """A combination of knob values: pairs of name and value, in the order of the space."""
 
     items: tuple[tuple[str, KnobValue], ...]
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue]) -> Candidate:
-        """Return a candidate with the values of a mapping, in the order of the mapping."""
+        """Return the candidate with the given knob values, in the order of the mapping."""
         return cls(tuple(values.items()))
 
     def as_dict(self) -> dict[str, KnobValue]:
-        """Return the values by knob name."""
+        """Return the knob values by knob name."""
         return dict(self.items)
 
     def __str__(self) -> str:
@@ -35,18 +35,20 @@ IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"
 BoolArray: TypeAlias = "NDArray[np.bool_]"
 Columns: TypeAlias = "Mapping[str, IntArray]"
-"""One integer array per knob, all of the same length. None and False have the code 0, True has 1, and a word has its
-position in `Axis.words`."""
+"""Candidates as arrays: one integer array per knob, with one element per candidate. Integers are stored as they are,
+None and False as 0, True as 1, and a word as its position in `Axis.words`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """A knob and its values in a space.
 
-    `values` are crossed with the values of the other knobs. `neutral` is the value of a knob that does not apply.
-    `neutral` and `extra_values` are valid values of a row, even if they are not in `values`. If the values are words,
-    `words[code]` is the word of a code, and None the word of code 0. With `is_flag`, the codes 0 and 1 mean False and
-    True. If the axis `is_unordered`, nothing is known about the order of the values by time or memory.
+    `values`: the values that are combined with all values of the other knobs.
+    `neutral`: the value if the knob does not apply. It is valid even if it is not in `values`.
+    `words`: if the values are words, `words[code]` is the word of a code. Code 0 means None.
+    `is_flag`: whether the codes 0 and 1 mean False and True.
+    `extra_values`: further values that a candidate may have.
+    `is_unordered`: whether the order of the values by time or memory is unknown.
     """
 
     knob: str
@@ -58,7 +60,7 @@ class Axis:
     is_unordered: bool = False
 
     def encode(self, value: KnobValue) -> int:
-        """Return the code of `value`. Raises ValueError for an unknown word."""
+        """Return the integer that stands for `value` in columns. Raises ValueError for an unknown word."""
         if value is None:
             return 0
         if isinstance(value, str):
@@ -66,7 +68,7 @@ class Axis:
         return int(value)
 
     def decode(self, code: int) -> KnobValue:
-        """Return the value of `code`."""
+        """Return the value that `code` stands for."""
         if self.words:
             return self.words[code]
         if self.is_flag:
@@ -76,9 +78,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A legality rule. `broken(columns)` is True for each row that violates it.
+    """A legality rule. Candidates that break it are not legal.
 
-    `knobs` are the knobs that it depends on. `message` describes the rule in one line, with the names of the knobs.
+    `knobs`: the names of the knobs that the rule depends on.
+    `message`: the rule in one line, with the names of its knobs.
+    `broken`: a function of columns that returns True for each candidate that breaks the rule.
     """
 
     name: str
@@ -89,9 +93,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """A merge of equivalent candidates. `canonical(columns)` returns the columns that the engine actually uses.
+    """A merge of equivalent candidates into one.
 
-    It depends on `knobs` and returns columns of some of them. Rows that become equal are counted as merged.
+    `knobs`: the names of the knobs that the merge depends on.
+    `canonical`: a function of columns that returns the values that the engine actually uses, for some of `knobs`.
+    Candidates that become equal are counted as merged.
     """
 
     name: str
@@ -110,9 +116,13 @@ class Legality:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All legal, distinct candidates.
+    """All legal, distinct candidates. A row is the position of a candidate in the space.
 
-    `rows` has one sorted mixed-radix number per candidate, whose digits select from `codes`, the codes of each axis.
+    `codes`: for each axis, the codes of its values.
+    `rows`: one mixed-radix number per candidate, sorted. Each digit is an index into `codes` of one axis.
+    `combinations`: the number of all combinations of values.
+    `illegal`: the number of combinations that each rule removed, by the name of the rule.
+    `merged`: the number of combinations that were merged into equivalent ones.
     """
 
     axes: tuple[Axis, ...]
@@ -126,7 +136,7 @@ class Space:
         return int(self.rows.size)
 
     def columns(self, rows: IntArray | slice = slice(None)) -> dict[str, IntArray]:
-        """Return the columns of the rows at some positions."""
+        """Return the columns of the candidates in `rows`, by default of all."""
         return decode(self.rows[rows], self.codes, [axis.knob for axis in self.axes])
 
     def chunks(self, size: int) -> Iterator[slice]:
@@ -135,27 +145,27 @@ class Space:
             yield slice(start, min(start + size, len(self)))
 
     def candidate(self, row: int) -> Candidate:
-        """Return the candidate at position `row`."""
+        """Return the candidate in `row`."""
         return as_candidate(self.axes, self.columns(np.array([row])))
 
     @property
     def choices(self) -> dict[str, tuple[KnobValue, ...]]:
-        """All values of each knob."""
+        """The values that each knob has in the space, sorted by code."""
         return {
             axis.knob: tuple(axis.decode(int(code)) for code in sorted(codes.tolist()))
             for axis, codes in zip(self.axes, self.codes, strict=True)
         }
 
     def find(self, candidate: Candidate) -> int | None:
-        """Return the position of `candidate`, or None if it is not in the space."""
+        """Return the row of `candidate`, or None if it is not in the space."""
         key = self._key(candidate)
         position = len(self) if key is None else int(np.searchsorted(self.rows, key))
         return position if position < len(self) and self.rows[position] == key else None
 
     def with_candidate(self, candidate: Candidate) -> Space:
-        """Return the space with `candidate` added, if it is not in the space.
+        """Return the space with `candidate` added, unless the space already contains it.
 
-        Raises ValueError if an axis does not have its value.
+        Raises ValueError if the candidate has a value that is not on the knob's axis.
         """
         key = self._key(candidate)
         if key is None:
@@ -177,14 +187,17 @@ class Space:
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
-    """Return the candidate in columns of one row."""
+    """Return the candidate that one-row columns contain."""
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
 def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
-    """Convert mixed-radix numbers, in which the first knob varies fastest, to columns of all or the `wanted` knobs."""
+    """Convert mixed-radix numbers (see `Space`), in which the first knob varies fastest, to columns.
+
+    `wanted`: the knobs whose columns are returned. None means all.
+    """
     columns, remainder, divisor = {}, rows, 1
     for knob, values in zip(knobs, codes, strict=True):
         size = int(values.size)
@@ -192,14 +205,14 @@ def decode(
             divisor *= size
             continue
         remainder, divisor = remainder // divisor if divisor > 1 else remainder, 1
-        quotient = remainder // size  # many times faster than the remainder in NumPy
+        quotient = remainder // size  # in NumPy, division is many times faster than the operator %
         columns[knob] = values.take(remainder - quotient * size)
         remainder = quotient
     return columns
 
 
 def rows_by_codes(columns: Columns, knobs: Sequence[str]) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Yield each distinct combination of the codes of `knobs`, and the positions of the rows that have it."""
+    """Yield each distinct combination of codes of `knobs`, and the indices of the candidates that have it."""
     groups, inverse = np.unique(np.stack([columns[knob] for knob in knobs]), axis=1, return_inverse=True)
     for group, codes in enumerate(groups.T.tolist()):
         yield tuple(codes), np.flatnonzero(inverse.reshape(-1) == group)

@@ -1,6 +1,6 @@
 """The validated content of a spec file or of a job record, and the objectives of a search.
 
-The search minimizes seconds; reports convert them to the unit of the objective.
+The search always minimizes seconds. Reports convert them to the unit of the objective.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 KIND, SLOTS = "{type}", "{slots}"
-"""Placeholders of a host of several node groups: the name of its group, and its number of devices."""
+"""Placeholders in the user's command on several node groups: the name of the host's group, and its device count."""
 HOSTFILE = "{hostfile}"
-"""The placeholder in the user's command for a file that lists the hosts of the trial."""
+"""The placeholder in the user's command for the path of a file that lists the hosts of the trial."""
 
 LOCAL = "local"
 """The name of the launcher that starts trials on this machine."""
 
 AUTO = "auto"
-"""In a space: all values that the engine suggests. For a chip: the detected one. For a precision: the fastest one."""
+"""The word for a value that flagcore chooses: in a space, all values that the engine suggests; for the chip, the
+detected one; for the precision, the fastest one."""
 
 SettingValue: TypeAlias = KnobValue | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The requested hardware. Fields that are None come from the detected hardware.
+    """The requested hardware. Fields that are None are filled in from the detected hardware.
 
-    `groups` are node groups of different chips or speeds in the order of their ranks. They replace all other fields
-    except `hosts` (in the same order), `host_envs` and `nodes`, the number of hosts. A group has own `envs`, a `name`,
-    empty for that of its chip, and a `speed` relative to the chip. `host_envs` are the variables of single hosts.
-
-    The last `spares` of `hosts` replace hosts that fail. Without further spares, trials run on at least `min_nodes`
-    nodes; None: on all.
+    `groups`: node groups with different chips or speeds, in the order of their ranks. If there are any, all other
+    fields are unused except `hosts` (in the same order), `host_envs`, and `nodes`, which is the number of hosts.
+    `envs`, `name`, `speed`: of a group: its environment variables, its name (empty means the name of its chip), and its
+    speed relative to the chip.
+    `host_envs`: environment variables of single hosts, by host.
+    `spares`: the number of spare hosts, which are the last ones of `hosts`. They replace hosts that fail.
+    `min_nodes`: if no spare is left, trials run on at least this number of nodes. None means on all nodes.
     """
 
     chip: str = AUTO
@@ -66,12 +68,12 @@ class ClusterSpec:
 
     @property
     def kind(self) -> str:
-        """The type of a group's hosts in host files."""
+        """The type of the group's hosts in host files: the name of the group, or of its chip."""
         return self.name or self.chip
 
     @property
     def survives_loss(self) -> bool:
-        """Whether trials can run without a host that failed."""
+        """Whether trials can continue after a host failed."""
         return bool(self.spares or self.min_nodes)
 
 
@@ -79,10 +81,12 @@ class ClusterSpec:
 class TrainSpec:
     """A training job.
 
-    `command` is the user's launch command, which runs in `directory`, the folder of the spec. None: flagcore's trial
-    program. `engine_version` is the release of the engine that it starts, None if unknown. `settings` are engine
-    settings, the same for all candidates; lists are text with commas. `assumed` are settings that a plan assumes for
-    the candidates with which they are legal. `flags` are added to the command by knobs with effects.
+    `command`: the user's launch command. None means flagcore's trial program.
+    `directory`: the working directory of the command, by default the folder of the spec.
+    `engine_version`: the release of the engine that the command starts. None if unknown.
+    `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
+    `assumed`: settings that a plan assumes for the candidates with which they are legal.
+    `flags`: arguments that knobs with effects add to the command.
     """
 
     engine: str
@@ -103,18 +107,19 @@ class TrainSpec:
 class Control:
     """The budget and the options of a search. Times are in seconds.
 
-    `max_time` limits the whole search, `max_time_per_task` a trial; None: no limit, and a limit from the prediction of
-    each trial. Steps that are predicted to take more than `max_step_time` are shortened; None: never. `disk_limit` is
-    the number of bytes that a trial may write to its folder; None: the default of `Launch`. A trial waits up to
-    `device_wait` for devices that other programs use. With `warm_start`, a trial may be forked from a process that has
-    imported its modules. Up to `parallel_trials` trials run in parallel, each on its own devices. With `compare_hosts`,
-    the speeds of several hosts are compared before the first trial.
-
-    A trial runs on `trial_nodes` of the cluster's nodes: on the first number in the search, on the others in repeats.
-    Empty: on all.
-
-    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`. `probes` candidates are probed before the first run. The
-    best candidate will run `planned_steps` steps in production; None: unknown.
+    `max_time_per_task`: the time limit of a trial. None means that it is derived from the trial's prediction.
+    `max_step_time`: steps that are predicted to take longer are shortened. None means never.
+    `max_time`: the time limit of the whole search. None means no limit.
+    `disk_limit`: the number of bytes that a trial may write to its folder. None means the default of `Launch`.
+    `device_wait`: the maximum time that a trial waits for devices that other programs use.
+    `warm_start`: whether a trial may be forked from a process that has already imported its modules.
+    `compare_hosts`: whether the speeds of several hosts are compared before the first trial.
+    `parallel_trials`: the maximum number of parallel trials, each on its own devices.
+    `trial_nodes`: the numbers of nodes on which trials run: the first number in the search, the others in repeats.
+    Empty means all nodes.
+    `fidelity`: one of `flagcore.domain.trial.FIDELITIES`.
+    `probes`: the number of candidates that are probed before the first run.
+    `planned_steps`: the number of steps that the best candidate will run in production. None if unknown.
     """
 
     train_iters: int = 5
@@ -139,7 +144,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The user's input, before hardware is detected. `work` is the training or serving job."""
+    """The user's input, before the hardware is detected.
+
+    `work`: the training or serving job.
+    """
 
     model: Model
     cluster: ClusterSpec
@@ -154,23 +162,26 @@ class Spec:
 
     @property
     def on_each_host(self) -> bool:
-        """Whether the launcher starts a program on each host of a trial, instead of only on this machine."""
+        """Whether the launcher starts a program on each host of a trial, and not only on this machine."""
         return bool(self.cluster.hosts) and self.launcher != LOCAL
 
     @property
     def trial_nodes(self) -> tuple[int, ...]:
-        """The numbers of nodes on which trials run."""
+        """The numbers of nodes on which trials run, as in `Control.trial_nodes`."""
         return self.control.trial_nodes or (self.cluster.nodes,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes, ascending, on which trials may run if hosts are lost. Each has a whole global batch."""
+        """The numbers of nodes on which trials may run if hosts are lost, in ascending order.
+
+        The global batch shrinks in proportion. Numbers for which it would not be an integer are skipped.
+        """
         whole = self.cluster.nodes
         fewest = self.cluster.min_nodes or whole
         return tuple(n for n in range(fewest, whole + 1) if self.train.global_batch_size * n % whole == 0)
 
     def on_nodes(self, nodes: int) -> Spec:
-        """Return the spec of a trial on fewer nodes: with a batch that is smaller by the same factor."""
+        """Return the spec of a trial on fewer nodes, with a global batch that is smaller by the same factor."""
         if nodes == self.cluster.nodes or not isinstance(self.work, TrainSpec):
             return self
         work = replace(self.work, global_batch_size=self.work.global_batch_size * nodes // self.cluster.nodes)
@@ -192,7 +203,7 @@ class Spec:
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """The upper bounds of measured figures, by the name of the figure."""
+        """The upper bounds of measured figures, by the name of the figure. Empty for training."""
         return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 
@@ -200,7 +211,7 @@ class Spec:
 class Task:
     """A spec and the cluster on which it runs.
 
-    `knobs` are the knobs with effects that the spec names: plugins' knobs and compared engine settings.
+    `knobs`: the knobs with effects that the spec names, which are plugins' knobs and compared engine settings.
     """
 
     spec: Spec
@@ -208,9 +219,10 @@ class Task:
     knobs: tuple[Knob, ...] = ()
 
     def listed_values(self, knob: Knob, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
-        """Return the values that the space lists for `knob`; `auto` is resolved. Raises SpecError.
+        """Return the values that the space lists for `knob`, with `auto` replaced by values.
 
-        `default` is `auto` or a list of values. It is used if the space does not have the knob.
+        `default`: `auto` or a list of values, for a knob that is not in the space.
+        Raises SpecError for an invalid value.
         """
         space = self.spec.space
         listed = next((space[name] for name in knob.names if name in space), default)
@@ -221,12 +233,12 @@ class Task:
         return tuple(dict.fromkeys(values))
 
     def with_time_limit(self, seconds: float) -> Task:
-        """Return the task with `max_time_per_task` set to the time limit of a trial."""
+        """Return the task with `seconds` as the time limit of a trial."""
         control = replace(self.spec.control, max_time_per_task=seconds)
         return replace(self, spec=replace(self.spec, control=control))
 
     def on_nodes(self, nodes: int) -> Task:
-        """Return the task of a trial on fewer nodes of the only group."""
+        """Return the task of a trial on fewer nodes. The cluster must have a single node group."""
         (group,) = self.cluster.groups
         cluster = replace(self.cluster, groups=(replace(group, nodes=nodes),))
         return replace(self, spec=self.spec.on_nodes(nodes), cluster=cluster)
@@ -239,10 +251,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job record. Knobs that are not in `candidate` have the engine's defaults.
+    """A job record: one candidate on one cluster. Knobs that are not in `candidate` have the engine's defaults.
 
-    `chip` is a name or an alias. `nic_bytes_per_second` is the network rate and `cpus_per_node` the number of CPUs of a
-    host, None if not given. `rank` is the global rank to predict. `notes` is text of the source about engine settings.
+    `kind`: train or serve.
+    `chip`: the name or an alias of the chip.
+    `nic_bytes_per_second`: the network rate. None if it is not given.
+    `cpus_per_node`: the number of CPUs of a host. None if it is not given.
+    `rank`: the global rank to predict. None if it is not given.
+    `notes`: free text about engine settings, from the source of the record.
     """
 
     id: str
@@ -262,10 +278,10 @@ class Job:
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 COST = "cost"
 CHEAPEST = {"train": TOKENS_PER_SECOND_PER_DEVICE, "serve": "output_tokens_per_s_per_device"}
-"""What COST stands for in a spec, by kind of job: all devices in use are paid, so the most tokens per device are the
-cheapest. Training uses all devices of the spec, a server those of its instances."""
+"""The objective that minimizes the cost per token, by kind of job. Every device in use is paid, so the candidate with
+the most tokens per device is the cheapest. Training uses all devices of the spec, a server those of its instances."""
 SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
-"""The objectives of serving. A latency without a statistic means its mean."""
+"""The objectives of serving. The name of a latency without a statistic means its mean."""
 
 
 def is_rate(objective: str) -> bool:
@@ -279,14 +295,17 @@ def figure_name(objective: str) -> str:
 
 
 def seconds(objective: str, figure: float) -> float:
-    """Convert a figure of a serving objective to seconds: a latency, or the seconds per unit of a rate."""
+    """Convert a figure of a serving objective to seconds. A rate becomes the seconds per unit."""
     if not is_rate(objective):
         return figure
     return 1.0 / figure if figure > 0 else float("inf")
 
 
 def objective_value(objective: str, seconds: float, measured: Measurement | None = None) -> float:
-    """Convert `seconds` to the unit of the objective. For training, the rate is scaled from that of `measured`."""
+    """Convert `seconds` to the unit of the objective.
+
+    `measured`: a measurement, which is needed for tokens per second per device: its rate is scaled to `seconds`.
+    """
     if objective == TOKENS_PER_SECOND_PER_DEVICE:
         assert measured is not None
         return measured.tokens_per_second_per_device * measured.step_time_s / seconds
@@ -294,8 +313,9 @@ def objective_value(objective: str, seconds: float, measured: Measurement | None
 
 
 def pareto(first: FloatArray, second: FloatArray) -> IntArray:
-    """Return the indices of the points for which no other has a higher `first` and a higher `second`, by descending
-    `first`. Points with NaN are not among them.
+    """Return the indices of the Pareto-optimal points, sorted by descending `first`.
+
+    For these points, no other point has a higher `first` and a higher `second`. Points with NaN are skipped.
     """
     order = np.lexsort((-second, -first))
     order = order[~np.isnan(first[order]) & ~np.isnan(second[order])]

@@ -10,15 +10,20 @@ from typing import Any
 from flagcore.domain.space import Candidate
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
-"""The fidelities of a trial, the cheapest first. estimate: predicted; probe: compute, optimizer and memory of single
-ranks are measured on one device; run: the whole job runs on all its devices."""
+"""The fidelities of a trial, the cheapest first.
+
+- estimate: the candidate is only predicted
+- probe: compute, optimizer and memory of single ranks are measured on one device
+- run: the whole job runs on all its devices
+"""
 
 
 class TrialState(Enum):
     """The state of a trial. Only MEASURED trials can become the best.
 
-    PREDICTED means that the candidate was predicted and not run. STOPPED trials were clearly slower than the best.
-    INVALID trials ran with other values than requested.
+    PREDICTED: the candidate was predicted and not run.
+    STOPPED: the trial was stopped because it was clearly slower than the best.
+    INVALID: the trial ran with other values than requested.
     """
 
     PREDICTED = "predicted"
@@ -33,15 +38,17 @@ class TrialState(Enum):
 
     @property
     def failed(self) -> bool:
-        """Whether the trial counts as failed."""
+        """Whether the trial failed, in any way."""
         return self not in (TrialState.PREDICTED, TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
 
 
 class Role(Enum):
-    """The purpose of a trial: the baseline, a candidate of the search, or a repeat at the end.
+    """The purpose of a trial.
 
-    An INTERFERENCE trial runs a measured candidate again while other trials run. An IMPORTED trial was run by another
-    tool. Neither counts as a result of its candidate.
+    INTERFERENCE: a measured candidate runs again while other trials run. It does not count as a result of its
+    candidate.
+    REPEAT: a finalist runs again at the end of the search.
+    IMPORTED: the trial was run by another tool. It does not count as a result of its candidate.
     """
 
     BASELINE = "baseline"
@@ -55,21 +62,35 @@ class Role(Enum):
 class Measurement:
     """The measurement of one run, in seconds and bytes. Figures that were not measured are None.
 
-    `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. `warmup_steps`
-    is the number of warm-up steps of a trial with fewer steps than planned; None: `control.warmup_iters`. For a server,
-    a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
-    reports show, `points` those of all load points, `broken` describes the limits that were exceeded, and `notes` what
-    makes figures uncertain. `windows` are the times (of `time.monotonic`) of that load point's runs, which are not
-    stored.
+    Steps. For a server, a step time is the objective in seconds of one run of the load:
 
-    `effective` are the knob values that the engine reported. `partial` marks a trial that was stopped early. `devices`
-    are the telemetry and the speed test of each device, with its number over all nodes as `device`; `slow` describes
-    slow devices.
+    - `step_times_s`: the step times in order, without warm-up.
+    - `step_time_s`, `spread_s`: their median, and their interquartile range.
+    - `warmup_steps`: the number of warm-up steps, if the trial ran fewer steps than planned. None means
+      `control.warmup_iters`.
+    - `partial`: whether the trial was stopped early.
+    - `few_steps`: whether the trial had no time for more steps. It then also has `low_s` and `high_s`.
 
-    For probes and shortened trials, `modelled_s` is the part of the step time that was not measured. `low_s` and
-    `high_s` are the bounds of its 80% interval. `scaled_from` is the measured time of a shortened step, from which all
-    other times are scaled to whole steps; None: the steps were whole. A trial with `few_steps` had no time for more;
-    it has an interval, too.
+    Probes and shortened trials:
+
+    - `modelled_s`: the part of the step time that was not measured.
+    - `low_s`, `high_s`: the bounds of the 80% interval of the step time.
+    - `scaled_from`: the measured time of a shortened step, from which all other times are scaled to whole steps. None
+      if the steps were whole.
+
+    Servers:
+
+    - `figures`: the figures of the load point that reports show.
+    - `points`: the figures of all load points.
+    - `broken`: descriptions of the limits that were exceeded.
+    - `notes`: what makes figures uncertain.
+    - `windows`: the start and end (of `time.monotonic`) of each run of the load point in `figures`. Not stored.
+
+    Devices and values:
+
+    - `effective`: the knob values that the engine reported.
+    - `devices`: telemetry and speed test of each device, with its number over all nodes as `device`.
+    - `slow`: descriptions of slow devices.
     """
 
     step_times_s: tuple[float, ...]
@@ -100,7 +121,7 @@ class Measurement:
 
     @property
     def interval(self) -> float:
-        """Half of the 80% interval of a step time, relative to it, if it was scaled or has too few steps; else 0."""
+        """Half the width of the 80% interval relative to the step time. 0 if the steps were whole and not too few."""
         has_interval = self.few_steps or self.scaled_from is not None
         if not has_interval or self.low_s is None or self.high_s is None:
             return 0.0
@@ -109,10 +130,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """The time limit of a trial, and how it was derived, in words.
+    """The time limit of a trial.
 
-    A trial that has run for `target_s` seconds ends with the steps that it has, if they are enough for a measurement;
-    None: only at its limit.
+    `because`: how the limit was derived, in words.
+    `target_s`: after this time, the trial ends as soon as its steps are enough for a measurement. None means that it
+    ends only at its limit.
     """
 
     seconds: float
@@ -122,11 +144,15 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """Shortened steps, with `global_batch_size` samples instead of `whole`, or on `nodes` instead of `of_nodes`.
+    """How the steps of a trial are shortened: a smaller global batch, or fewer nodes.
 
-    The predicted time of a whole step is `scale` times the predicted time of a shortened one. `low` and `high` are the
-    bounds of the 80% interval of this factor. On fewer nodes a device has `more_bytes` in use, and `own` is half of the
-    interval relative to the time, without the part that all candidates share.
+    `global_batch_size`, `whole`: the samples of a shortened step, and of a whole step.
+    `scale`: the predicted time of a whole step over the predicted time of a shortened step.
+    `low`, `high`: the bounds of the 80% interval of `scale`.
+    `nodes`, `of_nodes`: the number of nodes of the trial, and of the whole job. 0 if the trial uses all nodes.
+    `more_bytes`: the additional memory in use of a device on fewer nodes.
+    `own`: on fewer nodes, half the width of the interval relative to the time, without the part that all candidates
+    share.
     """
 
     global_batch_size: int
@@ -165,18 +191,24 @@ class Shortened:
 class Trial:
     """One run or probe of a candidate.
 
-    `predicted` is the prediction before any trial, `believed` the corrected prediction of the strategy that chose the
-    trial, for the reason `chosen_because`. `fidelity` is one of FIDELITIES. `log` is the path of its output, relative
-    to the folder of the run. `source` is the file from which the trial was imported; None: flagcore ran it. `began_s`
-    is the time of its start in seconds since the start of the search. `search_ended` is the reason why the search ended
-    before a repeat. `time_limit` is its time limit, `shortened` describes its steps if they were shortened.
-
-    If it ended before its last step, `finished_steps_s` are the times of its finished steps, scaled to whole ones; on
-    an accelerator without the first one, which compiles kernels. `telemetry` is that of a trial without a measurement.
-
-    An `inconclusive` trial was disturbed by other programs, or lost a host, `lost_host`, so its candidate may be tried
-    again. A `warm` trial was forked from a process that had imported its modules. `group` is the number of its group of
-    devices if it ran next to other trials, None if it ran alone.
+    - `predicted`: the prediction made before any trial.
+    - `reason`: why the trial failed or was stopped.
+    - `log`: the path of its output, relative to the folder of the run.
+    - `fidelity`: one of FIDELITIES.
+    - `source`: the file from which the trial was imported. None if flagcore ran it.
+    - `began_s`: the time of its start, in seconds since the start of the search.
+    - `chosen_because`: why the strategy chose the candidate.
+    - `believed`: the strategy's corrected prediction when it chose the candidate.
+    - `search_ended`: for a repeat, the reason why the search ended before it.
+    - `shortened`: how its steps were shortened. None if they were whole.
+    - `group`: the number of its group of devices, if other trials ran at the same time. None if it ran alone.
+    - `inconclusive`: whether other programs disturbed the trial or a host was lost, so that the candidate may be tried
+      again.
+    - `lost_host`: the host that was lost.
+    - `warm`: whether it was forked from a process that had already imported its modules.
+    - `finished_steps_s`: if the trial ended before its last step, the times of its finished steps, scaled to whole
+      steps. On an accelerator, the first step is excluded, because it compiles kernels.
+    - `telemetry`: the telemetry of a trial without a measurement.
     """
 
     number: int
@@ -205,29 +237,29 @@ class Trial:
 
     @property
     def search_fields(self) -> dict[str, object]:
-        """The values of SEARCH_FIELDS that are not None, as plain data."""
+        """The fields named in SEARCH_FIELDS that are not None, as plain data."""
         values = {name: value for name in SEARCH_FIELDS if (value := getattr(self, name)) is not None}
         records = (TimeLimit, Shortened)
         return {name: asdict(value) if isinstance(value, records) else value for name, value in values.items()}
 
     @property
     def scale(self) -> float:
-        """The predicted time of a whole step relative to a step of the trial."""
+        """The predicted time of a whole step over the predicted time of a step of this trial. 1.0 if not shortened."""
         return self.shortened.scale if self.shortened else 1.0
 
     @property
     def fewer_nodes(self) -> int:
-        """The number of nodes of a trial that did not run on all nodes; 0 for others."""
+        """The number of nodes on which the trial ran, if it did not run on all nodes. Otherwise 0."""
         return self.shortened.nodes if self.shortened else 0
 
     @property
     def predicted_step_s(self) -> float | None:
-        """The seconds of a whole step as predicted before any trial; None if unknown."""
+        """The seconds of a whole step, as predicted before any trial. None if unknown."""
         return step_value(self.predicted)
 
     @property
     def expected_step_s(self) -> float | None:
-        """The seconds of a whole step as predicted, corrected by earlier trials if possible; None if unknown."""
+        """The predicted seconds of a whole step, corrected by earlier trials if possible. None if unknown."""
         return step_value(self.believed) or self.predicted_step_s
 
     @property
@@ -244,27 +276,30 @@ class Trial:
 
     @property
     def interval(self) -> float:
-        """Half of the relative 80% interval of a scaled step time, without the part that all candidates share."""
+        """Half the width of the relative 80% interval of the step time, without the part that all candidates share.
+
+        0 if the steps were whole and not too few.
+        """
         if self.shortened and self.shortened.nodes:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0
 
     @property
     def step_seen_s(self) -> float | None:
-        """The measured time of a whole step, or the median of the finished steps; None without a step."""
+        """The measured seconds of a whole step, or the median of the finished steps. None if no step finished."""
         if self.measurement:
             return self.measurement.step_time_s
         return median(self.finished_steps_s) if self.finished_steps_s else None
 
     @property
     def has_only_finished_steps(self) -> bool:
-        """Whether the trial has no measurement, but finished steps that show how long its steps take."""
+        """Whether the trial has no measurement, but a prediction and finished steps to compare with it."""
         return self.measurement is None and bool(self.finished_steps_s) and self.predicted_step_s is not None
 
     def overhead_s(self, steps: int, warmup: int) -> float | None:
-        """Return the seconds of a trial with steps outside of these, mostly its start; None for other trials.
+        """Return the seconds that the trial spent outside its steps, mostly on its start, or None if unknown.
 
-        It has `steps` steps, of which `warmup` are warm-up, or fewer if it or its warm-up ended early.
+        `steps`, `warmup`: the planned number of steps, and how many of them are warm-up. The trial may have run fewer.
         """
         measured = self.measurement
         if self.has_only_finished_steps:
@@ -278,7 +313,7 @@ class Trial:
 
 
 def step_value(record: Mapping[str, object] | None) -> float | None:
-    """Return the step time of a prediction in the format of job records, in seconds; None if it is unknown."""
+    """Return the step time in seconds from a prediction in the format of job records, or None if it is unknown."""
     step: Any = (record or {}).get("step_time_s")
     known = isinstance(step, Mapping) and math.isfinite(step["value"])
     return float(step["value"]) if known else None
@@ -293,20 +328,20 @@ SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "shortened": lambda data: Shortened(**data),
     "group": int,
 }
-"""The fields that the search sets when a trial begins, and functions that read them from plain data. `result.json` has
-them next to the prediction."""
+"""The fields that the search sets when a trial begins, and the functions that read them from plain data.
+`result.json` contains them next to the prediction."""
 
 
 STEADY_STEPS, AGREEMENT = 3, 0.02
 MIN_STEPS = 2
-"""The minimum number of steps of a measured trial: one of warm-up, and one that counts."""
+"""The minimum number of steps of a measured trial: one warm-up step, and one measured step."""
 
 
 def warmup_steps(step_times_s: Sequence[float], at_most: int) -> int:
-    """Return the number of warm-up steps of a trial: `at_most`, or fewer if its steps are steady before.
+    """Return the number of warm-up steps of a trial: `at_most`, or fewer if its step times are steady earlier.
 
-    Steps are steady if three in a row, not the first one among them, differ by at most 2%, and do not become faster or
-    slower throughout. These steps are part of the warm-up, so the test does not select the measured steps.
+    Step times are steady if three consecutive ones, after the first step, differ by at most 2% and do not all rise or
+    all fall. These three steps belong to the warm-up, so that the test does not bias the measured steps.
     """
     for end in range(1 + STEADY_STEPS, min(at_most, len(step_times_s) + 1)):
         before, middle, last = step_times_s[end - STEADY_STEPS : end]
@@ -317,15 +352,18 @@ def warmup_steps(step_times_s: Sequence[float], at_most: int) -> int:
 
 
 def warmup_of_fewer(steps: int, at_most: int) -> int:
-    """Return the number of warm-up steps of a trial that ended after `steps` steps: `at_most` if further steps count,
-    else half of the steps, at least one."""
+    """Return the number of warm-up steps of a trial that ended early, after `steps` steps.
+
+    It is `at_most` if that leaves steps to measure, else half of the steps, but at least one.
+    """
     return at_most if steps > at_most else max(1, steps // 2)
 
 
 def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float, next_s: float | None = None) -> int:
-    """Return how many of the `planned` steps, those in `step_times_s` among them, are finished after more `seconds`.
+    """Return how many of the `planned` steps will be finished in `seconds` from now, including `step_times_s`.
 
-    Each further step is expected to take `next_s`; None: the median of the finished steps without the first one.
+    `step_times_s`: the times of the steps that are finished now.
+    `next_s`: the expected time of each further step. None means the median of the finished steps without the first.
     """
     if not step_times_s:
         return planned
@@ -338,17 +376,21 @@ RUN_STARTED, TRIAL_STARTED, TRIAL_FINISHED, RUN_FINISHED = KINDS = (
     *("run_started", "trial_started"),
     *("trial_finished", "run_finished"),
 )
-"""The kinds of events. A run that is resumed starts again."""
+"""The kinds of events. A resumed run sends `run_started` again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """An event of a run. All fields are plain data, without known secrets.
+    """An event of a run. All fields are plain data. Known secrets are redacted.
 
-    `kind` is one of KINDS, `time` in seconds since the epoch. `run` is the unique name of the run, `folder` its
-    absolute path. `job` has `engine`, `kind` (train or serve), `model`, `chip`, `devices`, `objective`, `fidelity`.
-    `trial` is the trial of the event and `best` the best trial so far, in the format of `result.json`; None if there is
-    none. `result` is the content of `result.json`, for `run_finished` only; None if there is no result.
+    `kind`: one of KINDS.
+    `time`: seconds since the epoch.
+    `run`: the unique name of the run.
+    `folder`: the absolute path of the run.
+    `job`: a mapping with `engine`, `kind` (train or serve), `model`, `chip`, `devices`, `objective` and `fidelity`.
+    `trial`: the trial of the event, in the format of `result.json`. None if there is none.
+    `best`: the best trial so far, in the same format. None if there is none.
+    `result`: the content of `result.json`, only for `run_finished`. None if there is no result.
     """
 
     kind: str
@@ -361,5 +403,5 @@ class RunEvent:
     result: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as data for JSON."""
+        """Return the fields as JSON-serialisable data."""
         return asdict(self)
