@@ -1,7 +1,7 @@
 """Run the ranks of a job as forks of this process. Linux only; imports nothing but the standard library.
 
-The caller must not have run a tensor operation, started a thread or used a device: a fork keeps only the forking
-thread.
+Before the call, this process must not have run a tensor operation, started a thread or used a device, because a fork
+keeps only the thread that forks.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from typing import BinaryIO, NoReturn, TypeAlias
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OUT_OF_MEMORY = 3
-"""The exit code of a program that ran out of memory."""
+"""Exit code of a trial program that ran out of memory."""
 Work: TypeAlias = Callable[[int, "socket.socket | None"], int]
-"""Runs one rank: from its number and the listener to its exit code."""
+"""A function that runs one rank. Its arguments are the rank's number and the listener; it returns the exit code."""
 
 
 @dataclass
 class _Rank:
-    """A forked process. `output` holds its stdout and stderr, `status` its exit code once it has ended."""
+    """A forked process. `output` contains its stdout and stderr. `status` is its exit code once it has ended."""
 
     number: int
     pid: int
@@ -43,15 +43,15 @@ class _Stopped(BaseException):
 
 
 def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:
-    """Fork `count` ranks, numbered from `first`, wait for all and return the trial's exit code.
+    """Fork `count` ranks, numbered from `first`, wait for all of them and return the trial's exit code.
 
     Each rank exits with the result of `work(rank, listener)`. The listener is a socket that is bound to `address`, by
     default to a free port. It is opened before the ranks are forked, so that no other program can take the port. On
     hosts without rank 0 it is None.
 
-    When a rank fails, the others are killed, and its output is copied to stderr. SIGTERM, SIGINT and SIGHUP end all
-    ranks with the exit code 128 + signal. The ranks are also killed when this process dies. This process must have no
-    other children.
+    When a rank fails, the others are killed, and the output of the failed rank is copied to stderr. SIGTERM, SIGINT and
+    SIGHUP end all ranks with the exit code 128 + signal. The ranks are also killed when this process dies. This process
+    must have no other children.
     """
     kills_before = _out_of_memory_kills()
     ranks: list[_Rank] = []
@@ -94,14 +94,14 @@ def _start(number: int, work: Work, listener: socket.socket | None) -> _Rank:
 
 
 def _run_rank(number: int, work: Work, listener: socket.socket | None, output: BinaryIO, parent: int) -> NoReturn:
-    """Run in the fork, never return."""
+    """Run a rank in the forked process. Never returns."""
     code = 1
     try:
         for signum in _STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before prctl
+        if os.getppid() != parent:  # the parent died before prctl could register it
             os._exit(1)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -113,9 +113,9 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
 
 
 def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
-    """Wait until a rank fails, and return it; return None if all ranks succeed.
+    """Wait until a rank fails, and return it. Returns None if all ranks succeed.
 
-    When a rank fails, its peers often fail at nearly the same time. Of several failed ranks, the one whose output ended
+    When a rank fails, its peers often fail at nearly the same time. If several ranks failed, the one whose output ended
     first is returned.
     """
     by_pid = {rank.pid: rank for rank in ranks}
@@ -151,7 +151,9 @@ def _forward_output(ranks: list[_Rank]) -> None:
 
 
 def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
-    """Return the exit code of a failed rank: OUT_OF_MEMORY if the kernel killed it for memory, or 128 + signal."""
+    """Return the exit code of a failed rank: OUT_OF_MEMORY if the kernel killed it for lack of memory, or 128 +
+    signal.
+    """
     assert rank.status is not None
     if rank.status > 0:
         return rank.status
@@ -163,7 +165,9 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed for memory since boot; 0 if it does not report that."""
+    """Return how many processes the kernel has killed since boot because memory ran out; 0 if the kernel does not
+    report it.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):

@@ -17,7 +17,7 @@ class NoMetrics(FlagError):
 
 
 def read_metrics(folder: str) -> dict[str, Any]:
-    """Return the metrics that a trial program wrote into `folder`. Raises NoMetrics."""
+    """Return the metrics that a trial program wrote into `folder`. Raises NoMetrics if there are none."""
     try:
         data = json.loads(read_regular(Path(folder, METRICS)))
     except FileNotFoundError:
@@ -30,7 +30,7 @@ def read_metrics(folder: str) -> dict[str, Any]:
 
 
 def interquartile_range(seconds: Sequence[float]) -> float:
-    """Return the interquartile range, 0 for one value."""
+    """Return the interquartile range; it is 0 for a single value."""
     if len(seconds) < 2:
         return 0.0
     quarters = statistics.quantiles(seconds, n=4, method="inclusive")

@@ -26,7 +26,9 @@ IGNORED_VARIABLES = ("BASH_ENV", "FLAGCORE_TRACE", "SHLVL", "PWD", "OLDPWD", "_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A command that a script would run: its words, its folder, and the variables that the script set."""
+    """A command that a script would run: its words, its working directory, and the environment variables that the
+    script set.
+    """
 
     words: tuple[str, ...]
     directory: str
@@ -41,7 +43,7 @@ def is_script(command: Sequence[str], directory: str | None) -> bool:
 def trace_script(
     command: Sequence[str], directory: str | None, variables: Mapping[str, str]
 ) -> tuple[tuple[Record, ...], str]:
-    """Return the external commands that a script would run, in order, and why it failed; empty if it did not.
+    """Return the external commands that a script would run, in order, and why it failed (empty if it succeeded).
 
     `variables` are added to the environment. Raises SpecError if the script cannot be traced.
     """
@@ -81,12 +83,12 @@ def _names_shell(file: Path) -> bool:
 
 
 def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
-    """Run a traced script until all its processes end, and return why it failed; empty on success.
+    """Run a traced script until all its processes end. Return why it failed; the text is empty on success.
 
-    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last one ends.
+    Processes of a pipeline may outlive the script. They inherit a pipe, which closes when the last process ends.
     """
     read_end, write_end = os.pipe()
-    inherited_pipe = fcntl.fcntl(write_end, fcntl.F_DUPFD, 100)  # scripts use lower numbers
+    inherited_pipe = fcntl.fcntl(write_end, fcntl.F_DUPFD, 100)  # scripts use lower file descriptors
     os.close(write_end)
     with os.fdopen(read_end), tempfile.TemporaryFile() as output:
         try:
@@ -115,7 +117,9 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
 
 
 def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Record] | None:
-    """Return the kind of a record, and the record; None for an incomplete one of a script that was killed."""
+    """Return the kind of a record, and the record. Returns None for an incomplete record of a script that was
+    killed.
+    """
     text = file.read_bytes().decode("utf-8", errors="surrogateescape")
     if not text.endswith("\0"):
         return None

@@ -1,4 +1,4 @@
-"""Widths and weights of attention, for any engine."""
+"""Widths and numbers of weights of attention, for any engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flagcore.domain.space import FloatArray
 
 
 def widths(model: Model) -> tuple[int, int, int]:
-    """Return the total width over heads of queries, of keys and of values."""
+    """Return the total width of the queries, of the keys and of the values, each over all heads."""
     heads = model.num_attention_heads
     if model.multi_latent_attention:
         query = heads * ((model.qk_head_dim or 0) + (model.qk_pos_emb_head_dim or 0))
@@ -19,18 +19,22 @@ def widths(model: Model) -> tuple[int, int, int]:
 
 
 def attended(model: Model) -> int:
-    """Return the total width of the attention output."""
+    """Return the total width of the attention output over all heads."""
     return widths(model)[2] if model.multi_latent_attention else widths(model)[0]
 
 
 def latent_widths(model: Model) -> tuple[int, int, int]:
-    """Return the widths of latent attention: compressed queries (0: not compressed), keys with values, and rotary."""
+    """Return the widths of latent attention: compressed queries (0: not compressed), compressed keys with values,
+    rotary keys.
+    """
     return model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
 
 
 def projection_weights(model: Model) -> tuple[int, int]:
-    """Return the weights that compress the input for latent attention (else 0), and those that project to queries,
-    keys and values.
+    """Return the numbers of weights of the attention's input projections.
+
+    The first number is for the projections that compress the input for latent attention (else 0), the second for those
+    to queries, keys and values.
     """
     h, (query, key, value) = model.hidden_size, widths(model)
     if not model.multi_latent_attention:
@@ -41,9 +45,10 @@ def projection_weights(model: Model) -> tuple[int, int]:
 
 
 def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray | float = 0.0) -> FloatArray | float:
-    """Return the number of layers without windows that would have as large a cache of a sequence of `tokens`.
+    """Return the number of layers with full attention whose cache of `tokens` tokens is as large as the model's cache.
 
-    A window also has the tokens of a prompt that are `computed` at once.
+    Layers with a window cache fewer tokens. While a prompt is processed, `computed` tokens at once, they also cache
+    these.
     """
     if model.windows is None:
         return float(model.attention_layers)
@@ -53,13 +58,18 @@ def cached_layers(model: Model, tokens: FloatArray | float, computed: FloatArray
 
 
 def read_layers(model: Model, tokens: float) -> float:
-    """Return the number of layers that attend to all tokens and would read as much for a token after `tokens`."""
+    """Return the number of layers with full attention that read as much as the model for a token after `tokens`
+    tokens.
+    """
     layers = float(cached_layers(model, tokens))
     return layers if model.indexer is None else layers * min(model.indexer.top_k / max(tokens, 1.0), 1.0)
 
 
 def paired_layers(model: Model, tokens: float) -> float:
-    """Return the number of layers that attend to all tokens and would have as many pairs in a prompt of `tokens`."""
+    """Return the number of layers with full attention that compute as many query-key pairs as the model.
+
+    The prompt has `tokens` tokens.
+    """
 
     def share(attended_tokens: int) -> float:
         part = min(attended_tokens / max(tokens, 1.0), 1.0)

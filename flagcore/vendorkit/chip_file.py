@@ -1,11 +1,11 @@
-"""Reads the chips of a plugin, with their measured kernels and collectives.
+"""Reads the chip files of a plugin, with the chips' measured kernels and collectives.
 
 `chips/*.yaml` has one file per chip, in which each figure has its source. A figure is `{value: NUMBER, source: {kind:
-KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of source needs one key: measured `how`,
-datasheet `document`, published `where`, estimated `method`. Other keys (page, software, date, repeats, confidence) are
-added to its text.
+KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of source requires one key: `how` if it is
+measured, `document` for a datasheet, `where` if it is published, `method` if it is estimated. Other keys (page,
+software, date, repeats, confidence) are added to the text of the source.
 
-The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, has:
+The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, contains:
 
 - `collectives.yaml`: `source` as in a chip file, and `curves`, a list of `kind`, `ranks`, `payload_bytes` and
   `seconds`. They apply to the innermost level of the topology, or to the level that `level` names. A chip with the same
@@ -36,19 +36,21 @@ from flagcore.vendorkit.fields import build, read_yaml
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
-"""The fields of a chip by the keys of the file."""
+"""The fields of a chip by the keys of its file."""
 
 
 @cache
 def load_chips(package: str) -> tuple[Chip, ...]:
-    """Return the chips of every `chips/*.yaml` in `package`, by file name. Raises SpecError for a bad file."""
+    """Return the chips in every `chips/*.yaml` of `package`, sorted by file name. Raises SpecError for an invalid
+    file.
+    """
     folder = files(package).joinpath("chips")
     found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".yaml")), key=lambda entry: entry.name)
     return tuple(read_chip(entry.read_text("utf-8"), f"{package}/chips/{entry.name}") for entry in found)
 
 
 def read_chip(text: str, file: str) -> Chip:
-    """Return the chip that `text` describes. Raises SpecError naming `file`, key, value, rule and fix."""
+    """Return the chip that `text` describes. Raises SpecError with `file`, key, value, rule and fix."""
     chip: Chip = build(Chip, read_yaml(text, file), file, names=KEYS)
     for name in chip.dense_flops_per_second:
         if name not in PRECISIONS:
@@ -62,7 +64,7 @@ FILE = "collectives.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFile:
-    """The content of a file."""
+    """The content of a `collectives.yaml`."""
 
     source: Source
     same_as: str | None = None
@@ -71,14 +73,16 @@ class CollectiveFile:
 
 
 def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
-    """Return the curves that `package` ships for `chip`, or None. Raises SpecError for a bad file."""
+    """Return the measured collectives that `package` ships for `chip`, or None. Raises SpecError for an invalid
+    file.
+    """
     return _table(package, chip.name.casefold(), seen=())
 
 
 def read_collectives(text: str, file: str) -> CollectiveTable | str:
-    """Return the table that `text` describes, or the name of the chip whose table it uses.
+    """Return the table that `text` describes, or the name of the chip whose table applies (`same_as`).
 
-    Raises SpecError naming `file`, key, value, rule and fix.
+    Raises SpecError with `file`, key, value, rule and fix.
     """
     found: CollectiveFile = build(CollectiveFile, read_yaml(text, file), file)
     if found.same_as is not None:
@@ -107,16 +111,16 @@ def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | 
 
 
 BUSY_SIDE = 1024.0
-"""Minimum side of a product that is bound by arithmetic. Others do not gain from a higher clock."""
+"""Minimum side of a matrix product that is limited by arithmetic. A higher clock does not speed up smaller ones."""
 
 
 OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
-"""Slowdown of kernels in a run relative to their curves."""
+"""Slowdown of kernels in a run relative to their curve, by the data to which the curve was fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFile:
-    """The content of a `curve.yaml` or `serving.yaml`. `run_slowdown` of the curve follows from `of`."""
+    """The content of a `curve.yaml` or `serving.yaml`. The curve's `run_slowdown` follows from `of`."""
 
     source: Source
     curve: Curve
@@ -129,7 +133,9 @@ class CurveFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed:
-    """A lower clock in long measurements: times much longer than `after_us` are too long by the share `by`."""
+    """The effect of a lower clock in long measurements: times much longer than `after_us` are too long by the share
+    `by`.
+    """
 
     after_us: NotNegative
     by: NotNegative
@@ -137,12 +143,12 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Corrections of measured times by kind of kernel, times in microseconds.
+    """Corrections of measured kernel times. Times are in microseconds.
 
-    `event_us` is part of every time. For times up to `host_us` the host was slower than the device, so the time is an
-    upper bound. `slowed` kernels were measured at a lower clock, because a long run of a single kernel heats the chip
-    more than training does. `in_training` is the time of a kernel in a training step relative to its time alone, for
-    products that are bound by arithmetic.
+    `event_us` is the overhead in every measured time. If a time is at most `host_us` of its kind of kernel, the host
+    was slower than the device, so the time is an upper bound. `slowed` kernels were measured at a lower clock, because
+    a long run of a single kernel heats the chip more than training does. `in_training` is the time of a kernel in a
+    training step relative to its time alone, for products that are limited by arithmetic.
     """
 
     event_us: NotNegative = 0.0
@@ -151,7 +157,7 @@ class Reading:
     in_training: Mapping[str, NotNegative] = field(default_factory=dict)
 
     def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
-        """Return a measured kernel with the device's own time."""
+        """Return a kernel with its corrected time, which is the device's own time."""
         bound = seconds <= self.host_us.get(name, 0.0) * 1e-6
         if name != "launch":
             seconds = max(seconds - self.event_us * 1e-6, 0.1 * seconds)
@@ -173,13 +179,13 @@ class Provenance(Reading):
     schema: int = 1
     notes: str = ""
     source: Source | None = None
-    """Where others published the times; None: the plugin's authors measured them."""
+    """Where others published the times. None means that the plugin's authors measured them."""
 
 
 def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
     """Return the kernel times that `package` ships for `chip`: a table, a roofline with the chip's curve, or None.
 
-    Raises SpecError for a bad file.
+    Raises SpecError for an invalid file.
     """
     folder = f"costs/{chip.name.casefold()}"
     curve = _curve(package, f"{folder}/curve.yaml")
@@ -197,7 +203,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
     """Return a roofline with the curve that `package` ships for `chip` in serving engines, or else `kernel_costs`.
 
-    Raises SpecError for a bad file.
+    Raises SpecError for an invalid file.
     """
     curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
     return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
@@ -209,19 +215,21 @@ def _curve(package: str, path: str) -> Curve | None:
 
 
 def read_curve(text: str, file: str) -> Curve:
-    """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
+    """Return the curve of a `curve.yaml`. Raises SpecError with `file`, key, value, rule and fix."""
     found: CurveFile = build(CurveFile, read_yaml(text, file), file)
     return replace(found.curve, run_slowdown=OF[found.of])
 
 
 def read_provenance(text: str, file: str) -> Provenance:
-    """Return how to read the times that a `provenance.yaml` describes. Raises SpecError."""
+    """Return the corrections for the times that a `provenance.yaml` describes. Raises SpecError for an invalid file."""
     found: Provenance = build(Provenance, read_yaml(text, file), file)
     return found
 
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
-    """Return the kernels of a `kernels.jsonl`. Raises SpecError that names the line."""
+    """Return the kernels of a `kernels.jsonl`, corrected by `reading`. Raises SpecError with the number of the bad
+    line.
+    """
     kernels = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -234,7 +242,7 @@ def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
 
 
 def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
-    """Return the kernel of one record. Raises ValueError, TypeError or KeyError."""
+    """Return the kernel of one line of a `kernels.jsonl`. Raises ValueError, TypeError or KeyError if it is invalid."""
     name = record["kernel"]
     if name not in SIZES:
         raise ValueError(f"unknown kernel {name!r}; use one of {', '.join(SIZES)}")

@@ -1,4 +1,4 @@
-"""Finds and reads a vendor's devices: with its management tool, or with torch if the tool is missing."""
+"""Finds a vendor's devices and reads their state, with the management tool or, if it is missing, with torch."""
 
 import logging
 import os
@@ -20,18 +20,19 @@ from flagcore.vendorkit.rows import Listing, Row, blocked_reason, read_processes
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
-"""Time limit of the tool during a trial."""
+"""Time limit in seconds for a call of the management tool during a trial."""
 DOCTOR_SECONDS = 60.0
-"""Time limit of the first import of torch in `flag doctor`."""
+"""Time limit in seconds for the first import of torch in `flag doctor`."""
 
 T = TypeVar("T")
 
 ListDevices = Callable[[float], Listing]
-"""Runs the management tool with a time limit in seconds and returns the devices that it prints."""
+"""A function that runs the management tool with a time limit in seconds and returns the devices that the tool
+prints."""
 
 
 def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
-    """Return a function that runs each of `tools`, commands such as `acme-smi info`, until `read` finds devices."""
+    """Return a function that runs `tools`, commands such as `acme-smi info`, one by one until `read` finds devices."""
 
     def run(timeout_seconds: float) -> Listing:
         left_out: tuple[str, ...] = ()
@@ -50,9 +51,9 @@ def use_with(
     *tools: str,
     processes: Callable[[str], Mapping[int, tuple[str, ...]]] = read_processes,
 ) -> Callable[[float], dict[int, DeviceUse]]:
-    """Return a function that runs each of `tools` until one lists devices, and returns who uses them.
+    """Return a function that runs `tools` one by one until one lists devices, and returns the users of each device.
 
-    `processes` reads by device what holds its memory, from the same output.
+    `processes` reads the processes that hold memory of each device, from the same output.
     """
 
     def run(timeout_seconds: float) -> dict[int, DeviceUse]:
@@ -75,24 +76,26 @@ class DeviceDetector:
     """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
 
     `tool` is the name of the management tool in messages. `visible` are the environment variables that restrict the
-    devices of a process, the vendor's first; they mean the same, and the first one that is set counts. With
-    `empty_is_unset`, an empty one does not count. `outer` is the variable of a lower layer: devices count from 0 within
-    its devices. `device_file` is a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the
-    devices. `trusts` returns whether the devices in torch's report are this vendor's: the torch builds of several
-    vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing has none. `topology` is
-    the command that prints the links between devices and network adapters.
+    devices of a process, the vendor's first; they have the same meaning, and the first one that is set applies. With
+    `empty_is_unset`, an empty variable counts as unset. `outer` is the variable of a lower software layer: the indices
+    in `visible` refer to the devices that it selects.
+
+    `device_file` is a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name of the devices.
+    `trusts` returns whether the devices in torch's report are this vendor's, because the torch builds of several
+    vendors report devices of type cuda. `uuids` returns UUIDs by index if the tool's listing does not contain them.
+    `topology` is the command that prints the links between devices and network adapters.
     """
 
     vendor: str
     tool: str
     listing: ListDevices
     reading: ListDevices | None = None
-    """Like `listing`, with the telemetry of each device; None: `listing` has it."""
+    """Like `listing`, with the telemetry of each device. None means that `listing` contains it."""
     visible: tuple[str, ...]
     outer: str = ""
     empty_is_unset: bool = False
     vendor_variables: tuple[str, ...] = ()
-    """Variables that select a vendor; the first one that is set is used."""
+    """Variables that select a vendor. The first one that is set applies."""
     own_variables: tuple[str, ...] = ()
     """Prefixes of the names of variables that only this vendor's software reads."""
     device_file: str
@@ -104,13 +107,16 @@ class DeviceDetector:
     uuids: Callable[[], Mapping[int, str]] | None = None
     topology: tuple[str, ...] = ()
     uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
-    """Returns the users of each device by index; takes a time limit in seconds. None: the tool does not report them."""
+    """A function that returns the users of each device by index, with a time limit in seconds.
+
+    None means that the tool does not report them."""
 
     def devices(self, root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that processes started from here can use; none if this shell selects another vendor.
+        """Return the devices that processes started from here can use. The result is empty if this shell selects
+        another vendor.
 
-        `environment` are the variables of the processes (None: this shell's). Device files and the PCI bus are searched
-        below `root`.
+        `environment` are the environment variables of the processes (None: those of this shell). Device files and the
+        PCI bus are searched below `root`.
         """
         environment = os.environ if environment is None else environment
         if machine.other_vendor_selected(self.vendor, self.vendor_variables):
@@ -120,7 +126,7 @@ class DeviceDetector:
             LOG.warning("%s", line)
         if listing.rows:
             return self._selected(tuple(row.device for row in listing.rows), environment)
-        if any(root.glob(self.device_file)):  # without one, no process here can use a device
+        if any(root.glob(self.device_file)):  # without a device file, no process here can use a device
             own = {name: environment[name] for name in (self.outer, *self.visible) if name in environment}
             report = machine.query_torch(self.torch_device, self.torch_attributes, environment={**os.environ, **own})
             if report is None:
@@ -135,18 +141,18 @@ class DeviceDetector:
         return ()
 
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that a job's variables select: this vendor if it owns the variables, or None."""
+        """Return this vendor if a job's `environment` contains variables that only its software reads, or None."""
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
             return selected.casefold()
         return self.vendor if any(name.startswith(self.own_variables) for name in environment) else None
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the tool's readings during a trial."""
+        """Return the devices with their telemetry during a trial, as the management tool prints them."""
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def descriptions(self) -> dict[int, Mapping[str, str]]:
-        """Return the UUID, PCI address and links of each device by index, as far as the tool prints them."""
+        """Return the UUID, PCI address and links of each device by index, if the tool prints them."""
         uuids = self.uuids() if self.uuids else {}
         links = links_of(self.matrix())
         found: dict[int, Mapping[str, str]] = {}
@@ -157,19 +163,25 @@ class DeviceDetector:
         return found
 
     def matrix(self) -> str:
-        """Return the output of the management tool about links of devices and adapters; empty without a tool."""
+        """Return the management tool's output about links of devices and adapters. It is empty if there is no such
+        tool.
+        """
         return (tool_output(*self.topology) or "") if self.topology else ""
 
     def uses_now(self) -> Mapping[int, DeviceUse]:
-        """Return the users of each device by index, as far as the tool reports them."""
+        """Return the users of each device by index, if the tool reports them."""
         return self.uses(READING_SECONDS) if self.uses else {}
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
-        """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
+        """Return the devices in torch's report if they are this vendor's. torch itself applies the variables
+        `visible`.
+        """
         return report.devices if report is not None and self.trusts(report) else ()
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
-        """Return why the torch of this installation cannot use the vendor's devices, and slow links of devices."""
+        """Return sentences about why this installation's torch cannot use the vendor's devices, and about slow links of
+        devices.
+        """
         return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
 
     def _torch_problems(self) -> tuple[str, ...]:
@@ -182,7 +194,9 @@ class DeviceDetector:
         return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
-        """Return `group` with the network adapters of this machine; None if this machine is not a node of the group."""
+        """Return `group` with the network adapters of this machine. Returns None if this machine is not a node of the
+        group.
+        """
         if group.nodes == 1 or not self.topology:
             return None
         if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):
@@ -202,13 +216,13 @@ class DeviceDetector:
         return visible(devices, *self._effective(environment), environment=environment)
 
     def _with_names(self, devices: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
-        """Return torch's devices, which `environment` restricts already, with their names in it."""
+        """Return torch's devices with their names in `environment`, which already restricts them."""
         within = environment.get(self.outer, "")
         words = [*(setting(self._effective(environment), environment) or ()), *[""] * len(devices)]
         return tuple(replace(each, name=word, within=within) for each, word in zip(devices, words, strict=False))
 
     def _effective(self, environment: Mapping[str, str]) -> tuple[str, ...]:
-        """Return those of `visible` that count if they are set."""
+        """Return the variables of `visible` that apply if they are set."""
         return tuple(name for name in self.visible if environment.get(name) or not self.empty_is_unset)
 
 
@@ -218,7 +232,7 @@ DESCRIPTIONS_SECONDS = 60.0
 
 
 class Shared(Generic[T]):
-    """A tool's last answers by device. `read` runs the tool again if they are older than `fresh_seconds`."""
+    """The tool's last answers, by device index. `read` runs the tool again if they are older than `fresh_seconds`."""
 
     def __init__(self, read: Callable[[], Mapping[int, T]], fresh_seconds: float = FRESH_SECONDS) -> None:
         self._read, self._fresh = read, fresh_seconds
@@ -227,7 +241,7 @@ class Shared(Generic[T]):
         self._lock = threading.Lock()
 
     def of(self, index: int) -> T | None:
-        """Return the answer about a device, or None if there is none."""
+        """Return the answer about the device with this index, or None if there is none."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._answers = self._read()
@@ -236,7 +250,7 @@ class Shared(Generic[T]):
 
 
 class Readings:
-    """What a vendor's tool prints about all devices, for the readers of single devices."""
+    """The tool's answers about all devices, shared by the readers of single devices."""
 
     def __init__(self, detector: DeviceDetector) -> None:
         self.rows = Shared(lambda: {row.device.index: row for row in detector.rows()})
@@ -246,22 +260,22 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """`flagcore.contracts.Telemetry` of one device."""
+    """The `flagcore.contracts.Telemetry` of one device."""
 
     readings: Readings
     index: int
 
     def sample(self) -> Mapping[str, float]:
-        """Return the device's figures now. Raises LookupError if the tool does not list it."""
+        """Return the device's current telemetry. Raises LookupError if the tool does not list the device."""
         row = self.readings.rows.of(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")
         return row.reading
 
     def use(self) -> DeviceUse:
-        """Return the users of the device, as far as the tool reports them."""
+        """Return the users of the device, if the tool reports them."""
         return self.readings.uses.of(self.index) or DeviceUse()
 
     def describe(self) -> Mapping[str, str]:
-        """Return the device's UUID, PCI address and links, as far as the tool prints them."""
+        """Return the device's UUID, PCI address and links, if the tool prints them."""
         return self.readings.descriptions.of(self.index) or {}

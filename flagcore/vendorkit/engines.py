@@ -1,34 +1,34 @@
-"""Reads what a plugin says about engines: `engines.yaml`, `environment.yaml`, `knobs.yaml` and `quirks.yaml`.
+"""Reads the files of a plugin that describe engines: `engines.yaml`, `environment.yaml`, `knobs.yaml`, `quirks.yaml`.
 
 `maturity.yaml`, the evidence of the plugin, is read here as well.
 
-`engines.yaml` says how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. Each section
-has `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and optionally
-`works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first), `visible_devices`
-(environment variables; by default those of the detector), `shared_devices`, `implementation` (used in production),
-`cross_vendor_libraries` (collective libraries that connect the chips with those of other vendors), `install` (the
-origin of the vendor's builds) and `kubernetes` (the resource that a pod requests, with its source).
+`engines.yaml` describes how training engines (`train`) and serving engines (`serve`) run on a vendor's chips. Each
+section contains `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's name), and
+optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
+`visible_devices` (environment variables; by default those of the detector), `shared_devices`, `implementation` (used in
+production), `cross_vendor_libraries` (collective libraries that connect the chips with those of other vendors),
+`install` (the origin of the vendor's builds) and `kubernetes` (the resource that a pod requests, with its source).
 `flagcore.domain.engine.EngineSupport` explains them. Facts about single engines are in `quirks.yaml`.
 
-`environment.yaml` has the environment variables of a vendor's software. `variables` is a list of `name`, `meaning`,
-`source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore does not set.
-`engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition` describes when it
-applies. Two conditions are checked: `several_nodes: true`, and `unless`, a training setting that must not be on. In a
-value, each host replaces `{interface}` by its network interface to the first host and `{adapters}` by its InfiniBand
-adapters that are up; a host without such a device does not set the variable.
+`environment.yaml` contains the environment variables of a vendor's software. `variables` is a list of `name`,
+`meaning`, `source`, and either `value`, which is set for trials, or `used`, the value in the source, which flagcore
+does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict an entry, and `condition`
+describes when it applies. flagcore checks two conditions: `several_nodes: true`, and `unless`, a training setting that
+must not be on. In a value, each host replaces `{interface}` by its network interface to the first host and `{adapters}`
+by its InfiniBand adapters that are up; a host without such a device does not set the variable.
 
-`knobs.yaml` has the knobs that a vendor's software adds to an engine, each with its values, effect and source. `knobs`
-is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`, `source`
-and `choices`. Optional keys: `label` (short name for tables), `chips` (default: all), `versions` (default: all),
-`default` (the neutral value: null, or false for a flag), `claim` (the gain that the source claims), `effect` (the
+`knobs.yaml` contains the knobs that a vendor's software adds to an engine, each with its values, effect and source.
+`knobs` is a list with the keys `name` (the engine's argument, or a name with the vendor as prefix), `engine`, `says`,
+`source` and `choices`. Optional keys: `label` (short name for tables), `chips` (default: all), `versions` (default:
+all), `default` (the neutral value: null, or false for a flag), `claim` (the gain that the source claims), `effect` (the
 source of the factors: estimated with its `method` if no figure was published), `of_experts`, and `needs`, a list of
 `knob` with `at_least`, `at_most` or `one_of`. A choice has a `value` and optionally `settings` (of the core, for the
 prediction), `time` and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step),
-`flags` and `environment`. Without the last two, no source documents how to enable it.
+`flags` and `environment`. If a choice lacks the last two, no source documents how to enable it.
 
-`quirks.yaml` has these sections:
+`quirks.yaml` contains these sections:
 
-- `support`: reports about an engine: `reason`, `works` (`true`, `false`) if it differs from that of `engines.yaml`, and
+- `support`: reports about an engine: `reason`, `works` (`true`, `false`) if it differs from `engines.yaml`, and
   `install`, the origin of the vendor's build of the engine. The first entry that applies is used.
 - `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
   `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
@@ -44,9 +44,9 @@ Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`
 of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
 
 `maturity.yaml` lists the parts of a plugin that ran on real devices, were checked on transcripts, or are from
-documents: `run_on_hardware` has entries with `what`, `chips`, `date`, `software`; `checked_on_transcripts` with `what`,
-`tool`, `chips`, `files` of the plugin's `tests/smi`; `from_documents` with `what`, `chips`; `not_checked` has
-sentences.
+documents: `run_on_hardware` is a list of entries with `what`, `chips`, `date`, `software`; `checked_on_transcripts`
+with `what`, `tool`, `chips`, `files` of the plugin's `tests/smi`; `from_documents` with `what`, `chips`; `not_checked`
+is a list of sentences.
 """
 
 from collections.abc import Mapping
@@ -69,12 +69,12 @@ from flagcore.vendorkit.fields import KINDS, Content, Scope, applicable, build, 
 
 FILE = "engines.yaml"
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
-"""The support by the value of `works` in a file."""
+"""The meaning of the values of `works` in a file."""
 
 
 @cache
 def read_engines(package: str) -> Mapping[str, EngineSupport]:
-    """Return the support by kind of engine; empty without a file. Raises SpecError for a bad file."""
+    """Return the support by kind of engine. It is empty if there is no file. Raises SpecError for an invalid file."""
     content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
     found = {}
     for kind in KINDS:
@@ -88,7 +88,7 @@ def read_engines(package: str) -> Mapping[str, EngineSupport]:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable(Scope):
-    """One environment variable. `value` None: documented, but not set for trials."""
+    """One environment variable. If `value` is None, the variable is documented but not set for trials."""
 
     name: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
     meaning: Annotated[str, MinLen(1)]
@@ -104,7 +104,7 @@ class Variable(Scope):
             raise ValueError("needs `value` or `used`, and not both")
 
     def applies_to(self, task: Task | None) -> bool:
-        """Return whether its conditions hold for a task; None means one node and no settings."""
+        """Return whether the variable's conditions hold for a task. None means a task on one node without settings."""
         nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
         settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
         return (nodes > 1 or not self.several_nodes) and not (self.unless and settings.get(self.unless))
@@ -112,21 +112,23 @@ class Variable(Scope):
 
 @dataclass(frozen=True)
 class Variables:
-    """The content of the file."""
+    """The content of an `environment.yaml`."""
 
     variables: tuple[Variable, ...] = ()
 
 
 @cache
 def read_variables(package: str) -> tuple[Variable, ...]:
-    """Return the variables of a plugin; none without a file. Raises SpecError for a bad file."""
+    """Return the variables of a plugin's file. There are none if there is no file. Raises SpecError for an invalid
+    file.
+    """
     return read_as(Variables, package, "environment.yaml").variables
 
 
 def environment(
     package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
-    """Return the variables that trials of `task` get; None: trials on one node."""
+    """Return the variables to set for trials of `task`. If `task` is None, it is any task on one node."""
     variables = applicable(read_variables(package), chip, engine, engine_version, kind)
     return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
 
@@ -150,20 +152,20 @@ SCOPE = ("engine", "engines", "kinds", "chips", "versions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A knob with the engine, chips and releases that have it."""
+    """A knob and its scope: the engine, chips and releases that have it."""
 
     scope: Scope
     knob: Knob
 
 
 def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
-    """Return the knobs of `engine` on `chip`. Raises SpecError for a bad file."""
+    """Return the knobs of `engine` on `chip`. Raises SpecError for an invalid file."""
     return tuple(each.knob for each in all_knobs(package) if each.scope.includes(chip, engine, engine_version))
 
 
 @cache
 def all_knobs(package: str) -> tuple[Listed, ...]:
-    """Return the knobs of a plugin's file; empty without a file. Raises SpecError for an invalid file."""
+    """Return the knobs of a plugin's file. There are none if there is no file. Raises SpecError for an invalid file."""
     content, file = read_file(package, KNOBS) or {}, f"{package}/{KNOBS}"
     found = []
     for path, entry in entries(content, "knobs", file):
@@ -187,14 +189,14 @@ def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Scope):
-    """One entry of the file."""
+    """One entry of a `quirks.yaml`."""
 
     source: Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Quirk):
-    """What was reported about an engine. If `works` is None, see `engines.yaml`."""
+    """A report on whether an engine works. If `works` is None, the value in `engines.yaml` applies."""
 
     reason: str = ""
     works: bool | None = None
@@ -203,7 +205,7 @@ class Report(Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedValues(engine.RefusedValues, Quirk):
-    """Values that do not work."""
+    """Values of a knob or setting that do not work."""
 
     values: tuple[KnobValue, ...] = ()
 
@@ -224,7 +226,7 @@ class PreferredSetting(engine.PreferredSetting, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(Quirk):
-    """The number of first steps or requests that do not count."""
+    """The number of first steps or requests that are not measured."""
 
     count: Annotated[int, Ge(1)]
     reason: str
@@ -246,7 +248,7 @@ class Note(Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirks:
-    """The entries of a plugin's file."""
+    """The entries of a `quirks.yaml`."""
 
     support: tuple[Report, ...] = ()
     refused: tuple[RefusedValues, ...] = ()
@@ -259,17 +261,19 @@ class Quirks:
 
 @cache
 def read_quirks(package: str) -> Quirks:
-    """Return the quirks of a plugin; none without a file. Raises SpecError for a bad file."""
+    """Return the quirks of a plugin. There are none if there is no file. Raises SpecError for an invalid file."""
     return read_as(Quirks, package, "quirks.yaml")
 
 
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
-"""The sections, with the keys that each claim must have in addition to `what`, `chips` and `files`."""
+"""The sections of a `maturity.yaml`. Their claims require these keys in addition to `what`, `chips` and `files`."""
 
 
 @cache
 def read_maturity(package: str) -> Maturity | None:
-    """Return the maturity of a plugin's data; None without a file. Raises SpecError for a bad file."""
+    """Return the maturity of a plugin's data. Returns None if there is no file. Raises SpecError for an invalid
+    file.
+    """
     content, file = read_file(package, "maturity.yaml"), f"{package}/maturity.yaml"
     if content is None:
         return None

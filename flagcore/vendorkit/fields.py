@@ -1,6 +1,6 @@
 """Reads YAML files of a plugin as dataclasses, and reports errors with file, key and value.
 
-`Scope` says for which engines, chips and engine releases an entry is.
+`Scope` is the part of an entry that restricts it to engines, chips and engine releases.
 """
 
 import json
@@ -20,9 +20,9 @@ from flagcore.domain.knob import in_versions
 from flagcore.errors import SpecError, join_errors
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
-"""The key that each kind of source must have."""
+"""The key that each kind of source requires."""
 OPTIONAL_SOURCE_KEYS = ("confidence", "date", "note", "page", "repeats", "software")
-"""Common keys of any source; other keys are allowed, too."""
+"""Common optional keys of any source. Other keys are allowed, too."""
 WORDS = {
     **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
     **dict.fromkeys(("list_type", "tuple_type"), "a list"),
@@ -31,7 +31,7 @@ WORDS = {
     "float_type": "a number",
     "bool_type": "true or false",
 }
-"""Names of YAML types by pydantic's error types."""
+"""Names of YAML types in messages, by pydantic's error types."""
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
@@ -40,7 +40,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _UniqueKeys(_Loader):  # type: ignore[misc]
-    """Refuses a duplicate key of a mapping: YAML would silently keep the last."""
+    """A YAML loader that refuses a duplicate key of a mapping, of which YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -54,9 +54,9 @@ class _UniqueKeys(_Loader):  # type: ignore[misc]
 
 
 def read_yaml(text: str, file: str) -> Content:
-    """Return the content of a file, in which each mapping under `source` or `effect` has the fields of a Source.
+    """Return the content of a file. Each mapping under `source` or `effect` must have the fields of a Source.
 
-    Raises SpecError naming `file` if it is not YAML, not a mapping, or has a bad source.
+    Raises SpecError with `file` if it is not YAML, not a mapping, or contains an invalid source.
     """
     try:
         content = _plain(yaml.load(text, _UniqueKeys), file, "")
@@ -69,35 +69,36 @@ def read_yaml(text: str, file: str) -> Content:
 
 
 def read_file(package: str, name: str) -> Content | None:
-    """Return the content of a file of `package`; None if there is none. Raises SpecError as `read_yaml`."""
+    """Return the content of a file of `package`, or None if there is no file. Raises SpecError like `read_yaml`."""
     path = files(package).joinpath(name)
     return read_yaml(path.read_text("utf-8"), f"{package}/{name}") if path.is_file() else None
 
 
 def read_as(kind: Callable[..., T], package: str, name: str) -> T:
-    """Return a file of `package` as a `kind`, which is empty without a file. Raises SpecError with every problem."""
+    """Return a file of `package` as a `kind`. A missing file counts as empty. Raises SpecError with every problem."""
     content = read_file(package, name) or {}
     found: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
     return found
 
 
 def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:
-    """Yield the mappings of a list, with the path that their keys begin with. Raises SpecError."""
+    """Yield each mapping of the list `section`, and the path before its keys. Raises SpecError for another type."""
     for place, entry in enumerate(build(list[Any], content.pop(section, None) or [], file, section)):
         path = f"{section}[{place}]."
         yield path, dict(build(Mapping[str, Any], entry, file, path))
 
 
 def finish(content: Content, file: str, fix: str = FIX) -> None:
-    """Raise SpecError for remaining keys of a file."""
+    """Raise SpecError if `content` still contains keys, which are unknown."""
     if content:
         raise join_errors([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
 
 
 def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
-    """Return `content` as a `kind`: a dataclass from its mapping, or a type. Raises SpecError with every problem.
+    """Return `content` as a `kind`, which is a dataclass or another type. Raises SpecError with every problem.
 
-    `path` leads to the content, with a dot at its end. `names` are the fields by their keys in the file.
+    `path` is the path of the content in the file, with a dot at its end. `names` are the field names by their keys in
+    the file.
     """
     if names is not None and isinstance(content, Mapping):
         content = {names.get(key, f"{key}?"): value for key, value in content.items()}
@@ -113,9 +114,9 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return the reader of a `kind` from JSON, with the strict types of YAML.
+    """Return a pydantic adapter that reads a `kind` from JSON, with the strict types of YAML.
 
-    It reads a list of one element, because a dataclass alone does not support a configuration.
+    It reads a list of one element, because pydantic does not accept a configuration for a dataclass alone.
     """
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
@@ -213,7 +214,7 @@ class Scope:
     versions: Annotated[str, AfterValidator(_range)] = ""
 
     def includes(self, chip: Chip, engine: str, engine_version: str | None = None, kind: str = "") -> bool:
-        """Return whether the entry applies. An unknown release is included."""
+        """Return whether the entry applies. An unknown engine release is included."""
         return (
             (not self.engines or engine in self.engines)
             and (not self.kinds or kind in self.kinds)

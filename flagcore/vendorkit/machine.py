@@ -1,6 +1,6 @@
 """Finds the accelerators of this machine, with or without their management tool, and the limits of a container.
 
-No driver is loaded in this process. The limits are those of control groups of version 1 and 2.
+No driver is loaded in this process. The limits are read from control groups of version 1 and 2.
 """
 
 import importlib.util
@@ -22,15 +22,15 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, strip_controls
 
 _TIME = re.compile(r"(?<![\w:])\d\d:\d\d:\d\d(?!\.\d\b)(?![\w:])")
-"""A time of day, but not an address on the PCI bus (`0:07:00`, `00:07:00.0`)."""
+"""Matches a time of day, but not a PCI address (`0:07:00`, `00:07:00.0`)."""
 MAX_BYTES = 2 * 2**20
-"""Maximum size of a tool's output, so that it cannot fill the disk."""
+"""Maximum size of a tool's output in bytes, so that it cannot fill the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The output of a command, with undecodable bytes replaced, and its exit status; None if it exceeded the time
-    limit.
+    """The output of a command with undecodable bytes replaced, and its exit status (None if it exceeded the time
+    limit).
     """
 
     text: str
@@ -39,10 +39,10 @@ class Output:
 
 
 def run_tool(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str, str] | None = None) -> Output | None:
-    """Run a command without a shell; None if it is missing or cannot be started. `environment` replaces this shell's.
+    """Run a command without a shell. Returns None if it is missing or cannot be started.
 
-    A command that exceeds the time limit is killed with its children. The function does not wait for their end, because
-    a process that is stuck in a driver cannot be killed.
+    `environment` replaces this shell's environment. A command that exceeds the time limit is killed with its children.
+    The function does not wait for their end, because a process that is stuck in a driver cannot be killed.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -57,7 +57,7 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[str
         except OSError:
             return None
         status = None
-        with suppress(OSError):  # the process may have ended
+        with suppress(OSError):  # the process may already have ended
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MAX_BYTES, MAX_BYTES))
         try:
             status = process.wait(timeout_seconds)
@@ -76,7 +76,7 @@ def tool_output(*argv: str, timeout_seconds: float = 10.0, environment: Mapping[
 
 
 def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: float = 10.0) -> Listing | None:
-    """Return the devices that a management tool prints, as `read` parses it; None if the tool is missing.
+    """Return the devices that a management tool prints, as parsed by `read`. Returns None if the tool is missing.
 
     `left_out` describes lines that cannot be read, with the name of the tool. Devices that were listed before the tool
     failed are valid, because some tools fail to warn about one device.
@@ -99,11 +99,12 @@ def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: floa
 def visible(
     devices: tuple[Device, ...], *variables: str, environment: Mapping[str, str] | None = None
 ) -> tuple[Device, ...]:
-    """Return the devices that processes with `environment` (None: this shell's) can use, with their names there.
+    """Return the devices that processes with `environment` (None: this shell's) can use, with their names in the
+    processes.
 
-    `variables` are environment variables such as `X_VISIBLE_DEVICES`: names of devices (by default their indices) or
-    prefixes of UUIDs, separated by commas. The first variable that is set is used. As in the drivers, an unknown name
-    hides all following devices.
+    `variables` are environment variables such as `X_VISIBLE_DEVICES`. Their values are names of devices (by default
+    their indices) or prefixes of UUIDs, separated by commas. The first variable that is set is used. As in the drivers,
+    an unknown name hides all following devices.
     """
     words = setting(variables, os.environ if environment is None else environment)
     if words is None:
@@ -118,7 +119,7 @@ def visible(
 
 
 def setting(variables: Iterable[str], environment: Mapping[str, str]) -> list[str] | None:
-    """Return the words of the first of `variables` that is set; None if none is."""
+    """Return the comma-separated words of the first of `variables` that is set. Returns None if none is set."""
     value = next((environment[name] for name in variables if name in environment), None)
     return None if value is None else [word.strip() for word in value.split(",")]
 
@@ -133,7 +134,7 @@ def _decoded(file: IO[bytes]) -> str:
 
 
 def _first_line(text: str) -> str:
-    """Return up to 120 characters of the first line that has words and is not a time stamp."""
+    """Return the first line that contains words and is not a time stamp, limited to 120 characters."""
     lines = (" ".join(line.split()) for line in strip_controls(text).splitlines())
     return next((line[:120] for line in lines if re.search(r"\w", line) and not _TIME.search(line)), "")
 
@@ -171,8 +172,8 @@ print(json.dumps({
 class TorchReport:
     """The version of torch, the requested attributes that it has, and its devices with their memory in bytes.
 
-    `kind` is torch's name of the devices, `backend` the name of their collectives' backend if the requested kind was
-    `any`.
+    `kind` is torch's name of the devices. `backend` is the name of the backend of their collectives if the requested
+    kind was `any`.
     """
 
     version: str
@@ -194,7 +195,7 @@ def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACC
 
 
 def narrow_links(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
-    """Return a sentence about each PCI device of a vendor whose link has fewer lanes than the device supports."""
+    """Return a sentence about each of a vendor's PCI devices whose link has fewer lanes than the device supports."""
     found = []
     for folder in _pci_devices(vendor_id, root, kinds):
         lanes, most = (_text(folder / f"{name}_link_width") for name in ("current", "max"))
@@ -218,8 +219,8 @@ def query_torch(
     """Return the report of the installed torch about its devices of `kind`, and about `attributes`.
 
     `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process with
-    `environment` (None: this shell's), where it may crash or hang. None without torch, without this backend, or after a
-    failure.
+    `environment` (None: this shell's), where it may crash or hang. Returns None if torch or this backend is missing, or
+    if the process fails.
     """
     if importlib.util.find_spec("torch") is None:
         return None
@@ -229,8 +230,9 @@ def query_torch(
 
 
 def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str:
-    """Return why the modules cannot be imported in this order; empty if they can. The import runs in a separate
-    process.
+    """Return why the modules cannot be imported in this order; the text is empty if they can.
+
+    The import runs in a separate process.
     """
     output = run_tool(sys.executable, "-c", f"import {', '.join(modules)}", timeout_seconds=timeout_seconds)
     if output is None or output.status is None:
@@ -240,7 +242,7 @@ def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str
 
 
 def read_torch(printed: str) -> TorchReport | None:
-    """Return the report in the output of the process; a vendor's library may print a banner first."""
+    """Return the report in the output of the process. A vendor's library may print a banner before it."""
     for line in reversed(printed.splitlines()):
         with suppress(ValueError, KeyError, TypeError):
             report = json.loads(line[line.index("{") :])
@@ -264,15 +266,17 @@ ROOT = Path("/")
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by a container's quota, at least
-    one."""
+    """Return the number of cores that this process may use, at least one.
+
+    It is the number of cores of its CPU affinity, limited by the container's quota.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_cores()
     return max(1, min(allowed, int(quota) if quota is not None else allowed))
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Return the number of cores whose time this process may use, None without a limit."""
+    """Return the number of cores whose time this process may use, or None if there is no limit."""
     limits = []
     for folder in _folders("cpu", root):
         quota = _words(folder / "cpu.max") or [
@@ -285,7 +289,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def allowed_memory_bytes(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process and its siblings may use, None without a limit."""
+    """Return the bytes that this process and its siblings may use, or None if there is no limit."""
     limits = []
     for folder in _folders("memory", root):
         words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -295,7 +299,7 @@ def allowed_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the groups of this process, innermost first; each may have a limit."""
+    """Yield the folders of this process's control groups, innermost first. Each group may set a limit."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):

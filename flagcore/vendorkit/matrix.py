@@ -10,18 +10,20 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit.rows import strip_controls
 
 NEAR = ("PIX", "PXB")
-"""Links to an adapter that do not cross the CPU."""
+"""Names of links to an adapter that do not cross the CPU."""
 
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
 """Devices have names of three letters and a number; adapters are NIC0 or have their own names."""
 
 _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
-"""Columns after those of devices and adapters."""
+"""Matches the columns after the devices and adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """`links` is the kind of link between two devices, `adapters` that between a device and an adapter."""
+    """The links of a node. `links` are the kinds of links between two devices, `adapters` those from a device to an
+    adapter.
+    """
 
     devices: tuple[int, ...]
     links: Mapping[tuple[int, int], str]
@@ -29,7 +31,7 @@ class Matrix:
 
 
 def read_matrix(text: str) -> Matrix | None:
-    """Return the matrix in `text`; None if a row is incomplete, or if both directions of a pair differ."""
+    """Return the matrix in `text`. Returns None if a row is incomplete, or if both directions of a pair differ."""
     lines = strip_controls(text).splitlines()
     start = next((at for at, line in enumerate(lines) if _is_header(line)), None)
     if start is None:
@@ -58,9 +60,10 @@ def read_matrix(text: str) -> Matrix | None:
 
 
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of devices in which every pair has a link that matches `link`, by their first device.
+    """Return the groups of devices in which every pair has a link that matches `link`, sorted by their first device.
 
-    A device without such a link is a group of its own. Empty if the links do not form groups (a ring, a line).
+    A device without such a link is a group of its own. The result is empty if the links do not form groups, such as in
+    a ring or a line.
     """
     joined = {
         device: tuple(
@@ -86,14 +89,14 @@ def links_of(text: str) -> dict[int, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with consecutive ones as a range, such as `1-3,6`."""
+    """Return ascending numbers as text, with consecutive ones as a range, such as `1-3,6`."""
     starts = [at for at, number in enumerate(numbers) if not at or number != numbers[at - 1] + 1]
     pieces = [numbers[start:end] for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
     return ",".join(f"{piece[0]}-{piece[-1]}" if len(piece) > 1 else str(piece[0]) for piece in pieces)
 
 
 def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
-    """Return the adapters that each device reaches without crossing the CPU, which collective libraries use."""
+    """Return the adapters that each device reaches without crossing the CPU; collective libraries use these."""
     return {
         device: tuple(name for (of, name), cell in matrix.adapters.items() if of == device and cell in NEAR)
         for device in matrix.devices
@@ -101,17 +104,20 @@ def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
 
 
 def devices_per_adapter(matrix: Matrix) -> dict[str, int]:
-    """Return the number of devices near each adapter. Adapters without one carry no compute traffic and are omitted."""
+    """Return the number of devices near each adapter.
+
+    Adapters without near devices are omitted, because they carry no compute traffic.
+    """
     near = near_adapters(matrix)
     counts = {name: sum(name in names for names in near.values()) for _, name in matrix.adapters}
     return {name: count for name, count in counts.items() if count}
 
 
 def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | None:
-    """Return a device's share of the rate of its near adapters, in bytes per second one way; None if unknown.
+    """Return a device's share of the rate of its near adapters, in bytes per second one way, or None if it is unknown.
 
-    `text` is the source of the matrix: its legend names the adapters, and the kernel has their rates below `root`.
-    Devices share an adapter that is near to several of them. The result is the smallest share of a device.
+    `text` is the tool's output that contains the matrix: its legend names the adapters. The kernel reports their rates
+    below `root`. Devices that are near the same adapter share it. The result is the smallest share of any device.
     """
     names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
     shared, near = devices_per_adapter(matrix), near_adapters(matrix)
@@ -124,8 +130,8 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
 def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")) -> NodeGroup | None:
     """Return `group` with each device's share of this machine's adapters, from `text` (`topo -m`) and the kernel.
 
-    None if the chip's figure applies: for one node, if the user set the figure, if this machine is another kind of
-    node, or if the share is unknown.
+    Returns None if the chip's figure applies: for one node, if the user set the figure, if this machine is another kind
+    of node, or if the share is unknown.
     """
     rate = group.chip.nic_bytes_per_second
     matrix = read_matrix(text or "")
@@ -139,9 +145,10 @@ def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")
 
 
 def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int:
-    """Return the number of devices of a node that `link` joins, from `text` (`topo -m` of such a node) or else `usual`.
+    """Return the number of devices that `link` joins on a node, from `text` (`topo -m` of such a node), or else
+    `usual`.
 
-    The groups must have equal sizes and consecutive devices, and the node as many devices as in `group`.
+    The groups must have equal sizes and consecutive devices, and the node must have as many devices as in `group`.
     """
     matrix = read_matrix(text or "")
     if matrix is None or len(matrix.devices) != group.devices_per_node:

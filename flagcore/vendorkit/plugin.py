@@ -23,12 +23,12 @@ from flagcore.vendorkit.fields import S, applicable
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VendorPlugin:
-    """A plugin whose facts are in files of `package`: chips/, costs/, engines.yaml, environment.yaml, quirks.yaml,
-    knobs.yaml and maturity.yaml.
+    """A plugin whose facts are in files of its `package`.
 
-    All but chips/ are optional. Subclass it to override a hook. `vendor` is the vendor in the chip
-    files. `memory` returns the memory model of a device of a group under an engine. `detector` finds devices; None:
-    this plugin finds none.
+    The files are chips/, costs/, engines.yaml, environment.yaml, quirks.yaml, knobs.yaml and maturity.yaml; all but
+    chips/ are optional. `vendor` is the vendor's name in the chip files. `memory` returns the memory model of a device
+    of a node group under an engine. `detector` finds devices; if it is None, this plugin finds none. Subclass this
+    class to override a hook.
     """
 
     package: str
@@ -37,7 +37,7 @@ class VendorPlugin:
     detector: DeviceDetector | None = None
 
     def owns(self, chip: Chip) -> bool:
-        """Return whether `chip` is of this vendor."""
+        """Return whether `chip` is one of this vendor's chips."""
         return chip.vendor == self.vendor
 
     @cached_property
@@ -128,7 +128,7 @@ class VendorPlugin:
         return (*self._quirks_of(quirks.refused, *about), *self._quirks_of(quirks.forced, *about))
 
     def _quirks_of(self, quirks: Iterable[S], task: Task, engine_version: str | None) -> tuple[S, ...]:
-        """Return the entries of `quirks.yaml` for the vendor's chips in a task."""
+        """Return the `quirks` that apply to this vendor's chips in a task."""
         kind = "serve" if isinstance(task.spec.work, ServeSpec) else "train"
         chips = [group.chip for group in task.cluster.groups if self.owns(group.chip)]
         found = (applicable(quirks, chip, task.spec.work.engine, engine_version, kind) for chip in chips)

@@ -1,4 +1,4 @@
-"""Reads the devices that management tools print: tables, and the queries that most tools share (CSV, `-q`, `-L`)."""
+"""Reads the devices that management tools print: tables, and the queries that most tools support (CSV, `-q`, `-L`)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _WATTS, _MISSING = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
 _POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_MISSING}) */ *(?:{_WATTS} ?W|{_MISSING})")
 
 _PROCESS = re.compile(r"(?m)^ *\| +(\d+)(?: +/)? +(\d+) +(\S.*?) +(\d+)(?: MiB)? *\| *$")
-"""A line of the table of processes: device, maybe a virtual function, process, name and MiB."""
+"""Matches a line of the table of processes: device, possibly a virtual function, process, name and MiB."""
 
 Head = TypeVar("Head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One device of a table, its PCI address, and its figures by names that end in the unit."""
+    """One device of a table, its PCI address, and its telemetry. The keys of `reading` end in the unit."""
 
     device: Device
     bus: str = ""
     reading: Mapping[str, float] = field(default_factory=dict)
     mode: str = ""
-    """Compute mode, as the tool prints it."""
+    """The compute mode, as the tool prints it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The usable devices in a tool's output, and sentences about those that were left out."""
+    """The usable devices in a tool's output, and sentences about the devices that were left out."""
 
     rows: tuple[Row, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -55,7 +55,9 @@ def strip_controls(text: str) -> str:
 
 
 def parse_json(text: str) -> object:
-    """Return the JSON object or list in `text`, which titles and warnings may precede; None if there is none."""
+    """Return the JSON object or list in `text`, which may begin with titles and warnings. Returns None if there is
+    none.
+    """
     text = strip_controls(text)
     start = re.search(r"(?m)^\s*[\[{]", text)
     try:
@@ -65,13 +67,15 @@ def parse_json(text: str) -> object:
 
 
 def cells(line: str) -> list[str]:
-    """Return the cells between the bars of a line of a table; empty for other lines and for a truncated line."""
+    """Return the cells of a table line that are separated by bars. The result is empty for other and for truncated
+    lines.
+    """
     line = line.strip()
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
 def columns(line: str) -> list[str]:
-    """Return the cells of a line of a table without bars, which are separated by two or more spaces."""
+    """Return the cells of a table line that are separated by two or more spaces instead of bars."""
     return [word for word in re.split(r"\s{2,}", line.strip()) if word]
 
 
@@ -85,16 +89,16 @@ def read_table(
 ) -> Listing:
     """Return the devices of a table with two or more lines per device, each split by `split`.
 
-    `head` parses the cells of a first line; None for any other line. `body` returns a row from the result, the cells of
-    the second line and those of the line after it; a reason if the device cannot be used, or None for an unknown
-    format. Devices without a row are reported in `left_out`.
+    `head` parses the cells of a device's first line and returns None for any other line. `body` receives the result,
+    the cells of the second line and those of the line after it. It returns a row, a reason if the device cannot be
+    used, or None for an unknown format. Devices without a row are reported in `left_out`.
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
     found = [split(line) for line in lines]
     end = 0
     for at, parts in enumerate(found):
-        if at < end:  # the line of a body is no head
+        if at < end:  # a body line cannot be a head
             continue
         start = head(parts) if len(parts) > 1 else None
         if start is not None:
@@ -113,7 +117,7 @@ def read_table(
 
 
 def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, tuple[str, ...]]:
-    """Return the processes of each device from the table below the devices, such as `4711 python (20.5 GiB)`.
+    """Return the processes of each device from the table of processes, such as `4711 python (20.5 GiB)`.
 
     The groups of `pattern` are the index of the device, the process, its name and its MiB.
     """
@@ -125,7 +129,7 @@ def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, 
 
 
 def blocked_reason(mode: str, processes: Sequence[str]) -> str:
-    """Return why no process can start on a device in a compute mode; empty if one can."""
+    """Return why no process can start on a device in compute mode `mode`. The text is empty if one can start."""
     if mode == "Prohibited":
         return "is in compute mode Prohibited"
     exclusive = mode.startswith(("Exclusive", "E. "))
@@ -133,7 +137,7 @@ def blocked_reason(mode: str, processes: Sequence[str]) -> str:
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:
-    """Return a listing of rows and sentences."""
+    """Return a listing of the rows, with the sentences as `left_out`."""
     mixed = tuple(rows)
     return _unique(
         Listing(
@@ -144,7 +148,7 @@ def listing_of(rows: Iterable[Row | str]) -> Listing:
 
 
 def _unique(listing: Listing) -> Listing:
-    """Return the rows whose index is unique, by index."""
+    """Return the rows whose index is unique, sorted by index."""
     count = Counter(row.device.index for row in listing.rows)
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
     duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
@@ -152,20 +156,22 @@ def _unique(listing: Listing) -> Listing:
 
 
 def with_count(listing: Listing, count: str | None) -> Listing:
-    """Return `listing`, with a sentence in `left_out` if it has fewer devices than the tool's own `count`."""
+    """Return `listing`, with a sentence in `left_out` if it contains fewer devices than the tool's own `count`."""
     short = not listing.left_out and count is not None and len(listing.rows) < int(count)
     message = f"it counts {count} devices, but lists {len(listing.rows)}"
     return replace(listing, left_out=(message,)) if short else listing
 
 
 def with_driver(listing: Listing, driver: str | None) -> Listing:
-    """Return `listing` with the driver's version in each device that has none."""
+    """Return `listing` with the version of the driver in each device that lacks one."""
     rows = (replace(row, device=replace(row.device, driver=row.device.driver or driver or "")) for row in listing.rows)
     return replace(listing, rows=tuple(rows))
 
 
 def parse_memory(cell: str) -> tuple[float, float] | None:
-    """Return the used and total bytes in a cell such as `826/65536 MiB` or `0MiB / 81559MiB`; None for other cells."""
+    """Return the used and total bytes in a cell such as `826/65536 MiB` or `0MiB / 81559MiB`. Returns None for other
+    cells.
+    """
     match = _PAIR.fullmatch(cell)
     if match is None or match[4] is None:
         return None
@@ -173,7 +179,9 @@ def parse_memory(cell: str) -> tuple[float, float] | None:
 
 
 def parse_power(cell: str) -> tuple[str | None, str | None]:
-    """Return use and limit of power in a cell such as `P0 70W / 700W` or `61 / 450 W`; None for missing values."""
+    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`, or None for missing
+    values.
+    """
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 
@@ -187,7 +195,8 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the figures in bytes, watts, degrees, shares and hertz, without values that are not numbers.
+    """Return the telemetry of a device in bytes, watts, degrees Celsius, fractions and hertz, without non-numeric
+    values.
 
     Drivers report 65535, all bits of a 16-bit field, for a sensor that they cannot read.
     """
@@ -203,7 +212,7 @@ def reading(
 
 
 def search(pattern: str, text: str) -> tuple[str | None, ...]:
-    """Return the groups of the first match of `pattern`, all None without a match."""
+    """Return the groups of the first match of `pattern`. They are all None if there is no match."""
     compiled = re.compile(pattern)
     match = compiled.search(text)
     return match.groups() if match else (None,) * compiled.groups
@@ -233,11 +242,12 @@ _BLOCK = {
     "GPU Power Readings.Current Power Limit": "power.limit",
     "Clocks.SM": "clocks.sm",
 }
-"""The CSV field of each line of `-q`, with its section."""
+"""The CSV field of each line of `-q`. The keys are the line's section and name."""
 
 
 def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """Return the lines of a CSV query by field: `fields`, or those of a header line with names and units.
+    """Return the lines of a CSV query as fields. The names are `fields`, or those of a header line with names and
+    units.
 
     A line with another number of fields is skipped. The header's units are added to the numbers.
     """
@@ -260,7 +270,7 @@ def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
 
 
 def read_details(text: str) -> list[dict[str, str]]:
-    """Return the devices of `-q`, one block each below its PCI address, by the fields of a CSV query."""
+    """Return the devices of `-q` as the fields of a CSV query. Each device is one block below its PCI address."""
     (driver,) = search(r"(?m)^Driver Version\s*:\s*([\w.]+)", text)
     blocks: list[dict[str, str]] = []
     section = ""
@@ -281,9 +291,9 @@ def read_details(text: str) -> list[dict[str, str]]:
 
 
 def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
-    """Return the device of one line of a CSV query, or why it cannot be used.
+    """Return the device of one line of a CSV query, or why the device cannot be used.
 
-    Numbers without a unit have the usual unit. `place` is the index if the line has none.
+    Numbers without a unit are in the usual unit. `place` is the index if the line contains none.
     """
     index, name = fields.get("index", str(place)), fields.get("name", "")
     if not index.isdigit() or not name or name.startswith("[") or "ERR!" in name:
@@ -293,7 +303,7 @@ def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
         device=Device(
             index=int(index),
             chip=name,
-            memory_bytes=None if total is None else int(total),  # [N/A] where the chip shares the host's memory
+            memory_bytes=None if total is None else int(total),  # it is [N/A] if the chip shares the host's memory
             driver=fields.get("driver_version", ""),
             uuid=fields.get("uuid", ""),
         ),
@@ -310,7 +320,7 @@ def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
 
 
 def read_list(text: str) -> tuple[Row, ...]:
-    """Return the devices of `-L` in its usual form, without memory: `GPU 0: NAME (UUID: GPU-...)`."""
+    """Return the devices of `-L` in its usual form, `GPU 0: NAME (UUID: GPU-...)`. Their memory is unknown."""
     lines = re.finditer(r"^GPU +(\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
 

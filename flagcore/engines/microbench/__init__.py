@@ -1,4 +1,4 @@
-"""The program of `flag calibrate`, which measures kernels and collectives with torch in separate processes.
+"""The benchmark program of `flag calibrate`. It measures kernels and collectives with torch in separate processes.
 
 It is started as `python -m flagcore.engines.microbench JOB.json`. No other part of flagcore imports it.
 """
@@ -13,11 +13,11 @@ from typing import Any
 class Job:
     """The input of the program.
 
-    `kind` is the torch device, `backend` the backend of collectives, `preload` are modules to import first. One process
-    runs for each of `devices` devices. If the devices are `shared`, each process has `threads` threads, and all measure
-    a kernel at the same time, because ranks in training also share the machine. `precisions` are those of the chip.
-    `memory_bytes` is the memory limit of a process, `seconds` the time limit of the job. The results are written to the
-    file `output`.
+    `kind` is the torch device, `backend` the backend of collectives. `preload` are modules to import first. One process
+    runs for each of the `devices` devices. If the devices are `shared`, as on a CPU, each process has `threads`
+    threads, and all processes measure a kernel at the same time, because ranks in training also share the machine.
+    `precisions` are the precisions that the chip supports. `memory_bytes` is the memory limit of a process, `seconds`
+    the time limit of the job. The results are written to the file `output`.
     """
 
     kind: str

@@ -1,4 +1,7 @@
-"""The program: `python -m flagcore.engines.microbench JOB.json`. Exit codes: 0 success, 3 out of memory, 1 failure."""
+"""The benchmark program: `python -m flagcore.engines.microbench JOB.json`.
+
+Exit codes: 0 success, 3 out of memory, 1 any other failure.
+"""
 
 import importlib
 import os
@@ -30,7 +33,7 @@ def _import(job: Job) -> None:
 
 
 def _work(job: Job, number: int, listener: socket.socket) -> int:
-    """Run the process `number`, and return the exit code. Failures are written to stderr."""
+    """Run the process with the index `number`, and return its exit code. Failures are written to stderr."""
     try:
         _import(job)
         from flagcore.engines.microbench.measurement import measure

@@ -1,7 +1,8 @@
-"""Compares hosts: `python -m flagcore.engines.microbench.hosts JOB RANK HOSTS ADDRESS PORT`, started once on each host.
+"""Compares the hosts of a cluster by the speed of their devices and links.
 
-JOB is JSON with `kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each
-device, and of an all-reduce with each neighbouring host.
+`python -m flagcore.engines.microbench.hosts JOB RANK HOSTS ADDRESS PORT` is started once on each host. JOB is JSON with
+`kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each device, and of an
+all-reduce with each neighbouring host.
 """
 
 import importlib
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from flagcore.engines.microbench.kernels import Bench
 
 CPU_SIZE, ACCELERATOR_SIZE = 512, 4096
-"""The number of rows and columns of the product."""
+"""Numbers of rows and columns of the matrix product on a CPU and on an accelerator."""
 PRODUCT_SECONDS = 0.1
 LINK_BYTES = 4 << 20
 ROUNDS = 5
@@ -26,11 +27,11 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) -> None:
-    """Measure on the host `rank` of `hosts` hosts. The host 0 has the `address`."""
+    """Measure on the host `rank` of `hosts` hosts. `address` is the address of host 0."""
     for name in job["preload"]:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    Bench(job["kind"], 0, is_distributed=False)  # selects the device of the collectives
+    Bench(job["kind"], 0, is_distributed=False)  # its constructor selects the device of the collectives
     if hosts > 1:
         url = f"tcp://{address}:{port}"
         dist.init_process_group(job["backend"], url, rank=rank, world_size=hosts, timeout=TIMEOUT)
@@ -51,7 +52,9 @@ def _product(bench: Bench) -> float:
 
 
 def _links(bench: Bench, rank: int, hosts: int) -> dict[int, float]:
-    """Return the seconds of an all-reduce with each neighbour in a ring of hosts, by the rank of the neighbour."""
+    """Return the seconds of an all-reduce with each neighbour in a ring of hosts. The keys are the neighbours'
+    ranks.
+    """
     pairs = [(first, (first + 1) % hosts) for first in range(hosts if hosts > 2 else 1)]
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
     data, seconds = torch.zeros(LINK_BYTES // 4, device=bench.device), {}

@@ -1,4 +1,4 @@
-"""Kernels to measure, as in `flagcore.physics.kernel_table`: products, attention, memory, copies and launches.
+"""The kernels to measure, as in `flagcore.physics.kernel_table`: products, attention, memory, copies and launches.
 
 `Bench` measures the times of calls, synchronized with the processes on the other devices.
 """
@@ -22,7 +22,8 @@ SAMPLE_SECONDS = 1e-3
 MAX_SAMPLES, MIN_SAMPLES = 25, 3
 
 TIME_QUANTILE = 0.1
-"""The quantile of the samples that is used as the time of a call, because disturbances only make calls slower."""
+"""Quantile of the samples that is reported as the time of a call. It is low, because disturbances only make calls
+slower."""
 
 MAX_QUEUED_CALLS = 200
 """The maximum number of calls by which the host may be ahead of an accelerator."""
@@ -30,7 +31,7 @@ MAX_QUEUED_CALLS = 200
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call, from `repeats` samples, and the relative spread of the samples."""
+    """The seconds of one call, the number of samples (`repeats`), and the samples' relative `spread`."""
 
     seconds: float
     spread: float
@@ -49,12 +50,12 @@ class Bench:
         self.device = torch.device(kind) if self.cpu else torch.device(kind, number)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished its work."""
         if not self.cpu:
             self._module.synchronize()
 
     def agree(self, value: float) -> float:
-        """Return the maximum of `value` over all processes."""
+        """Return the maximum of `value` over all processes, so that all of them continue with the same value."""
         if not self._is_distributed:
             return value
         shared = torch.tensor([value], dtype=torch.float32, device=self.device)
@@ -64,8 +65,8 @@ class Bench:
     def time(self, call: Callable[[], object], seconds: float, *, alone: bool = True) -> Timing:
         """Return the time of `call` on the slowest device, measured for about `seconds`.
 
-        On an accelerator, it is the time of the device. On a CPU with one thread, a call that runs `alone` is measured
-        in processor time, which does not depend on other load.
+        On an accelerator, it is the device's time. On a CPU with one thread, a call that runs `alone` is measured in
+        processor time, which does not depend on other load.
         """
         call()
         once = self.agree(self.seconds_of(call, 1))
@@ -83,7 +84,7 @@ class Bench:
         return Timing(self.agree(times[int(TIME_QUANTILE * len(times))]), spread / median, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
-        """Return the host's processor time to launch `call`, without waiting for the device."""
+        """Return the processor time that the host needs to launch `call`, without waiting for the device."""
         call()
         times = []
         for _ in range(MIN_SAMPLES):
@@ -95,14 +96,14 @@ class Bench:
 
     @staticmethod
     def _core(call: Callable[[], object], calls: int) -> float:
-        """Return the processor time of `calls` calls."""
+        """Return the processor time of `calls` calls, in seconds."""
         start = time.process_time()
         for _ in range(calls):
             call()
         return time.process_time() - start
 
     def seconds_of(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Return the seconds of `calls` calls on the host's clock."""
+        """Return the seconds of `calls` calls on the host's clock, including their work on the device."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -111,7 +112,9 @@ class Bench:
         return time.perf_counter() - start
 
     def _device(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of `calls` calls on the device's clock, with the host ahead of the device."""
+        """Return the seconds of `calls` calls on the device's clock. The device is kept busy, so launches cost no
+        time.
+        """
         if not hasattr(self._module, "Event"):
             return self.seconds_of(call, calls)
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
@@ -133,7 +136,7 @@ ROWS = (1.0, 16.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0)
 SIDES = tuple(2.0**power for power in range(7, 15))
 LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
 HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
-"""Numbers of sequences, heads and groups, and the width of a head."""
+"""Shapes of attention to measure: number of sequences, heads and groups, and the width of a head."""
 BYTES = tuple(2.0**power for power in (12, 16, 20, 22, 24, 26, 28, 30))
 ELEMENTWISE_KERNELS = {
     "copy": (2, 0, 2.0**28),
@@ -142,21 +145,26 @@ ELEMENTWISE_KERNELS = {
     "sigmoid": (2, 0, 2.0**24),
     "accumulate": (1, 2, 2.0**26),
 }
-"""For each kernel the numbers of 16-bit tensors (fp32 without a 16-bit format) and of fp32 tensors that it reads and
-writes, and its maximum size in training in bytes. Activations limit `sigmoid`, weights limit `accumulate`, and the
-largest kernels are those of the optimizer."""
+"""The element-wise kernels to measure, with their memory accesses and maximum sizes.
+
+Each entry: the number of 16-bit tensors (fp32 if there is no 16-bit format) and of fp32 tensors that the kernel reads
+and writes, and its maximum size in training in bytes. The size of `sigmoid` is limited by activations, the size of
+`accumulate` by weights. The optimizer has the largest kernels."""
 NOISE_LENGTH = (1 << 16) + 1
 ROUNDS = 2
 
 MIN_CALLS = 6
-"""The minimum number of calls of an item that must fit into the remaining time."""
+"""Minimum number of calls of an item that must fit into the remaining time; otherwise the item is skipped."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A kernel to measure, its amount of work, and a function that creates the tensors and returns the call."""
+    """A kernel to measure: its record without times (`row`), its amount of work, and `make`.
+
+    `make` creates the tensors and returns the call to measure.
+    """
 
     row: Row
     work: float
@@ -164,10 +172,11 @@ class Item:
 
 
 def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = True) -> Iterator[Row]:
-    """Measure the items within `seconds`, and yield their rows. Items that would take too long are skipped.
+    """Measure the items within `seconds`, and yield their records. Items that would take too long are skipped.
 
     Each item is measured in two rounds, and the shorter time is used, in case a disturbance lasts some seconds. A
-    coarse selection of sizes is measured first, so that a short time limit leaves gaps instead of missing large sizes.
+    coarse selection of sizes is measured first: if the time is short, intermediate sizes are missing, not the large
+    ones.
     """
     items = sorted(items, key=lambda item: item.work)
     order = [index for first in (0, 4, 2, 6, 1, 5, 3, 7) for index in range(first, len(items), 8)]
@@ -185,7 +194,9 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
 
 
 def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
-    """Return the estimated seconds of an item from the nearest measured item, scaled if it has more work."""
+    """Return the estimated seconds of an item: those of the nearest measured item, scaled up if this item has more
+    work.
+    """
     if not timings:
         return 0.0
     nearest = min(timings, key=lambda other: abs(other - index))
@@ -193,7 +204,7 @@ def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int)
 
 
 def record(timing: Timing) -> Row:
-    """Return a timing as plain data."""
+    """Return a timing as plain data for the output."""
     return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
 
 
@@ -208,7 +219,9 @@ def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool
 
 
 def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return matrix products of common sizes in one precision; none if torch does not support it."""
+    """Return matrix products of common sizes in one precision. The list is empty if torch does not support the
+    precision.
+    """
     if not is_supported(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
     items = []
@@ -235,7 +248,7 @@ def product(device: torch.device, m: float, n: float, k: float, precision: str) 
 
 
 def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
-    """Return normally distributed values, like activations, because the power and the clock of a chip depend on data.
+    """Return normally distributed values, like activations: the power and the clock of a chip depend on the data.
 
     A block of values is repeated, because generating all values would take longer than the measurement.
     """
@@ -245,14 +258,14 @@ def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
 
 
 def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
-    """Return causal attention, forward or backward, in one precision."""
+    """Return calls of causal attention of common sizes in one precision, either forward or backward."""
     name = "attention_backward" if backward else "attention"
     if not is_supported(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
         return []
     items = []
     for batch, heads, groups, width in HEADS:
         for length in LENGTHS:
-            unfused = 8.0 * batch * heads * length**2  # bytes without a fused kernel
+            unfused = 8.0 * batch * heads * length**2  # bytes of the attention scores if there is no fused kernel
             if max(64.0 * batch * heads * length * width, unfused) < job.memory_bytes / 2:
                 shape = (int(batch), int(heads), int(groups), int(length), int(width))
                 sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
@@ -265,7 +278,7 @@ def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> lis
 def attention(
     device: torch.device, shape: tuple[int, int, int, int, int], precision: str, backward: bool
 ) -> Callable[[], object]:
-    """Return a call of attention for (batch, heads, groups, length, width)."""
+    """Return a call of attention whose `shape` is (batch, heads, groups, length, width)."""
     batch, heads, groups, length, width = shape
 
     def tensor(count: int) -> torch.Tensor:
@@ -284,7 +297,7 @@ def attention(
 
 
 def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return copies and element-wise kernels that do not allocate memory."""
+    """Return memory copies and element-wise kernels. None of them allocates memory."""
     items, width = [], torch.finfo(DTYPES[precision]).bits // 8
     for name, (narrow_tensors, fp32_tensors, max_bytes) in ELEMENTWISE_KERNELS.items():
         bytes_per_element = narrow_tensors * width + fp32_tensors * 4
@@ -312,7 +325,7 @@ def elementwise(device: torch.device, name: str, count: int, precision: str) -> 
 
 
 def host_copies(bench: Bench) -> list[Item]:
-    """Return copies between the device and pinned host memory; none on a CPU."""
+    """Return copies between the device and pinned host memory. The list is empty on a CPU."""
     if bench.cpu:
         return []
 
@@ -335,23 +348,23 @@ MODULES = 200
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """A product with a custom backward pass, like the layers of parallel frameworks."""
+    """A matrix product with a custom backward pass, like the layers of parallel frameworks."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the product of both."""
+        """Return the product of `value` and `weight`."""
         ctx.save_for_backward(value, weight)
         return value * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of both."""
+        """Return the gradients of `value` and `weight`."""
         value, weight = ctx.saved_tensors
         return gradient * weight, gradient * value
 
 
 class _Scale(torch.nn.Module):  # type: ignore[misc]
-    """A module with one tiny kernel."""
+    """A module that launches one tiny kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +377,7 @@ class _Scale(torch.nn.Module):  # type: ignore[misc]
 
 
 def launches(bench: Bench) -> list[Row]:
-    """Return the host's time for a kernel of a chain of modules, forward and backward."""
+    """Return the host's time per kernel to launch a chain of modules, forward and backward."""
     chain = torch.nn.Sequential(*[_Scale().to(bench.device) for _ in range(MODULES)])
     value, weights = torch.ones(1, device=bench.device), list(chain.parameters())
     forward = bench.host_time(lambda: chain(value), 1)
@@ -372,5 +385,5 @@ def launches(bench: Bench) -> list[Row]:
     backward = bench.host_time(lambda: torch.autograd.grad(end, weights, retain_graph=True), 1)
     return [
         {"kernel": "launch", "name": name, **record(replace(timing, seconds=timing.seconds / (count * MODULES)))}
-        for name, timing, count in (("forward", forward, 1), ("backward", backward, 2))  # kernels of a module
+        for name, timing, count in (("forward", forward, 1), ("backward", backward, 2))  # kernels per module
     ]

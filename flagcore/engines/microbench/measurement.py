@@ -1,6 +1,6 @@
-"""One process: join the others, measure, and write the results.
+"""One process of the benchmark: it joins the others, measures, and writes the results.
 
-Collectives are among 2, 4, 8, ... neighbouring devices. All groups run at the same time, as in training.
+Collectives run among 2, 4, 8, ... neighbouring devices. All groups run at the same time, as in training.
 """
 
 import json
@@ -28,16 +28,19 @@ SHARES = {
     "host_copy": 0.03,
     "collectives": 0.3,
 }
-"""The share of the time for each kind of kernel."""
+"""Share of the time limit for each kind of kernel."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 BYTES = tuple(2.0**power for power in range(10, 29, 2))
 WORK_SIDE = 384
 MIN_GRADIENT_BYTES = 4 << 20
-"""Tensors of at least this size are in fp32, like gradients; smaller ones are in bf16, like activations."""
+"""Tensors of at least this size are measured in fp32, like gradients; smaller ones in bf16, like activations."""
 
 
 def measure(job: Job, number: int, listener: socket.socket) -> None:
-    """Measure in the process `number`. The processes connect through `listener`, and process 0 writes the output."""
+    """Measure in the process with the index `number`.
+
+    The processes connect through `listener`, and process 0 writes the output.
+    """
     start = time.perf_counter()
     if job.shared:
         torch.set_num_threads(job.threads)
@@ -75,7 +78,7 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
 
 
 def _precisions(bench: Bench, job: Job) -> list[str]:
-    """Return the precisions to measure. If a chip has bf16, fp16 is left out; a CPU has neither tf32 nor fp8."""
+    """Return the precisions to measure. If a chip supports bf16, fp16 is omitted; a CPU has neither tf32 nor fp8."""
     left_out = {"fp16"} if "bf16" in job.precisions else set()
     left_out |= {"tf32", "fp8"} if bench.cpu else set()
     names = ("bf16", "fp16", "fp32", "tf32", "fp8")
@@ -117,7 +120,7 @@ def group_sizes(devices: int) -> list[int]:
 
 
 def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -> list[Item]:
-    """Return all collectives among `ranks` devices with tensors of up to `max_bytes` bytes."""
+    """Return all collectives among `ranks` devices with tensors of up to `max_bytes` bytes, as items to measure."""
     groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, devices, ranks)]
     group = groups[dist.get_rank() // ranks]
     items = []
@@ -131,7 +134,7 @@ def collective_items(bench: Bench, devices: int, ranks: int, max_bytes: float) -
 
 
 def between_kernels(items: list[Item]) -> list[Item]:
-    """Return `items` with `compute_call` before each: ranks start late if compute and communication alternate."""
+    """Return `items` with `compute_call` before each call: ranks start late if compute and communication alternate."""
 
     def make_both(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
         compute, communicate = compute_call(), make()
@@ -147,7 +150,7 @@ def compute_call() -> Callable[[], object]:
 
 
 def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """Return a call of a collective whose whole tensor has `size` bytes."""
+    """Return a call of a collective. The whole tensor, over all ranks, has `size` bytes."""
     dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
     buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
     part = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
@@ -164,7 +167,7 @@ def collective_call(kind: str, size: int, ranks: int, group: Any, device: torch.
 
 
 def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:
-    """Return a call that sends a message, in alternating directions."""
+    """Return a call that sends a message; the direction alternates from call to call."""
     rank, first = dist.get_rank(), dist.get_global_rank(group, 0)
     peer, state = dist.get_global_rank(group, 1) if rank == first else first, {"sends": rank == first}
 

@@ -1,9 +1,10 @@
-"""The time of a pipeline with uneven stages from its first forward to its last backward, by longest paths.
+"""The time of a pipeline with uneven stages, from its first forward to its last backward, as the longest path.
 
-A path spends the steady state of the step on one stage, r. `front` is the time until the first backward of r, `back`
-the time after its last forward. Both are running maxima over stages, so the run time of the formula does not depend on
-the number of micro-batches. Symbols: p stages, m micro-batches, v virtual stages per device; F forward, B and W the
-backward for the gradients of activations and of weights. All arrays of stages are (stages, candidates).
+Each path passes the steady state of the step on one stage, r. `front` is the time until the first backward of r, `back`
+the time after its last forward. Both are running maxima over stages, so the run time of these functions does not depend
+on the number of micro-batches. Symbols: p stages, m micro-batches, v virtual stages per device; F is a forward pass, B
+the backward for the gradients of activations, W the backward for the gradients of weights. All arrays of stages have
+the shape (stages, candidates).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from flagcore.domain.space import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one micro-batch on each stage of pipelines of one length.
+    """The times of one micro-batch on each stage, in seconds; all candidates have pipelines of the same length.
 
-    `forward`, `backward_input` (with recompute), `backward_weight` and `paired` have the shape (stages, candidates). A
-    stage is the work of one device over all its virtual stages, which are assumed to be equal; for DualPipe it is a
-    stage of the model, which two devices hold. `paired` is the time of an overlapped forward and backward of two
-    micro-batches; None: the sum of both.
+    `forward`, `backward_input` (including recompute), `backward_weight` and `paired` have the shape (stages,
+    candidates). A stage is the work of one device over all its virtual stages, which are assumed to be equal. For
+    DualPipe, it is a stage of the model, which two devices hold. `paired` is the time of a forward and a backward of
+    two micro-batches that overlap; if it is None, they take the sum of both times.
 
-    `send` (candidates,) is the time of one message, `blocking` the share of it (0 to 1) that blocks the sender; the
-    rest only delays the receiver. `weight_share` is the share of a micro-batch's activations that is held between B and
-    W, as in the scheduler of `zb-2p`.
+    `send`, of shape (candidates,), is the time of one message. `blocking` is the share of this time (0 to 1) that
+    blocks the sender; the rest only delays the receiver. `weight_share` is the share of a micro-batch's activations
+    that is held between B and W, as in the scheduler of `zb-2p`.
     """
 
     forward: FloatArray
@@ -39,22 +40,22 @@ class StageTimes:
 
     @property
     def busy(self) -> FloatArray:
-        """Seconds of one micro-batch on each stage, without sends."""
+        """Seconds of forward and backward of one micro-batch on each stage, without sends."""
         return self.forward + self.backward_input + self.backward_weight
 
     @property
     def latency(self) -> FloatArray:
-        """Seconds of a message during which its sender is not blocked."""
+        """The part of a message's seconds that does not block the sender."""
         return self.send * (1.0 - np.asarray(self.blocking, dtype=np.float64))
 
     @property
     def sending(self) -> FloatArray:
-        """Seconds of a message during which its sender is blocked."""
+        """The part of a message's seconds that blocks the sender."""
         return self.send * np.asarray(self.blocking, dtype=np.float64)
 
 
 def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of all forwards, then all backwards (arXiv 1811.06965), per candidate. Exact."""
+    """Return the seconds of GPipe per candidate: all forwards, then all backwards (arXiv 1811.06965). Exact."""
     forward, backward = _with_sends(times, 1.0)
     hops = 2.0 * (len(forward) - 1) * times.latency
     slowest: FloatArray = forward.max(axis=0) + backward.max(axis=0)
@@ -63,7 +64,7 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473). It is exact if sends block."""
+    """Return the seconds of 1F1B (Narayanan et al. 2021, arXiv 2104.04473). Exact if sends block."""
     forward, backward = _with_sends(times, 1.0)
     warm = np.minimum(_stages_after(forward), m - 1.0)
     front, first = _end_of_passes(forward, backward, times.latency, warm * _running(np.maximum, forward))
@@ -73,11 +74,11 @@ def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
-    """Return the time of interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
+    """Return the seconds of interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
 
-    A path may also wrap around: the next virtual stage of the first device follows the last stage, p passes later. If m
-    is a multiple of p, the formula is exact for even stages and within 3.5% for uneven ones; the error grows by 0.5% if
-    the head is in the last virtual stage only. With v = 1 it is 1F1B.
+    A path may also wrap around: p passes later, the last stage is followed by the first device's next virtual stage. If
+    m is a multiple of p, the formula is exact for even stages and within 3.5% for uneven ones. The error grows by 0.5%
+    if only the last virtual stage has the output head. With v = 1 it is 1F1B.
     """
     one_virtual = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
     forward, backward = (x / v for x in _with_sends(times, v))
@@ -87,7 +88,7 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     back, last = _end_of_passes(backward, forward, latency, _pass_rounds(backward, latency, warm))
     steps, round_trip = passes - 1.0 - warm, forward + backward
     total = _longest_path(front, first, back, last, steps, steps * round_trip)
-    # A path from the last stage to the first is the longest if one is slow forward and the other backward.
+    # The longest path may run from the last stage to the first: if one is slow forward and the other is slow backward.
     shared = steps[-1] - p
     min_steps = np.maximum(1.0, warm[0] - p - warm[-1])
     wrap = (shared >= min_steps) & (steps[0] >= 1.0)
@@ -102,10 +103,10 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
 def deferred_weights(
     times: StageTimes, m: FloatArray, warm: FloatArray, delayed: FloatArray, *, barrier: bool
 ) -> FloatArray:
-    """Return the time of a schedule that starts with `warm` forwards and ends with `delayed` gradients of weights.
+    """Return the seconds of a schedule that defers W, the gradients of weights, to fill the bubble.
 
-    `warm` is the number of forwards before a stage's first backward, `delayed` the number of W after its last B, both
-    (stages, candidates). Without `barrier` the time is the longest span of one stage.
+    `warm` is the number of forwards before a stage's first backward, `delayed` the number of W after its last B. Both
+    have the shape (stages, candidates). Without `barrier`, the result is the longest span of one stage.
 
     Deviation from simulation for m >= 2p: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, or 3% if all stages differ. ZB-2p
     is always underestimated: within 2.5% for even stages, 7.5% for uneven ends, 10.5% if all stages differ. At m = p
@@ -114,8 +115,8 @@ def deferred_weights(
     forward, backward = _with_sends(times, 1.0, with_w=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
     warm, delayed = np.minimum(warm, m), np.minimum(delayed, m)
-    within = np.minimum(warm - 1.0, m - delayed)  # W between the last backwards
-    before = m - delayed - within  # W between the first backward and the last forward
+    within = np.minimum(warm - 1.0, m - delayed)  # number of W between the last backwards
+    before = m - delayed - within  # number of W between the first backward and the last forward
     front, first = _end_of_passes(forward, backward, latency, (warm - 1.0) * _running(np.maximum, forward))
     closing = (warm - 1.0 - within) * _running(np.maximum, backward)
     closing = closing + within * _running(np.maximum, backward + weight)
@@ -134,7 +135,7 @@ def deferred_weights(
 
 
 def _running(function: np.ufunc, stages: FloatArray) -> FloatArray:
-    """Return `function.accumulate(stages)`, but faster: numpy is slow along the first axis."""
+    """Return `function.accumulate(stages)`, row by row: numpy is slow along the first axis."""
     result = np.empty_like(stages)
     result[0] = stages[0]
     for before, stage, here in zip(result, stages[1:], result[1:], strict=False):
@@ -143,16 +144,16 @@ def _running(function: np.ufunc, stages: FloatArray) -> FloatArray:
 
 
 def _stages_after(stages: FloatArray) -> FloatArray:
-    """Return the number of stages after each, as a column."""
+    """Return the number of later stages for each stage, as a column."""
     column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
     return column
 
 
 def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True) -> tuple[FloatArray, FloatArray]:
-    """Return forward and backward with the blocking time of their sends, v per micro-batch.
+    """Return the seconds of forward and backward on each stage, including the time that sends block the stage.
 
-    The last virtual stage sends nothing forward, the first nothing backward. `with_w` adds W to the
-    backward.
+    A micro-batch has v sends in each direction, one fewer forward on the last stage and one fewer backward on the first
+    one. `with_w` adds W to the backward.
     """
     forward, backward = times.forward, times.backward_input
     if with_w:
@@ -167,10 +168,10 @@ def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True
 def _end_of_passes(
     pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the time at which each stage ends its first passes, with and without the return from the last stage.
+    """Return when each stage ends its first passes, with and without the return from the last stage.
 
-    `extra` is the time of the passes after the first one on the slowest stage so far. With forward and backward
-    exchanged, it is the time from a stage's last passes to the end of the step.
+    `extra` is the time of the passes after the first one on the slowest stage so far. If forward and backward are
+    exchanged, the result is the time from a stage's last passes to the end of the step.
     """
     without_return = _running(np.add, pass_) + np.arange(len(pass_))[:, None] * latency + extra
     end = without_return.copy()
@@ -180,9 +181,10 @@ def _end_of_passes(
 
 
 def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
-    """Return the time of `count` passes on the slowest stage so far or, after one round, on the slowest of all stages.
+    """Return the seconds of `count` passes on the slowest stage so far or, after one round, on the slowest of all
+    stages.
 
-    With latency, paths of as many rounds over all stages as possible count, too.
+    With latency, paths with as many rounds over all stages as possible are considered, too.
     """
     p, slowest = len(pass_), _running(np.maximum, pass_)
     round_ = pass_.sum(axis=0) + p * latency
@@ -196,7 +198,7 @@ def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> F
 def _longest_path(
     front: FloatArray, first: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, middle: FloatArray
 ) -> FloatArray:
-    """Return the longest path over all stages; `middle` is ignored on stages with less than one step."""
+    """Return the longest path over all stages; `middle` is ignored on stages with less than one of `steps`."""
     path = front + middle
     path += back
     short = steps < 1.0

@@ -1,4 +1,4 @@
-"""Inputs of the formulas: layouts of candidates, options that all candidates share, and node groups of stages."""
+"""Inputs of the memory and time formulas: parallel layouts, options that all candidates share, and splits of layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R", bound="ArrayRecord")
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """A record of arrays or other records. Addition, multiplication and indexing apply to each field."""
+    """A record whose fields are arrays or other records; addition, multiplication and indexing apply to each field."""
 
     def __add__(self: R, other: R) -> R:
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
@@ -31,17 +31,17 @@ class ArrayRecord:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
-        """Return some rows with `numpy.ndarray.take`, which is several times faster than an index."""
+        """Return the elements `rows` of each field. `numpy.ndarray.take` is several times faster than an index."""
         return self[rows]
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
-        """Return this record with `other` in some rows."""
+        """Return a copy of this record whose elements `rows` are replaced by `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
         return type(self)(**{name: np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for name, a, b in pairs})
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
-    """Return some rows of an array or a record, or of each record of a tuple."""
+    """Return the elements `rows` of an array, of a record, or of each record in a tuple."""
     if isinstance(values, tuple):
         return tuple(each[rows] for each in values)
     return values[rows] if isinstance(rows, slice) else values.take(rows, 0)
@@ -49,7 +49,11 @@ def _rows(values: Any, rows: slice | IntArray) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The contents of one (virtual) stage. `embedding` and `loss` are 1 if it has the embedding or the output head."""
+    """The contents of one (virtual) stage: its numbers of layers and of multi-token prediction (MTP) depths, and its
+    ends.
+
+    `embedding` and `loss` are 1 if the stage has the embedding or the output head, else 0.
+    """
 
     embedding: int = 0
     layers: int = 0
@@ -59,11 +63,11 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """Splits of layers over stages, numbered from 1; candidates with number 0 are split by the rules of `Layout`.
+    """Explicit splits of layers over stages, numbered from 1. Number 0 means a split by the rules of `Layout`.
 
-    `holdings` are the contents of each stage of a split: (splits, stages, fields of `pipeline.Part`). `turns` are the
-    indices of the first stage, the second stage and each stage that differs from the previous one, padded with the last
-    stage: (splits, turns). `counts` is the number of distinct turns, `lengths` the number of stages.
+    `holdings` are the contents of each stage: (splits, stages, fields of `stages.Part`). `turns` are the indices of the
+    first stage, the second stage and each stage that differs from the previous one, padded with the last stage:
+    (splits, turns). `counts` is the number of distinct turns of each split, `lengths` its number of stages.
     """
 
     holdings: FloatArray
@@ -73,7 +77,9 @@ class Splits:
 
     @classmethod
     def from_holdings(cls, holdings: FloatArray, lengths: FloatArray, before: Splits | None = None) -> Splits:
-        """Return splits of `lengths` stages with these holdings, numbered after those of `before`."""
+        """Return splits with these holdings and numbers of stages (`lengths`), numbered after the splits in
+        `before`.
+        """
         all_holdings, all_lengths = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
         if before is not None:
             all_holdings, all_lengths = before.holdings, before.lengths
@@ -90,16 +96,17 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of a job as inputs of the formulas; each engine derives them from its own settings.
+    """A job's settings as inputs of the formulas. Each engine derives them from its own settings.
 
-    `schedule` is a name of `flagcore.physics.pipelines`; None is 1F1B, interleaved with virtual stages.
-    `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may have multi-token
+    `schedule` is a name in `flagcore.physics.pipelines`; None means 1F1B, or interleaved 1F1B with virtual stages.
+    `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
     prediction on the stage before the last.
+
     `recompute_stage_layers` is empty if all stages recompute the same number of layers, `offload_stages` if all stages
-    offload. Fields in bytes are per element. With `adapters` the model's weights have no gradients and no optimizer.
-    `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". The flex dispatcher sends a
-    token to a rank once, for all of its experts there. With `assumed_fp8_gather` only candidates with the distributed
-    optimizer have fp8 weights.
+    offload. Fields in bytes are per element. With `adapters`, the model's weights have no gradients and no optimizer
+    state. `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration". With the flex
+    `dispatcher`, a token is sent to a rank once, for all of its experts there. With `assumed_fp8_gather`, only
+    candidates with the distributed optimizer have fp8 weights.
     """
 
     schedule: str | None = None
@@ -141,12 +148,13 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Inputs that all candidates of a task share.
+    """Inputs of the formulas that all candidates of a task share.
 
     With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
-    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotation and the
+    kernel. With `transformer_engine`, Transformer Engine's layers replace megatron-core's own: rotary embedding and the
     accumulation of weight gradients are fused, and the down-projections of latent attention are replicated on each
-    tensor-parallel rank. With `gathered_keys` context parallelism gathers keys and values, a copy for each query head.
+    tensor-parallel rank. With `gathered_keys`, context parallelism gathers keys and values, with a copy for each query
+    head.
     """
 
     model: Model
@@ -166,9 +174,9 @@ class Training:
 
     @property
     def weight_share(self) -> float:
-        """Share of a micro-batch's activations that is kept for the gradients of weights, as in ZB-2p.
+        """Share of a micro-batch's activations that is held until the gradients of weights are computed, as in ZB-2p.
 
-        It is 32 h / (34 h + 5 a s), without the last term for flash attention (arXiv 2401.10241, its scheduler).
+        It is 32 h / (34 h + 5 a s); flash attention drops the term 5 a s (arXiv 2401.10241, its scheduler).
         """
         scores = 0.0 if self.flash else 5.0 * self.model.num_attention_heads * self.sequence / self.model.hidden_size
         return 32.0 / (34.0 + scores)
@@ -176,16 +184,18 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(ArrayRecord):
-    """The parallel sizes and splits of candidates: counts as float arrays, one element per candidate.
+    """The parallel sizes and layer splits of candidates, as float arrays with one element per candidate.
 
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
-    each (virtual) stage, `selective` is 1 with selective recompute; 0 is off. `first_layers` and `last_layers` are 0
-    for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
+    each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `first_layers` and
+    `last_layers` are 0 for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
 
-    `further` are the meshes after the first, on the further node groups of the costs. They have the `pipeline`,
-    `virtual`, `microbatches` and `split` of the first one. It is empty if all node groups have the same sizes.
+    `further` are the meshes after the first one, for the further node groups of the costs. They have the same
+    `pipeline`, `virtual`, `microbatches` and `split` as the first one. It is empty if all node groups have the same
+    sizes.
 
-    If each node group has whole replicas, `data` counts those of all groups, and `here` has those of this one.
+    If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` is the number of
+    replicas in this group.
     """
 
     data: FloatArray
@@ -209,20 +219,22 @@ class Layout(ArrayRecord):
     here: tuple[FloatArray, ...] = ()
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
-        """Return the first row of each distinct combination of the named fields, and each candidate's combination."""
+        """Return the row of the first candidate with each distinct combination of the named fields, and each
+        candidate's index.
+        """
         return distinct([getattr(self, name) for name in names])
 
     def tokens(self, sequence: int) -> FloatArray:
-        """Return the tokens of one micro-batch in a tensor-parallel group."""
+        """Return the number of tokens of one micro-batch that a tensor-parallel group processes."""
         return self.micro_batch * sequence / self.context
 
     def token_rows(self, sequence: int) -> FloatArray:
-        """Return the tokens of one micro-batch on one rank outside of the tensor-parallel layers."""
+        """Return the number of tokens of one micro-batch that one rank processes outside the tensor-parallel layers."""
         sequence_shards: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
         return self.tokens(sequence) / sequence_shards
 
     def expert_tokens(self, model: Model, sequence: int) -> FloatArray:
-        """Return the token copies that the experts of one rank process with balanced routing."""
+        """Return the number of token copies that the experts of one rank process if routing is balanced."""
         return model.moe_router_topk * self.token_rows(sequence) * self.expert_tensor
 
     def shards(self) -> FloatArray:
@@ -231,7 +243,9 @@ class Layout(ArrayRecord):
 
     @property
     def pairing(self) -> FloatArray:
-        """Overlap of layers of two micro-batches: 0 (none), 1 (without a pipeline) or 2 (interleaved pipeline)."""
+        """Return how layers of two micro-batches overlap: 0 not at all, 1 without a pipeline, 2 in an interleaved
+        pipeline.
+        """
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
 
@@ -251,7 +265,9 @@ class Layout(ArrayRecord):
         return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
 
     def communicators(self) -> FloatArray:
-        """Return the number of communicators of a rank: of all ranks, and of each parallel group with several ranks."""
+        """Return the number of communicators of a rank: one of all ranks, and one of each parallel group with several
+        ranks.
+        """
         shards = self.data * self.context
         experts = np.where(self.expert > 1.0, self.expert_replicas(), 1.0)
         groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
@@ -266,14 +282,14 @@ class Layout(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Mesh(ArrayRecord):
-    """The stages of candidates on one node group, with sizes of their own: from stage `start` on."""
+    """The layout of the stages on one node group, which has sizes of its own; `start` is the first of these stages."""
 
     start: FloatArray
     layout: Layout
 
 
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Return the first row of each distinct combination of integer columns, and the combination of each row."""
+    """Return the row of each first distinct combination of integer columns, and the index of each row's combination."""
     key = np.zeros(columns[0].shape, dtype=np.int64)
     for column in columns:
         values = column.astype(np.int64)
@@ -294,7 +310,7 @@ def pick(indices: IntArray, values: Sequence[T]) -> T:
 
 
 def _picked(places: IntArray, values: Sequence[T]) -> T:
-    """Return the elements at `places` of the concatenated values."""
+    """Return the elements of the concatenated values at the indices `places`."""
     first: Any = values[0]
     result: Any
     if isinstance(first, ArrayRecord):
@@ -309,11 +325,11 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The first stage of each node group after the first, and the layout on each group, one array or record of
-    candidates per group.
+    """The node group of each stage: `starts` are the first stages of all groups but the first, `layouts` each group's
+    layout.
 
-    With equal sizes, stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees that no stage spans two
-    groups.
+    Each has one array or record of candidates per group. With equal sizes, stage i of p has the ranks i W/p to (i+1)
+    W/p of W. The caller guarantees that no stage spans two groups.
     """
 
     starts: tuple[FloatArray, ...]
@@ -336,7 +352,9 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Return the value of the node group of stage `index` of each candidate; `values` has one entry per group."""
+        """Return, for each candidate, the value of the node group of its stage `index`; `values` has one entry per
+        group.
+        """
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

@@ -1,13 +1,13 @@
-"""The time of a step of a pipeline schedule, and the micro-batches in flight on a stage.
+"""The time of a step under a pipeline schedule, and the number of micro-batches in flight on a stage.
 
-Each docstring gives the deviation of its formula from the simulated order. For the profiled times of 12 published
-settings (arXiv 2401.10241) the formulas predict the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p within
-4%.
+Each docstring gives the deviation of its formula from a simulation of the schedule. For the profiled times of 12
+published settings (arXiv 2401.10241), the formulas predict the 48 published step times of 1F1B, interleaved 1F1B, ZB-1p
+and ZB-2p within 4%.
 
-Schedules with two parts of the model per device (the V family and DualPipe) are bound by the slowest device or, with
-little memory, by a round through all devices. Filling and draining are linear in the times, with coefficients from the
-published orders for p of 3 to 12. The symbols are those of `critical_path`. Their deviations are the maxima against
-simulated orders for m from 2p to 4p, for even stages / uneven ends / stages that all differ.
+Schedules with two parts of the model per device (the V family and DualPipe) are limited by the slowest device or, with
+little memory, by a round through all devices. The times of filling and draining are linear in the times of F, B and W,
+with coefficients from the published orders for p of 3 to 12. The symbols are those in `critical_path`. The deviations
+of these schedules are the maxima for m from 2p to 4p, for even stages / uneven ends / stages that all differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flagcore.physics.pipelines import SCHEDULES
 def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
     """Return the seconds from the first forward of a step to the last backward of all stages, per candidate.
 
-    `microbatches` and `virtual` are float counts of shape (candidates,); only `interleaved` uses `virtual`. All
-    candidates have pipelines of the same length. With `Schedule.post_validation` the time is the longest span of one
+    `microbatches` and `virtual` are counts as floats, with shape (candidates,); only `interleaved` uses `virtual`. All
+    candidates have pipelines of the same length. With `Schedule.post_validation`, the result is the longest span of one
     stage.
     """
     m, p = microbatches, len(times.forward)
@@ -50,11 +50,11 @@ def in_flight(
 ) -> FloatArray:
     """Return the maximum number of micro-batches whose activations stage `index` holds before their backward.
 
-    The unit is one micro-batch's activations on all virtual stages of the device; the maximum is m. 1F1B: p - r
+    The unit is the activations of one micro-batch on all virtual stages of the device; the maximum is m. 1F1B: p - r
     (arXiv 2104.04473); interleaved: 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1 and ZB-1p: p - r,
     ZB-H2 and ZB-2p: 2 (p - r) - 1 (arXiv 2401.10241); ZB-V: p, V-Half: p / 2 + 1, V-Min: (p + 4) / 3, rounded down
-    (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). `deferred` returns those held only
-    for W.
+    (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). `deferred` returns the number of
+    micro-batches that are held only for W.
     """
     later, count = pipeline - 1.0 - index, microbatches * np.ones_like(pipeline - index)
     if schedule == "interleaved":
@@ -75,8 +75,8 @@ _HELD: dict[str, Callable[[FloatArray, FloatArray], FloatArray]] = {
     "dualpipe": lambda later, pipeline: pipeline + 1.0,
     "dualpipev": lambda later, pipeline: pipeline + 0.5,
 }
-"""Micro-batches that a stage holds, by the number of later stages and of all; in other schedules one for each later
-stage, and its own."""
+"""Number of micro-batches that a stage holds, from the number of later stages and of all stages. In other schedules, a
+stage holds one for each later stage and one of its own."""
 
 
 def deferred(
@@ -86,11 +86,12 @@ def deferred(
     microbatches: FloatArray,
     weight_share: FloatArray | float = 0.4,
 ) -> FloatArray:
-    """Return the number of micro-batches whose inputs of W alone are held by stage `index` at the peak of `in_flight`.
+    """Return the number of micro-batches of which stage `index` holds only the inputs of W, at the peak of `in_flight`.
 
     W needs the inputs of the linear layers and the gradients of their outputs, not the tensors of attention. Stage r
-    holds r in ZB-H1 and ZB-1p, 2r in ZB-H2. In ZB-2p it holds as many as fit in 2p micro-batches, where each counts
-    `weight_share` (`StageTimes.weight_share`) of one. The V family and DualPipe hold 0 at their peak.
+    holds r such micro-batches in ZB-H1 and ZB-1p, and 2r in ZB-H2. In ZB-2p it holds as many as fit in the memory of 2p
+    micro-batches, where each counts as `weight_share` (`StageTimes.weight_share`) of one. The V family and DualPipe
+    hold 0 at their peak.
     """
     held_count = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
     waiting = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 2.0}.get(schedule, 0.0) * index
@@ -102,9 +103,9 @@ def deferred(
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p.
 
-    ZB-H1 and ZB-1p hold p micro-batches, ZB-H2 2p - 1, which is optimal for F = B = W. ZB-2p is planned for the middle
-    stage: forwards until the first backward arrives, W until the other stages are done, both limited by 2p; the plan
-    of ZB-1p replaces it if it is faster.
+    ZB-H1 and ZB-1p hold p micro-batches, ZB-H2 holds 2p - 1, which is optimal for F = B = W. ZB-2p is planned for the
+    middle stage: it runs forwards until the first backward arrives, and W until the other stages are done, each at most
+    2p. The plan of ZB-1p replaces it if it is faster.
     """
     p, barrier = len(times.forward), not SCHEDULES[schedule].post_validation
     r = np.arange(p, dtype=np.float64)[:, None]
@@ -121,7 +122,7 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def pipeline_seconds(passes: Passes) -> float:
-    """Return the seconds of a step of one candidate."""
+    """Return the seconds of a step of the pipeline that `passes` describes, for one candidate."""
     forward, backward, weight, paired = (
         np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
     )
@@ -143,21 +144,23 @@ V_HALF = (
     ((1.55, -1.2), (0.45, -0.8), (-0.5, 0.0), 6.0),
     ((1.05, -0.3), (0.45, -1.7), (0.0, 0.0), 5.0),
 )
-"""Linear forms of filling and draining: (slope, constant) in p for F, B and W, and the messages per (p - 1).
+"""Linear forms of filling and draining. Each has a (slope, constant) in p for F, B and W, and messages per (p - 1).
+
 Derived from the published orders for p of 3 to 12 (V-Half: arXiv 2405.15362)."""
 
 V_MIN = (
     ((1.2, -1.2), (1.0, -1.2), (-0.2, 0.0), 6.0),
     ((1.0, -1.2), (1.2, -1.2), (-0.2, 0.0), 6.0),
 )
-"""The same for V-Min, also derived from the published orders for p of 3 to 12."""
+"""Linear forms of V-Min in the format of `V_HALF`, also derived from the published orders for p of 3 to 12."""
 
 
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the longest span of a device in ZB-V (arXiv 2401.10241, section 6), with memory for p micro-batches.
 
-    A device cannot end before its last B has reached the first device. Up to 2p deferred parts of W fill that time.
-    Forward and backward of different length leave gaps in filling and draining. Deviation: 2.5 / 4 / 5%; 10% at m = p.
+    A device cannot end before its last B has reached the first device. Up to 2p deferred parts of W fill that time. If
+    forward and backward differ in length, there are gaps in filling and draining. Deviation: 2.5 / 4 / 5%; 10% at m =
+    p.
     """
     forward, backward, weight, latency = _with_sends(times)
     r = np.arange(len(forward))[:, None]
@@ -173,9 +176,9 @@ def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Half (arXiv 2405.15362). Half of the memory delays steps unless W + 2B >= 2F >= 2B - W.
+    """Return the time of V-Half (arXiv 2405.15362), which needs half of the memory.
 
-    Deviation: 3 / 4 / 3.5%; 11% for two devices.
+    The limited memory delays steps unless W + 2B >= 2F >= 2B - W. Deviation: 3 / 4 / 3.5%; 11% for two devices.
     """
     forward, backward, weight, latency = _with_sends(times)
     p, work = len(forward), forward + backward + weight
@@ -191,9 +194,10 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Min (arXiv 2405.15362). With a third of the memory, full utilization needs F = B = W.
+    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory: it is fully busy only if F = B =
+    W.
 
-    p / 3 micro-batches take at least the time of the forward or backward passes of all devices; two devices have memory
+    p / 3 micro-batches take at least the time of the forward or backward passes of all devices. Two devices have memory
     for slightly more. Deviation: 4.5 / 8 / 11.5%.
     """
     forward, backward, weight, latency = _with_sends(times)
@@ -216,8 +220,8 @@ def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
 def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of DualPipe (arXiv 2412.19437; bubble as in its repository), for even p and m >= 2p.
 
-    Half of the micro-batches enter at each end. All but p + 1 pairs of a forward and a backward overlap. Deviation:
-    2.5 / 4.5 / 4%.
+    Half of the micro-batches start at each end of the pipeline. All but p + 1 pairs of a forward and a backward
+    overlap. Deviation: 2.5 / 4.5 / 4%.
     """
     paired, serial, weight, backward, latency = _pairs(times, mirrored=True)
     p = len(times.forward)
@@ -245,10 +249,10 @@ def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def _with_gaps(work: FloatArray, each: FloatArray, gaps: FloatArray, covered: FloatArray) -> FloatArray:
-    """Return the longest time of a device: its work and its gaps.
+    """Return the longest time of a device, which is the sum of its work and its gaps.
 
-    A device that is slower than the mean (`each` is its time of one micro-batch) works during part of its gaps: the
-    difference for `covered` micro-batches.
+    `each` is the device's time of one micro-batch. A device that is slower than the mean works during part of its gaps:
+    the difference for `covered` micro-batches.
     """
     remaining = np.clip(gaps - covered * (each - each.mean(axis=0)), 0.0, gaps)
     longest: FloatArray = (work + remaining).max(axis=0)
@@ -256,7 +260,10 @@ def _with_gaps(work: FloatArray, each: FloatArray, gaps: FloatArray, covered: Fl
 
 
 def _with_sends(times: StageTimes) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return F, B, W and the latency. Devices send each micro-batch twice, the first and last device once."""
+    """Return F, B, W including sends, and the latency of messages.
+
+    Devices send each micro-batch twice; the first and last device send it once.
+    """
     forward, backward = times.forward, times.backward_input
     if np.any(times.sending > 0):
         sends = np.full((len(forward), 1), 2.0)
@@ -278,7 +285,7 @@ def _fill_and_drain(
     weight: FloatArray,
     latency: FloatArray,
 ) -> FloatArray:
-    """Return the maximum of linear forms of the mean times."""
+    """Return the seconds of filling and draining: the maximum of the linear forms of the stages' mean times."""
     p = float(len(forward))
     means = [x.mean(axis=0) for x in (forward, backward, weight)]
     longest = np.zeros_like(latency)
@@ -291,7 +298,8 @@ def _fill_and_drain(
 
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return the times of an overlapped forward and backward, their sum, W, B + W, and the latency, for each device.
+    """Return times of each device: an overlapped forward and backward, their sum, W, B + W, and the latency of a
+    message.
 
     With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
     """

@@ -1,7 +1,6 @@
-"""The layers of each stage of a pipeline, the micro-batches whose activations it stores at the peak, its parameters on
-one rank by component, and the flops of a step.
+"""The stages of a pipeline: their layers, micro-batches in flight at the memory peak, parameters per rank, and flops.
 
-A test compares the counts of parameters with modules that megatron-core 0.16 builds.
+Parameters are by component. A test compares their numbers with modules that megatron-core 0.16 builds.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ from flagcore.engines.transformer import attended, latent_widths, projection_wei
 from flagcore.physics.pipelines import SCHEDULES
 
 LAYERS, DENSE, MTP = 3, 4, 5
-"""Indices of fields of `Part` in the holdings of a split."""
+"""Indices of the fields `layers`, `dense` and `mtp` of `Part` in the holdings of a split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part(ArrayRecord):
-    """The contents of one stage of each candidate. `first` is 1.0 if the stage has the embedding, `last` if it has the
-    output head and the loss, `final_norm` if it has the final norm. `dense` is the number of its `layers` without
-    experts, `mtp` the number of depths of multi-token prediction.
+    """The contents of one stage of each candidate.
+
+    `first` is 1.0 if the stage has the embedding, `last` if it has the output head and the loss, `final_norm` if it has
+    the final norm. `dense` is the number of its `layers` without experts, `mtp` its number of multi-token prediction
+    (MTP) depths.
     """
 
     first: FloatArray
@@ -48,9 +49,11 @@ class Part(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Part):
-    """One stage of each candidate. `chunk` is the number of layers of one virtual stage. `in_flight` is the number of
-    micro-batches whose activations are stored at the peak, `deferred` the number of micro-batches that wait only for
-    weight gradients, and `copies` the number of copies of the weights on a device.
+    """One stage of each candidate.
+
+    `chunk` is the number of layers of one virtual stage. `in_flight` is the number of micro-batches whose activations
+    are stored at the peak, `deferred` the number of micro-batches that wait only for weight gradients, and `copies` the
+    number of copies of the weights on a device.
     """
 
     index: FloatArray
@@ -65,12 +68,12 @@ class Stage(Part):
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
-    """Return the stages of each candidate that can have the largest peak, in order; short pipelines repeat the last
+    """Return the stages of each candidate that can have the largest peak, in order. Short pipelines repeat the last
     one.
 
-    These are the first, the second, the last, each stage with other contents than the previous one, and `starts`, the
-    first stages on other devices. Every other stage equals the previous one and stores fewer micro-batches. If options
-    differ by stage, all stages are returned.
+    These are the first, the second and the last stage, each stage whose contents differ from the previous one, and
+    `starts`, the first stages on other devices. Every other stage equals the previous one and stores fewer
+    micro-batches. If options differ by stage, all stages are returned.
     """
     end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
     wanted = _turns(model, layout, options)
@@ -83,7 +86,7 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
 
 
 def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
-    """Return the indices of the first and the second stage, and of each stage with other contents than the previous
+    """Return the indices of the first and the second stage, and of each stage whose contents differ from the previous
     one.
     """
     end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
@@ -104,9 +107,9 @@ def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
     """Return stage `index` of each candidate.
 
-    Candidates with a number in `Layout.split` have the layers of that split. For the others, layers are split evenly,
-    except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if options
-    require it. If no even split exists, all stages but the last have the number rounded up, as in usual layouts.
+    Candidates whose `Layout.split` is not 0 have the layers of that split. For the others, layers are split evenly,
+    except for explicit numbers of the first and last stage. Embedding and loss count as one layer each if the options
+    say so. If there is no even split, all stages but the last one have the number rounded up, as in usual layouts.
     """
     number = layout.split.astype(np.int64)
     if options.splits is None or not number.any():
@@ -128,8 +131,9 @@ def stage_of(
     norm: FloatArray | None = None,
     mtp: FloatArray | None = None,
 ) -> Stage:
-    """Return stage `index` of each candidate with these layers, `leading` dense ones first. The final norm and
-    multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
+    """Return stage `index` of each candidate with `layers` layers, of which the first `leading` ones are dense.
+
+    The final norm and multi-token prediction are on the stages `norm` and `mtp`, by default on the last one.
     """
     last = layout.pipeline - 1.0
     part = Part(
@@ -144,7 +148,7 @@ def stage_of(
 
 
 def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
-    """Return stage `index` of each candidate, which has the contents `part`."""
+    """Return stage `index` of each candidate with the contents `part`."""
     deferred, copies, flight = np.zeros_like(index), 1, in_flight(layout, index, options)
     uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
     if uneven.size:
@@ -163,7 +167,7 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return the candidates with the split of one layout, which applies to those with as many (virtual) stages."""
+    """Return the inputs with one explicit layout, `stages`, for all candidates that have as many (virtual) stages."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
@@ -185,7 +189,7 @@ def placed(model: Model, layout: Layout, options: Options, stages: Sequence[Stag
 
 
 def depths_received(model: Model, stage: Stage) -> FloatArray:
-    """Return how many depths of multi-token prediction the stage with the loss receives from another one."""
+    """Return the number of multi-token prediction depths that the stage with the loss receives from another stage."""
     return stage.last * (model.mtp_num_layers - stage.mtp)
 
 
@@ -200,25 +204,26 @@ def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatAr
 def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
     """Return the maximum number of micro-batches whose activations stage `index` stores, in units of a whole stage.
 
-    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1 chunks of
-    1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). If the exchange of
-    experts overlaps, this is also the number of forward passes before the first backward, one more than otherwise. Each
-    further forward pass runs layer by layer during a backward pass, which frees the same amount.
+    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1 chunks,
+    each 1/v of a stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). If the
+    communication of experts overlaps compute, this is also the number of forward passes before the first backward, one
+    more than otherwise. Each further forward pass runs layer by layer during a backward pass, which frees as much
+    memory as it stores.
     """
     schedule = options.schedule or "interleaved"
     return schedules.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:
-    """Return the maximum number of layers on the virtual stages of the last device, except the last one: that of an
-    even split.
+    """Return the maximum number of layers on the last device's virtual stages except the very last one: as in an even
+    split.
     """
     even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
     return even * (layout.virtual - 1.0)
 
 
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
-    """Return the micro-batches in flight, in units of a whole stage, if virtual stages have different numbers of
+    """Return the micro-batches in flight, in units of a whole stage, if virtual stages differ in their numbers of
     layers.
 
     A device runs `pipeline` micro-batches through its first virtual stage, then through the next one. The first virtual
@@ -230,7 +235,7 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     each = np.floor(layers / virtual)
     spread = remaining * each + np.minimum(remaining, (layers - each * virtual) * size)
     before = virtual - 1.0
-    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the loss, behind early multi-token prediction
+    alone = (part.mtp == 0) & (model.mtp_num_layers > 0)  # the stage has the loss but not the early MTP
     left = np.where(alone, 0.0, np.clip(layers - layers_before_last(model, layout), 0.0, layers))
     current = np.minimum(remaining, before * size)
     filled = current * (layers - left) / before + (remaining - current) * left
@@ -257,13 +262,13 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     norm = last
     if (
         model.mtp_num_layers and options.account_for_loss
-    ):  # it follows the last layer, which need not be where the loss is
+    ):  # the final norm follows the last layer, which may be before the stage of the loss
         norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
     return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
 
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
-    """Return the layers of one virtual stage in the middle of the pipeline."""
+    """Return the number of layers of one virtual stage in the middle of the pipeline."""
     fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
     others = layout.pipeline - fixed_first - fixed_last
     counted = model.num_layers + options.account_for_embedding + options.account_for_loss
@@ -272,7 +277,7 @@ def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
 
 
 def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
-    """Return the number of the model's leading dense layers on stage `index`; virtual stages alternate over the
+    """Return how many of the model's leading dense layers are on stage `index`. Virtual stages alternate over the
     devices.
     """
     first_chunk = np.maximum(
@@ -287,17 +292,17 @@ def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatA
 
 
 Parts = dict[str, FloatArray]
-"""One array per component, one element per candidate."""
+"""Values by component: one array each, with one element per candidate."""
 
 VOCAB_MULTIPLE = 128
 """The default of Megatron-LM's `make_vocab_size_divisible_by`."""
 
 EXPERT_PARTS = ("experts",)
-"""Components whose weights are replicated over the expert-data-parallel group."""
+"""Components whose weights are replicated only over the expert-data-parallel group."""
 
 
 def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
-    """Return the vocabulary padded to a multiple of 128 times the tensor-parallel size, as Megatron-LM does."""
+    """Return the vocabulary size, padded to a multiple of 128 times the tensor-parallel size as Megatron-LM does."""
     multiple = VOCAB_MULTIPLE * tensor
     return np.ceil(model.vocab_size / multiple) * multiple
 
@@ -338,11 +343,12 @@ def edge_parameters(
     norm: FloatArray | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Parts:
-    """Return the weights of embedding, final norm and output head of a stage.
+    """Return the numbers of weights of embedding, final norm and output head on a stage, by component.
 
-    `first` and `last` are 1 for the first and last stage, `norm` and `mtp` for a stage with the final norm (None: the
-    last stage) and with multi-token prediction. With several stages a tied head and multi-token prediction have their
-    own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`, `transformer_block.py`.
+    `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
+    stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
+    prediction have their own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`,
+    `transformer_block.py`.
     """
     model = train.model
     table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
@@ -354,7 +360,9 @@ def edge_parameters(
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the weights of all depths of multi-token prediction, experts separately. Source: megatron-core 0.16."""
+    """Return the numbers of weights of all multi-token prediction depths. Experts are separate. Source: megatron-core
+    0.16.
+    """
     model, depths = train.model, train.model.mtp_num_layers
     layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
     extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
@@ -377,16 +385,16 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
 
 
 def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes of the tensor between two layers, which full recompute stores and pipeline stages send."""
+    """Return the bytes of the tensor between two layers: full recompute stores it, and pipeline stages send it."""
     return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
 
 
 def model_flops(train: Training) -> float:
-    """Return the flops of forward and backward of one step without recompute.
+    """Return the flops of forward and backward of one step, without recompute.
 
-    Source: `num_floating_point_operations` of Megatron-LM core_v0.16 (6 flops per weight and token, causal half of the
-    attention scores, no router). With adapters the frozen weights have no gradients (4 flops), and the adapters are
-    not counted.
+    Source: `num_floating_point_operations` of Megatron-LM core_v0.16. It has 6 flops per weight and token, the causal
+    half of the attention scores, and no router. With adapters, the frozen weights have no gradients (4 flops), and the
+    adapters themselves are not counted.
     """
     model = train.model
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2

@@ -1,1 +1,1 @@
-"""Memory of a rank in training: stored activations, model states, buffers, and the peak of a step."""
+"""Memory of a rank in training: stored activations, model states, buffers, and the peak during a step."""

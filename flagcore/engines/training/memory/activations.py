@@ -1,9 +1,9 @@
-"""Bytes that the modules of layers, embedding and head store of a micro-batch and need at their peaks.
+"""Bytes that the modules of a model (layers, embedding, head) store for a micro-batch, and need at their peaks.
 
 Sources: the operators of megatron-core 0.16's layers, `gpt_model.py`, `tensor_parallel/cross_entropy.py` and
 `multi_token_prediction.py`; the tensors that transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`,
 `dot_product_attention`); for dropout and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest
-rank has `Options.expert_imbalance` times its even share of the tokens.
+expert rank processes `Options.expert_imbalance` times the mean number of tokens.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from flagcore.engines.training.stages import padded_vocab
 from flagcore.engines.transformer import attended, latent_widths, widths
 
 DROPOUT_FACTOR = 2.5
-"""16-bit values per attention score that softmax and dropout store: the probabilities before and after dropout, and a
-mask of one byte (arXiv 2205.05198, equation 1)."""
+"""Bytes per attention score that softmax and dropout store, as a multiple of a 16-bit value.
+
+They are the probabilities before and after dropout, and a mask of one byte (arXiv 2205.05198, equation 1)."""
 
 
 def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
@@ -47,12 +48,12 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def norm(name: str, sizes: Sizes) -> Module:
-    """Return a norm before a block. It stores its input and one fp32 number per token."""
+    """Return the norm before a block. It stores its input and one fp32 number per token."""
     return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden)
 
 
 def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
-    """Return the norm and the FFN of a dense layer."""
+    """Return the modules of a dense layer's FFN, with the norm before it."""
     first, last, work = dense_products(train, sizes, train.model.ffn_hidden_size / layout.tensor)
     input_bytes = sizes.linear * train.model.hidden_size * sizes.rows
     tensors = {"mlp_input": input_bytes, "mlp_first": first, "mlp_act": last, "mlp_mask": _dropout_mask(train, sizes)}
@@ -60,8 +61,10 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the bytes that an FFN of `width` stores before and after its activation function, and the bytes that its
-    backward needs in addition to the gradient of its output.
+    """Return the bytes that an FFN of inner width `width` stores before and after its activation function, and its
+    work.
+
+    The work is the bytes that its backward needs in addition to the gradient of its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
     input_copies = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
@@ -72,12 +75,12 @@ def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[Fl
 def products(
     train: Training, sizes: Sizes, tokens: FloatArray, width: FloatArray, *, is_weighted: bool = False
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray, FloatArray]]:
-    """Return the bytes that an FFN stores before and after its activation function, and the bytes of three moments of
-    its backward: second product, activation function, first product.
+    """Return the bytes that an FFN stores before and after its activation function, and the peaks of its backward.
 
-    Each moment is relative to the bytes stored before the backward, without the gradients of the FFN's input and
-    output. With `is_weighted` each token's row is multiplied by a number, as in experts. An unfused activation function
-    stores silu of the gate, the other half, and their products.
+    The three peaks are during the backward of the second product, of the activation function, and of the first product,
+    in bytes above those stored before the backward, without the gradients of the FFN's input and output. With
+    `is_weighted`, each token's row is multiplied by a number, as in experts. An unfused gated activation function
+    stores the silu of the gate, the other half, and their product.
     """
     h, factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
     size, gate = sizes.unit * tokens * width, np.zeros(())
@@ -104,9 +107,9 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
 def _standard_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     """Return the bytes of stored queries, keys and values of multi-head or grouped-query attention.
 
-    megatron-core's own layers rotate queries and keys into new tensors, store cosine and sine of each position for
-    both, and keep the joint projection because values are a view of it. Transformer-engine copies the values and frees
-    the projection. Norms of queries and keys store their inputs.
+    megatron-core's own layers store rotated copies of queries and keys, the cosine and sine of each position for both,
+    and the joint projection, because the values are a view of it. Transformer-engine copies the values and frees the
+    projection. Norms of queries and keys store their inputs.
     """
     model, unit, local = train.model, sizes.unit, sizes.local
     query, key, value = (unit * width * local for width in widths(model))
@@ -124,10 +127,10 @@ def _standard_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray
 
 
 def _latent_projections(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
-    """Return the bytes that the projections of latent attention store: compressed queries and keys before and after
-    their norms.
+    """Return the bytes that the down-projections of latent attention store, by tensor.
 
-    megatron-core's own layers keep the compressed queries gathered over the tensor-parallel ranks.
+    These are the compressed queries and keys before and after their norms. megatron-core's own layers keep the
+    compressed queries gathered over the tensor-parallel ranks.
     """
     model, unit, rows = train.model, sizes.unit, sizes.rows
     q_rank, kv_rank, rope = latent_widths(model)
@@ -156,10 +159,10 @@ def _stores_core_copy(train: Training, layout: Layout) -> FloatArray:
 def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     """Return the bytes that the attention core's backward needs in addition to the gradient of its output.
 
-    All cores need the gradients of queries, keys and values. A fused core adds an fp32 sum of the queries' gradients,
-    gradients of keys and values for each query head if heads share them, and, under context parallelism, two pairs of
-    buffers for other ranks' keys, values and their gradients. An unfused core adds the gradients of probabilities and
-    scores.
+    All cores need the gradients of queries, keys and values. A fused core adds an fp32 sum of the queries' gradients
+    and, if query heads share keys and values, their gradients for each query head. Under context parallelism it also
+    adds two pairs of buffers for other ranks' keys, values and their gradients. An unfused core adds the gradients of
+    probabilities and scores.
     """
     query, key, value = (width * sizes.local for width in widths(train.model))
     gradients = sizes.unit * (query + key + value)
@@ -177,8 +180,10 @@ def _dropout_mask(train: Training, sizes: Sizes) -> FloatArray:
 
 
 MAP_BYTES, CHOICE_BYTES = 4.0, 22.0
-"""Bytes that routing stores per token: for each expert a 16-bit probability and two flags, for each chosen expert the
-index and the probability before and after sorting. Counted."""
+"""Bytes that routing stores per token: for each expert, and for each chosen expert.
+
+For each expert: a 16-bit probability and two flags. For each chosen expert: the index and the probability before and
+after sorting. Both were counted in the source."""
 
 
 def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
@@ -196,7 +201,7 @@ def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
-    """Return the routed experts of one rank with the dispatch and return of their tokens."""
+    """Return the routed experts of one rank, including the dispatch of their tokens and the return of their outputs."""
     model, options = train.model, train.options
     h, load = model.hidden_size, options.expert_imbalance
     local_experts = np.maximum((model.num_moe_experts or 0) / layout.expert, 1.0)
@@ -207,7 +212,7 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
     first, last, moments = products(train, sizes, copies / groups, width, is_weighted=True)
     traffic = sizes.unit * h * model.moe_router_topk * sizes.rows * load
     inputs = sizes.unit * h * copies
-    # several experts keep the gradient of the output until all are done; a single one frees it
+    # several experts hold the gradient of their output until all are done; a single expert frees it
     last_gradient = inputs * (groups > 1.0)
     expert_backward = np.maximum(moments[1], moments[2] + inputs / groups) + last_gradient
     has_many, is_split = local_experts > 1, layout.expert_tensor > 1
@@ -220,14 +225,14 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
         forward = _dispatch_bytes(layout, traffic, inputs, has_many, is_split)
     backward = sizes.hidden + np.maximum(dispatch, np.maximum(inputs + moments[0], expert_backward))
     held_tensors = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
-    # the pipeline still holds a gradient, the shared experts their output
+    # the pipeline still holds a gradient, and the shared experts still hold their output
     forward = forward + sizes.hidden * held_tensors
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * groups, "moe_act": last * groups}
     return Module("experts", tensors, np.maximum(forward, backward))
 
 
 def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return the bytes of the tokens gathered from all ranks that share a layer's experts."""
+    """Return the bytes of the tokens that are gathered from all ranks that share a layer's experts."""
     ranks = layout.expert * layout.expert_tensor
     return np.where(ranks > 1, ranks * sizes.hidden, 0.0)
 
@@ -235,10 +240,10 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 def _dispatch_bytes(
     layout: Layout, traffic: FloatArray, inputs: FloatArray, has_many: BoolArray, is_split: BoolArray
 ) -> FloatArray:
-    """Return the bytes that dispatch and return hold when the experts' output is sent back, without the experts' input.
+    """Return the bytes held by dispatch and return when the experts' output is sent back, without the experts' input.
 
     They are the tokens sorted by expert, the tokens received from other ranks, the experts' output, and the output
-    reordered or summed over ranks. Steps that a layout does not need add nothing.
+    reordered or summed over ranks. A step that a layout does not need adds nothing.
     """
     has_other_ranks = layout.expert > 1
     permuted = traffic * (has_other_ranks | has_many | is_split)
@@ -248,7 +253,9 @@ def _dispatch_bytes(
 
 
 def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
-    """Return the embedding. It stores only token ids; the gradient of its table has the width of the weights."""
+    """Return the embedding. It stores only token ids; the gradient of its table has the same data type as the
+    weights.
+    """
     table = sizes.unit * padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     return Module("embedding", {"tokens": 8.0 * sizes.tokens}, sizes.hidden + sizes.gathered + table)
 
@@ -256,9 +263,9 @@ def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
 def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return the final norm and the output head with its loss.
 
-    The loss stores fp32 probabilities, and its peak also has the 16-bit logits. In backward the 16-bit gradient
-    replaces them while the gradients of input and weight are computed. A fused loss works in place on the logits. The
-    logits of the last depth of multi-token prediction are still allocated.
+    The loss stores fp32 probabilities. At its peak, the 16-bit logits are allocated as well. In backward the 16-bit
+    gradient replaces them while the gradients of input and weight are computed. A fused loss works in place on the
+    logits. The logits of the last depth of multi-token prediction are still allocated.
     """
     logits = _logits(train, layout, sizes)
     tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
@@ -275,8 +282,8 @@ def depths(
     """Return the modules of multi-token prediction: one layer and one loss per depth.
 
     The layer stores `layer_stored` bytes and needs `layer_peak` more at its peak. A depth also stores an embedding of
-    all tokens, the inputs of two norms and their concatenated outputs, and its output before and after a norm with a
-    copy. Uniform recompute stores only inputs, and holds an output as far as the stage's other `layers` and depths save
+    all tokens, the inputs of two norms and their concatenated outputs, its output before and after a norm, and a copy.
+    Uniform recompute stores only inputs, and holds an output only as far as the stage's other `layers` and depths save
     its bytes.
     """
     depth_count = train.model.mtp_num_layers
@@ -286,7 +293,7 @@ def depths(
     depth_bytes = layer_stored + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
     input_bytes = 3.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
-    gradients = depth_count * sizes.hidden  # of the concatenated outputs of all depths
+    gradients = depth_count * sizes.hidden  # gradients of the concatenated outputs of all depths
     saved_by_others = (depth_count - 1.0) * (depth_bytes - input_bytes) + layers * (layer_stored - sizes.hidden)
     output = np.clip(saved_by_others, 0.0, sizes.hidden)
     work = gradients + np.where(is_uniform, depth_bytes - input_bytes + layer_peak + output, layer_peak)
@@ -298,8 +305,8 @@ def depths(
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Bytes of one loss: computed logits, stored logits, and the peaks of forward and backward above the stored
-    ones.
+    """Bytes of the logits of one loss: computed, stored, and the peaks of forward and backward above the stored
+    bytes.
     """
 
     computed: FloatArray

@@ -1,7 +1,9 @@
-"""Bytes that the modules of a layer store of one micro-batch, also with selective recompute and offload.
+"""Bytes that the modules of a layer store for one micro-batch, including the effects of selective recompute and
+offload.
 
-More savings never increase the predicted memory: a saving adds at most the bytes that the other layers in flight save.
-In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed tensors.
+Saving more never increases the predicted memory: a saving adds at most as many bytes to the peak as the other layers in
+flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed
+tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from flagcore.engines.transformer import attended
 
 @dataclass(frozen=True, slots=True)
 class ExtraBytes:
-    """Bytes that a saving adds to a module's peak, at most `saved_per_layer` for each other layer in flight."""
+    """Bytes that recompute or offload adds to a module's peak, limited to `saved_per_layer` for each other layer in
+    flight.
+    """
 
     bytes: FloatArray
     saved_per_layer: FloatArray
@@ -30,10 +34,11 @@ class ExtraBytes:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Bytes of one micro-batch in one module.
+    """Bytes that one module needs for one micro-batch.
 
-    `tensors` are stored for the backward pass, by name. `work` is the peak of this module's forward or backward above
-    the bytes that it and the modules before it store. `extras` are added to the peak by recompute and offload.
+    `tensors` are the bytes stored for the backward pass, by name. `work` is the peak of this module's forward or
+    backward, above the bytes that it and the modules before it store. `extras` are added to the peak by recompute and
+    offload.
     """
 
     component: str
@@ -46,7 +51,7 @@ class Module:
         return sum(self.tensors.values(), np.zeros(()))
 
     def only(self, rows: BoolArray) -> Module:
-        """Return this module in some rows, and an empty one in the others."""
+        """Return this module for the candidates in `rows`, and an empty module for the others."""
         tensors = {name: value * rows for name, value in self.tensors.items()}
         return Module(self.component, tensors, self.work * rows, self.extras)
 
@@ -58,13 +63,15 @@ def stored(modules: Sequence[Module]) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of common tensors of one micro-batch.
+    """Sizes of the common tensors of one micro-batch.
 
-    `hidden` is the bytes of the tensor between layers on one rank, `whole` of all tokens of its tensor-parallel group.
-    `gathered` and `scattered` are their copies in backward under sequence parallelism. `unit` is the bytes of an
-    activation, `linear` of an element of a linear layer's saved input, `weight` of the temporary gradient of a weight
-    (0 if the kernel accumulates it). `tokens`, `rows` and `local` are counts of tokens: of the tensor-parallel group,
-    of one rank outside the tensor-parallel layers, and `tokens` over the tensor-parallel size.
+    `hidden` is the bytes of the tensor between two layers on one rank, `whole` the bytes of this tensor for all tokens
+    of the tensor-parallel group. `gathered` and `scattered` are their copies in backward under sequence parallelism.
+
+    Bytes per element: `unit` of an activation, `linear` of a linear layer's saved input, `weight` of the temporary
+    gradient of a weight (0 if the kernel accumulates it). Numbers of tokens: `tokens` of the tensor-parallel group,
+    `rows` of one rank outside the tensor-parallel layers, and `local`, which is `tokens` divided by the tensor-parallel
+    size.
     """
 
     unit: float
@@ -103,7 +110,7 @@ From the definitions of the number formats."""
 
 
 EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""Tensors that a mixture of experts stores in addition to its input."""
+"""Names of the tensors that a mixture of experts stores in addition to its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -114,17 +121,17 @@ OFFLOADED = {
     "expert_fc1": ("expert_fc1",),
     "moe_act": ("moe_first",),
 }
-"""The tensors that the offload of each module sends to the host: its inputs."""
+"""The tensors that are sent to the host if a module is offloaded: the module's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputedTensors:
     """Tensors that are recomputed together instead of stored, by name.
 
-    `enabled` is 1 for candidates with this recompute. The tensors are allocated again when backward reaches the last
-    module that would store one, or the later component `restored_at`. Each has `copies` until the backward of its
-    module is done; `output` is held until all are done. Both are ignored if `nested` is 1, because a larger part
-    of the layer, which contains these modules, is recomputed.
+    `enabled` is 1 for candidates that recompute them. The tensors are allocated again when backward reaches the last
+    module that would store one of them, or the later component `restored_at`. `copies` of each tensor are held until
+    the backward of its module is done; `output` is held until the backward of all modules is done. `copies` and
+    `output` are ignored if `nested` is 1: then a larger part of the layer, which contains these modules, is recomputed.
     """
 
     names: Collection[str]
@@ -136,18 +143,19 @@ class RecomputedTensors:
 
     @property
     def needs_extra(self) -> bool:
-        """Whether the recomputed tensors need more bytes than stored ones."""
+        """Whether recompute needs more bytes at the peak of the layer than storing the tensors: for copies or an
+        output.
+        """
         return self.copies > 1.0 or self.output is not None
 
 
 def recomputed_tensors(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[RecomputedTensors]:
-    """Return the tensors that selective recompute of `modules` does not store; the values of `modules` are 1 for
-    candidates that recompute the module.
+    """Return the tensors that selective recompute of `modules` does not store.
 
-    A module that is recomputed as a whole also stores its output until its backward is done. If only the output of a
-    module is recomputed, two copies of it are stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are
-    recomputed when backward reaches the next block. Transformer-engine's layers that fuse norm and projection
-    never store the norm's output.
+    The values of `modules` are 1 for candidates that recompute the module. A module that is recomputed as a whole also
+    stores its output until its backward is done. If only the output of a module is recomputed, two copies of it are
+    stored (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward reaches the next block.
+    Transformer-engine's layers that fuse norm and projection never store the norm's output.
     """
     model, hidden = train.model, sizes.hidden
     context = sizes.unit * sizes.local * attended(model)
@@ -184,11 +192,12 @@ def saving(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> list[Module]:
-    """Return the modules of a layer without their recomputed tensors and, where `on_host` is 1, without `offloaded`.
+    """Return a layer's modules without their recomputed tensors and, where `on_host` is 1, without the `offloaded`
+    tensors.
 
-    If several of `recomputed` name the same tensor, the first one counts. Recomputed tensors are not offloaded.
-    During backward the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
-    is replaced by that of the previous layer (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    If several of `recomputed` contain the same tensor, the first one applies. Recomputed tensors are not offloaded.
+    During backward, the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
+    is replaced by the same tensor of the previous layer (megatron-core 0.16 `fine_grained_activation_offload.py`).
     """
     remaining = [dict(module.tensors) for module in row]
     work = [module.work for module in row]
@@ -242,14 +251,16 @@ def _offload(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: the maximum without savings, and one for each saving."""
+    """Peaks of a layer above its stored bytes: the maximum of the modules without savings, and a peak for each other
+    module.
+    """
 
     without_savings: FloatArray
     saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the peaks of a layer plus `offset`. The first `split` modules are independent of the later ones."""
+        """Return the peaks of a layer plus `offset`. The first `split` modules do not depend on the later ones."""
         without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
         for index, module in reversed(list(enumerate(row))):
             if index == split - 1:
@@ -271,10 +282,10 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes of one micro-batch in one layer: the stored bytes, and the peaks above them.
+    """Bytes of one layer for one micro-batch: the stored bytes, and the peaks above them.
 
-    `crossing` are the peaks while another micro-batch runs forward at the same time as this layer's backward, None
-    without such an overlap.
+    `crossing` are the peaks while another micro-batch's forward overlaps this layer's backward. It is None without such
+    an overlap.
     """
 
     parts: Parts
@@ -284,11 +295,11 @@ class Layer:
 
     @classmethod
     def from_modules(cls, row: Sequence[Module], front: int = 0) -> Layer:
-        """Add up the modules of a layer. With `front`, its backward may overlap another micro-batch's forward.
+        """Combine the modules of a layer. With `front`, its backward may overlap another micro-batch's forward.
 
-        Both run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first `front`
-        modules (attention and router) precedes the backward of the experts, and the forward of the experts precedes
-        the backward of attention.
+        Both then run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first
+        `front` modules (attention and router) precedes the backward of the experts, and the forward of the experts
+        precedes the backward of attention.
         """
         parts: Parts = {}
         for module in row:

@@ -1,4 +1,4 @@
-"""Activations of a pipeline stage: layers, recomputation, offload and the stage's edges combined."""
+"""Bytes of the activations of a pipeline stage, from its layers, recompute, offload, embedding and head."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flagcore.engines.training.memory.modules import OFFLOADED, Layer, Module, S
 from flagcore.engines.training.stages import Parts, Stage, add_parts, block_layers, depths_received, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
-"""The inputs of linear layers, which weight gradients need."""
+"""Names of the stored inputs of linear layers, which the weight gradients need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The parts of the stages of each candidate: the modules of the layers of each kind (without experts, with
-    experts), of the embedding and of the head, and what layers and head store with recompute and offload.
+    """The kinds of layers of a model, and what they store with recompute and offload, for each candidate.
 
-    `recomputed` is 1 where selective recompute applies to a module.
+    `dense` and `moe` are layers without and with experts. `rows` are the modules of both, `entry` those of the
+    embedding, `head_row` those of the head. `recomputed` is 1 where selective recompute applies to a module.
     """
 
     train: Training
@@ -39,7 +39,7 @@ class Kinds:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout) -> Kinds:
-        """Return the parts; without experts, both kinds of layers are the same."""
+        """Return the kinds of layers of candidates. Without experts, both kinds are the same."""
         sizes, options = Sizes.from_layout(train, layout), train.options
         heads, recomputed = attention(train, layout, sizes), {}
         rows = [[*heads, *ffn(train, layout, sizes)]]
@@ -54,20 +54,22 @@ class Kinds:
         return cls(train, layout, sizes, tuple(rows), *ends, recomputed, offloaded, layers[0], layers[-1], last)
 
     def stored_layers(self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> tuple[Layer, Layer]:
-        """Return the layers without and with experts if they send `offloaded` to the host."""
+        """Return what a layer without and one with experts store if the modules `offloaded` are sent to the host."""
         found = _layers(self.train, self.sizes, self.rows, self.recomputed, offloaded, on_host)
         return found[0], found[-1]
 
     def on(self, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the layers of a stage, without and with experts. If no stages are named, all stages offload."""
+        """Return the layer without and the layer with experts on a stage. If `offload_stages` is empty, all stages
+        offload.
+        """
         stages = self.train.options.offload_stages
         if not self.offloaded or not stages:
             return self.dense, self.moe
         return self.stored_layers(self.offloaded, np.isin(stage.index, stages).astype(np.float64))
 
     def ends(self, stage: Stage) -> Layer:
-        """Return the modules after the layers of the last stage, and of the stage with multi-token prediction, which
-        offloads nothing.
+        """Return the modules after the layers of a stage: multi-token prediction, which offloads nothing, and the
+        head.
         """
         train, depth = self.train, self.train.model.mtp_num_layers
         if not depth:
@@ -87,19 +89,24 @@ class Kinds:
         return in_flight(self.layout, stage.index, self.train.options)
 
     def early_in_flight(self, stage: Stage) -> FloatArray:
-        """Return the micro-batches in flight on the last virtual stage of a device with early multi-token
+        """Return the micro-batches in flight on the last virtual stage of a device that has early multi-token
         prediction.
+
+        The result is 0 for other stages.
         """
         chunks = self.in_flight(stage) * self.layout.virtual
         held = np.maximum(chunks - (self.layout.virtual - 1.0) * self.layout.pipeline, 1.0)
         return np.where(_early(stage), held, 0.0)
 
     def crossed(self, stage: Stage) -> BoolArray:
-        """Return whether a forward pass overlaps a backward pass."""
+        """Return whether a forward pass of another micro-batch overlaps the backward pass, for each candidate."""
         return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
 
     def waiting(self, stage: Stage) -> FloatArray:
-        """Return the bytes that are stored only for weight gradients; ZB-2p limits memory to 2p micro-batches."""
+        """Return the bytes that are stored only until the weight gradients are computed.
+
+        ZB-2p limits memory to 2p micro-batches.
+        """
         count = stage.deferred
         if self.train.options.schedule == "zb-2p":
             count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
@@ -124,7 +131,7 @@ def _layers(
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the bytes that a stage offloads to the host for each micro-batch, and later fetches."""
+    """Return the bytes that a stage copies to the host for each micro-batch, and later back."""
     kinds = Kinds.from_layout(train, layout)
     (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers()
     return stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
@@ -134,9 +141,8 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 class StageActivations:
     """The activations of a stage at the peak of forward and backward.
 
-    `dense` and `moe` are the numbers of layers that store all their tensors. `inputs` are the bytes of the inputs of
-    recomputed layers, `stored` the bytes of all micro-batches in flight, and `above` the bytes that the peak adds to
-    them.
+    `dense` and `moe` are the numbers of layers that store all their tensors. `inputs`: bytes of the inputs of
+    recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond `stored`.
     """
 
     dense: FloatArray
@@ -147,11 +153,13 @@ class StageActivations:
 
 
 def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return the activations of a stage. Full recompute stores the input of each recomputed layer or chunk of layers
-    and, while one chunk is recomputed, all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with
-    all layers, block recompute with the first layers of each virtual stage.
+    """Return the activations of a stage.
 
-    If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are counted as on
+    Full recompute stores the input of each recomputed layer or chunk of layers. While one chunk is recomputed, all of
+    its tensors are stored (arXiv 2205.05198, section 5). Uniform recompute applies to all layers, block recompute to
+    the first layers of each virtual stage.
+
+    If virtual stages have different numbers of layers, leading dense layers and recomputed chunks are computed as on
     equal virtual stages. More layers on a stage never need less memory.
     """
     train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
@@ -186,10 +194,10 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The layers of a stage, and the effect of full recompute on them.
+    """The layers of a stage, with the effect of full recompute on them.
 
-    `plain` is the peak of the backward pass of fully stored layers above the stored bytes, `input` the stored bytes of
-    each other layer.
+    `plain` is the peak of the backward pass of fully stored layers above the stored bytes. `input` is the bytes that
+    each recomputed layer stores.
     """
 
     layout: Layout
@@ -214,7 +222,7 @@ class _Work:
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the numbers of fully stored layers, without and with experts, and the bytes of the inputs of the other
+        """Return the numbers of fully stored layers, without and with experts, and the input bytes of the recomputed
         layers.
         """
         dense, moe = _whole(self.layout, self.stage, block)
@@ -224,7 +232,7 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return the peak of `number` recomputed layers, of the kind of layers on the stage that needs more."""
+        """Return the bytes of `number` layers while they are recomputed, for the kind of layer that needs more."""
         moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
         if self.dense is self.moe:
             return moe
@@ -238,9 +246,9 @@ class _Work:
     def in_blocks(self) -> FloatArray:
         """Return the peak with block recompute, including stored bytes.
 
-        It is at most the peak with a smaller block. The peak is in the last recomputed layer, after the inputs of the
-        layers before it, or in the last layer of the stage, after the output of the recomputed ones. With one
-        micro-batch in flight the former grows by an input per layer, as in Megatron. Both are piecewise linear in the
+        The result is at most the peak with a smaller block. The peak is in the last recomputed layer, after the inputs
+        of the layers before it, or in the last layer of the stage, after the output of the recomputed ones. With one
+        micro-batch in flight, the former grows by an input per layer, as in Megatron. Both are piecewise linear in the
         size of the block, so the minimum over smaller blocks is where they are equal, where the kind of layer changes,
         at 0, or at the block itself.
         """
@@ -270,13 +278,15 @@ class _Work:
 
 
 def _early(stage: Stage) -> BoolArray:
-    """Return where a stage has multi-token prediction without the loss."""
+    """Return which candidates have early multi-token prediction on this stage: without the loss."""
     is_early: BoolArray = (stage.mtp > 0) & (stage.last == 0)
     return is_early
 
 
 def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of layers, without and with experts, outside of a block at the start of each virtual stage."""
+    """Return the numbers of layers, without and with experts, that follow the block at the start of each virtual
+    stage.
+    """
     again = np.minimum(block * layout.virtual, stage.layers)
     dense = np.minimum(again, stage.dense)
     return stage.dense - dense, stage.moe - (again - dense)
@@ -285,10 +295,10 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray,
 def _backward(
     layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray, crossed: BoolArray
 ) -> FloatArray:
-    """Return the peak of the backward pass of a stage's fully stored layers above their stored bytes.
+    """Return the peak of the backward pass of a stage's fully stored layers, in bytes above their stored bytes.
 
-    Backward begins with the last layer, and reaches the leading dense layers when the later layers are freed. An
-    overlapping forward pass has allocated these bytes again by then.
+    Backward begins with the last layer. When it reaches the leading dense layers, the later layers are freed, but an
+    overlapping forward pass has allocated their bytes again by then.
     """
     whole = _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
@@ -314,12 +324,12 @@ def activation_parts(stage: Stage, kinds: Kinds, found: StageActivations) -> Par
 
 
 def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of tensors between stages that the pipeline's loop still references, during a layer's backward
-    and at the loss.
+    """Return how many tensors between stages the pipeline's loop still references, during a layer's backward and at the
+    loss.
 
-    1F1B: the last sent gradient and, until a new graph replaces the old one, the last stage's previous input.
-    Interleaved: about the same for each virtual stage, with an error of at most two. Counted in megatron-core 0.16
-    (`pipeline_parallel/schedules.py`).
+    With 1F1B these are the last sent gradient and, until a new graph replaces the old one, the last stage's previous
+    input. With interleaved 1F1B there are about as many for each virtual stage, with an error of at most two. Counted
+    in megatron-core 0.16 (`pipeline_parallel/schedules.py`).
     """
     end = layout.pipeline - 1.0
     steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)

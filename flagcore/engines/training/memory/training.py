@@ -1,4 +1,4 @@
-"""Memory of one rank in training: model states and activations of the worst stage.
+"""Memory of one rank in training: the model states and activations of the stage that needs the most.
 
 Sources of the states: megatron-core 0.16 (`param_and_grad_buffer.py`, `distrib_optimizer.py`, `optimizer.py`,
 `parallel_state.py`, `schedules.py`, `token_dispatcher.py`), torch 2.11's AdamW, transformer-engine 2.10
@@ -33,20 +33,22 @@ from flagcore.engines.training.stages import (
 from flagcore.engines.transformer import attended, projection_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
-"""Components whose matrix products run in 8 or 4 bits at such a precision."""
+"""Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
 
 QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
-"""Bytes per weight of the 8- or 4-bit copies: one for each direction of a product, with the scales of blocks of 32 or
-16 (transformer-engine 2.9, `get_weight_workspace`; a chip whose fp8 products support both directions stores one)."""
+"""Bytes per weight of its 8- or 4-bit copies, including the scales of blocks of 32 or 16 elements.
+
+There is one copy for each direction of a product (transformer-engine 2.9, `get_weight_workspace`). A chip whose fp8
+products support both directions stores only one."""
 
 BUCKET_MULTIPLE = 128
-"""Megatron pads gradient buffers to a common multiple of this and of the ranks that share them
+"""Megatron pads gradient buffers to a common multiple of this number and of the number of ranks that share them
 (megatron-core 0.16)."""
 
 
 @dataclass(frozen=True, slots=True)
 class State(ArrayRecord):
-    """Bytes of a group of parameters on one rank."""
+    """Bytes of the model states of a group of parameters on one rank."""
 
     weights: FloatArray
     gradients: FloatArray
@@ -59,18 +61,18 @@ class State(ArrayRecord):
 
 
 def split_parameters(parts: Parts) -> tuple[FloatArray, FloatArray]:
-    """Return the number of dense weights, which all data-parallel ranks replicate, and of expert weights."""
+    """Return the numbers of dense weights, which all data-parallel ranks replicate, and of expert weights."""
     dense = sum((value for name, value in parts.items() if name not in EXPERT_PARTS), np.zeros(()))
     experts = sum((parts[name] for name in EXPERT_PARTS if name in parts), np.zeros_like(dense))
     return dense, experts
 
 
 def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, linear: FloatArray | float) -> State:
-    """Return the bytes of `count` parameters, including `linear` parameters of linear layers.
+    """Return the bytes of the model states of `count` parameters, of which `linear` are weights of linear layers.
 
-    Over d ranks that shard the optimizer, a parameter needs 2 + 4 + 12 / d bytes at 16 bits with fp32 gradients, and
-    4 + 4 + 8 / d at fp32, which has no main parameters. A precision-aware optimizer stores only the lower half of the
-    main parameter of a bf16 weight. FSDP also shards weights and gradients.
+    With d ranks that shard the optimizer, a 16-bit parameter with fp32 gradients needs 2 + 4 + 12 / d bytes. An fp32
+    parameter needs 4 + 4 + 8 / d, because it has no main parameter. A precision-aware optimizer stores only the lower
+    half of the main parameter of a bf16 weight. FSDP also shards weights and gradients.
     """
     options = train.options
     shards = layout.expert_shards() if experts else layout.shards()
@@ -96,7 +98,7 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
 
 
 def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
-    """Return the elements that pad a distributed optimizer's buffer to a multiple of 128 and of its ranks."""
+    """Return the number of elements that pad a distributed optimizer's buffer to a multiple of 128 and of its ranks."""
     ranks = (layout.expert_shards() if experts else layout.shards()).astype(np.int64)
     multiple = np.lcm(ranks, BUCKET_MULTIPLE)
     padding_elements = np.ceil(count / multiple) * multiple - count
@@ -104,15 +106,16 @@ def padding(layout: Layout, count: FloatArray, *, experts: bool) -> FloatArray:
 
 
 STEP_BYTES = 4.0
-"""Bytes per parameter that torch's AdamW allocates in its step: the fp32 root of the second moment of all parameters
-of a group. Groups are parameters with and without weight decay, of experts and of other layers. Counted in
-torch 2.11."""
+"""Bytes per parameter that torch's AdamW allocates in its step: the fp32 square roots of second moments.
+
+It allocates them for all parameters of a group at once. The groups are parameters with and without weight decay, of
+experts and of other layers. Counted in torch 2.11."""
 
 
 def workspaces(train: Training) -> float:
     """Return the number of matrix-library workspaces of a rank.
 
-    torch has one for the thread of forward and one for that of backward; transformer-engine adds one, and four for
+    torch has one for the forward thread and one for the backward thread. Transformer-engine adds one, and four for
     grouped products.
     """
     if not train.transformer_engine:
@@ -123,15 +126,15 @@ def workspaces(train: Training) -> float:
 def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> FloatArray:
     """Return the bytes of permanent buffers.
 
-    They are fp32 angles of the rotary embedding, for each virtual stage or each layer of latent attention; the buffer
-    into which megatron-core's own linear layers gather their input under sequence parallelism; and
-    transformer-engine's placeholders for gradients that its kernels accumulate.
+    These are fp32 angles of the rotary embedding, for each virtual stage or each layer of latent attention; the buffer
+    into which megatron-core's own linear layers gather their input under sequence parallelism; and transformer-engine's
+    placeholders for gradients that its kernels accumulate.
     """
     model = train.model
     is_latent = model.multi_latent_attention
     angle_bytes = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if is_latent else model.kv_channels)
     rotary_bytes = angle_bytes * (stage.layers + stage.mtp if is_latent else layout.virtual)
-    if train.options.dropout:  # older engines have learned positions and no placeholders
+    if train.options.dropout:  # dropout implies an older engine, with learned positions and without placeholders
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
         gather_buffer = _gather_buffer(train, layout, stage, sizes, sizes.gathered * stage.last)
@@ -140,7 +143,9 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
 
 
 def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered: FloatArray) -> FloatArray:
-    """Return the bytes of the buffer for gathered tokens, which the allgather dispatcher shares."""
+    """Return the bytes of the buffer for gathered tokens, which the linear layers share with the allgather
+    dispatcher.
+    """
     if train.model.num_moe_experts is None or train.options.dispatcher != "allgather":
         return gathered
     return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
@@ -149,11 +154,11 @@ def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, 
 def bytes_held_after_step(
     train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False
 ) -> FloatArray:
-    """Return the bytes that stay allocated after a step; the next step frees them before its own peak.
+    """Return the bytes that stay allocated after a step. The next step frees them before its own peak.
 
-    They are the last input of each virtual stage with its gradient and, for each layer with experts, its routing and,
-    if the layer or its experts are recomputed, their input with its gradient. `at_most` assumes that all layers are
-    recomputed if any is.
+    These are the last input of each virtual stage with its gradient and, for each layer with experts, its routing. If
+    the layer or its experts are recomputed, their input with its gradient is added. `at_most` assumes that all layers
+    are recomputed if any layer is.
     """
     model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
     routing = np.zeros(())
@@ -162,11 +167,12 @@ def bytes_held_after_step(
         block = np.clip(number * layout.virtual - stage.dense, 0.0, stage.moe)
         recomputes_all = (layout.uniform > 0) | ((number > 0) & at_most)
         layers = np.where(recomputes_all, stage.moe, block)
-        inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.dense == 0))  # the stage's input
+        # The first layer's input is already counted as the stage's input.
+        inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.dense == 0))
         if "moe" in train.options.recompute_modules:
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (number > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
-        inputs = inputs + stage.mtp * uniform  # a depth's own input, too
+        inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     held_bytes: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return held_bytes
@@ -175,7 +181,7 @@ def bytes_held_after_step(
 def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State) -> FloatArray:
     """Return the bytes of the weights and gradients that FSDP gathers temporarily.
 
-    They are those of the current layer and of the next one, which is prefetched (Megatron-FSDP; ZeRO-3), at most all
+    It gathers the current layer and prefetches the next one (Megatron-FSDP; ZeRO-3), so the result is at most all
     shards of the stage on the other ranks. `dense` and `experts` are the shards of this rank.
     """
     if not train.options.fsdp:
@@ -191,7 +197,7 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
 
 
 def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:
-    """Return the bytes that the optimizer step allocates, from the numbers of dense and of expert weights.
+    """Return the bytes that the optimizer step allocates, for `dense` dense weights and `experts` expert weights.
 
     Transformer-engine's Adam works in place. 16-bit gradients are copied to fp32 first.
     """
@@ -209,7 +215,9 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
 
 
 def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return the bytes of the placeholders for gradients: one 16-bit tensor per distinct weight shape of the stage."""
+    """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape of the
+    stage.
+    """
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     gate_factor = 2.0 if model.gated_linear_unit else 1.0
     compression, projection = projection_weights(model)
@@ -227,8 +235,8 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
 class Memory(ArrayRecord):
     """Bytes of one stage of each candidate.
 
-    `static` stays allocated between steps, `activation` is added at the peak of forward and backward, `peak` is the
-    maximum of the step.
+    `static` stays allocated between steps. `activation` is added to it at the peak of forward and backward. `peak` is
+    the maximum during the step.
     """
 
     static: FloatArray
@@ -239,10 +247,10 @@ class Memory(ArrayRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InUse(ArrayRecord):
-    """Bytes of one stage of each candidate.
+    """Bytes in use on one stage of each candidate.
 
-    `memory` is of tensors, `reserved` of the allocator, `used` of the device, `capacity` the device's size (NaN:
-    unknown).
+    `memory` is the bytes of tensors, `reserved` the bytes that the allocator reserves, `used` the bytes in use on the
+    device, and `capacity` the device's memory (NaN: unknown).
     """
 
     memory: Memory
@@ -254,9 +262,9 @@ class InUse(ArrayRecord):
 def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     """Return the memory of the worst stage.
 
-    It is the stage with the largest peak or, with several chip models, the one that uses the largest share of its
-    device's capacity. A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake.
-    The peak is the maximum over forward and backward and the optimizer step.
+    The worst stage has the largest peak or, with several chip models, uses the largest share of its device's capacity.
+    A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake. The peak is the
+    maximum over forward and backward and the optimizer step.
     """
     placement = Placement.from_layout(layout, costs)
     memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
@@ -292,7 +300,7 @@ def used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> Floa
 
 
 def states_of(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
-    """Return the states of the dense weights and of the expert weights."""
+    """Return the model states of the dense weights and of the expert weights."""
     dense, experts = split_parameters(params)
     of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
     padded = dense + padding(layout, dense, experts=False)
@@ -311,7 +319,7 @@ def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspa
 
 
 def stage_of_rank(layout: Layout, rank: FloatArray | int) -> FloatArray:
-    """Return the pipeline stage of a global rank; the ranks of a stage are consecutive."""
+    """Return the pipeline stage of each candidate's global rank. The ranks of a stage are consecutive."""
     index: FloatArray = np.floor(rank / (layout.tensor * layout.context * layout.data))
     return np.minimum(index, layout.pipeline - 1.0)
 
@@ -319,10 +327,11 @@ def stage_of_rank(layout: Layout, rank: FloatArray | int) -> FloatArray:
 def component_table(
     train: Training, layout: Layout, index: FloatArray, workspace_bytes: FloatArray | float = 0.0
 ) -> dict[str, dict[str, FloatArray]]:
-    """Return the parameters and bytes of each component on stage `index` of each candidate.
+    """Return the parameters and bytes of each component of stage `index` of each candidate.
 
-    Activations add up to `Memory.activation`, all other bytes to `Memory.static`. Additional rows are `padding` of
-    gradient buffers, `buffers` of the engine, and `backward`, the bytes of the peak above the stored tensors.
+    Activations add up to `Memory.activation`, all other bytes to `Memory.static`. Three additional components are
+    `padding` of gradient buffers, `buffers` of the engine, and `backward`, the bytes of the peak above the stored
+    tensors.
     """
     table_stage = stage(train.model, layout, index, train.options)
     estimate = _Estimate.from_layout(train, layout)
@@ -359,10 +368,10 @@ def component_table(
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """The data that all stages of a call share.
+    """The data that an estimate of several stages shares.
 
-    `selective` is the estimate of the candidates `uniform` with selective recompute in place of full recompute of
-    every layer; the latter must not be predicted to need more. It is None without such candidates.
+    `selective` is the estimate for the candidates `uniform` if selective recompute replaces full recompute of every
+    layer: full recompute must not be predicted to need more. It is None if there are no such candidates.
     """
 
     kinds: Kinds
@@ -377,7 +386,9 @@ class _Estimate:
         return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
-        """Return the estimate of some candidates with selective recompute of `modules` in place of any other."""
+        """Return the estimate of the candidates `rows` if selective recompute of `modules` replaces any other
+        recompute.
+        """
         train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
         selective = np.maximum(layout.selective, layout.uniform == 1)
         train = replace(train, options=replace(train.options, recompute_stage_layers=(), recompute_modules=modules))
@@ -401,17 +412,19 @@ class _Estimate:
         return total
 
     def parts(self, stage_: Stage) -> Parts:
-        """Return the activations by component, with the bytes above the stored ones as `backward`."""
+        """Return the activations by component. The bytes of the peak above the stored ones are the component
+        `backward`.
+        """
         train, layout, activations = self.kinds.train, self.kinds.layout, stage_activations(stage_, self.kinds)
         states = states_of(train, layout, stage_parameters(train, layout, stage_))
         backward = self.activation(stage_) + gathered_bytes(train, layout, *states) - activations.stored
         return {**activation_parts(stage_, self.kinds, activations), "backward": backward}
 
     def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
-        """Return the memory of one stage; `workspace_bytes` is the size of one workspace of the matrix library.
+        """Return the memory of one stage. `workspace_bytes` is the size of one workspace of the matrix library.
 
-        The bytes that a step leaves are allocated during the optimizer step and freed before the next peak. More
-        recompute leaves more bytes, but is never predicted to need more.
+        The bytes that stay allocated after a step are still there during the optimizer step, and are freed before the
+        next peak. More recompute leaves more bytes, but is never predicted to need more.
         """
         train, layout = self.kinds.train, self.kinds.layout
         params = stage_parameters(train, layout, stage_)
@@ -429,7 +442,9 @@ class _Estimate:
         return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))
 
     def _may_hold_more(self) -> bool:
-        """Return whether full recompute, or recompute of whole mixtures of experts, keeps more bytes after a step."""
+        """Return whether full recompute, or recompute of whole mixtures of experts, leaves more bytes allocated after a
+        step.
+        """
         options, layout = self.kinds.train.options, self.kinds.layout
         if self.kinds.train.model.num_moe_experts is None:
             return False
@@ -437,7 +452,7 @@ class _Estimate:
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
-        """Return the peak of a step of some candidates with less recompute: the least of two estimates."""
+        """Return the peak of a step of the candidates `rows` with less recompute: the lower of two estimates."""
         modules, part, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for fewer in {modules - {"moe"}, modules}:

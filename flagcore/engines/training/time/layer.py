@@ -22,28 +22,30 @@ from flagcore.engines.training.time.passes import (
 from flagcore.engines.transformer import latent_widths, widths
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
-"""Kernels of the forward pass of attention and of an FFN, each with norm and residual sum, by whether the layers are
-transformer-engine's; backward launches twice as many. Fitted to step times that did not depend on sizes: one published
-sweep and four measured ranks."""
+"""Kernels of the forward pass of attention and of an FFN, with and without transformer-engine's layers.
+
+Each includes the norm and the residual sum. Backward launches twice as many. Fitted to step times that did not depend
+on sizes: one published sweep and four measured ranks."""
 
 REPEATED_LAUNCHES = 0.35
-"""Kernels of one recomputed module of attention, as a share of attention's kernels. Fitted like `LAUNCHES`."""
+"""Kernels of one recomputed module of attention, as a share of all kernels of attention. Fitted like `LAUNCHES`."""
 
 ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
-"""Memory passes over queries and keys for rotary embedding and the layout of a fused core, forward and backward, by
-whether transformer-engine's single kernel runs; torch needs many operations (slices, concatenations, products,
-copies)."""
+"""Memory passes over queries and keys for rotary embedding and for the layout of a fused core, forward and backward.
+
+True is for transformer-engine's single kernel, False for torch, which needs many operations (slices, concatenations,
+products, copies)."""
 
 
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
-    """Return the time of one layer without recompute; `repeated` is what selective recompute would add."""
+    """Return the time of one layer without recompute. `repeated` is the time that selective recompute would add."""
     tp = TensorCollectives.from_layout(train, layout, costs)
     second = moe_block(train, layout, costs, tp) if moe else ffn_block(train, layout, costs, tp)
     return attention_block(train, layout, costs, tp) + second
 
 
 def attention_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
-    """Return the time of norm, projections, attention core and residual sum."""
+    """Return the time of attention: norm, projections, attention core and residual sum."""
     kernels, unit = costs.kernels, float(train.value_bytes)
     query, key, _ = (width * layout.tokens(train.sequence) / layout.tensor for width in widths(train.model))
     qkv, latent, output = _projections(train, layout, costs)
@@ -103,9 +105,9 @@ def ffn_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectiv
 def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
 
-    The head runs in 16 bits at every precision of the layers. Logits are written in 16 and 32 bits, read for maximum
-    and sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`); a fused loss needs half of this
-    memory traffic.
+    The head runs in 16 bits at every precision of the layers. Logits are written in 16 and 32 bits, read for the
+    maximum and the sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`). A fused loss needs
+    half of this memory traffic.
     """
     model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
@@ -125,7 +127,7 @@ def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
 
 
 def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
-    """Return the time of the embedding: the look-up of a micro-batch's tokens, and the gradient of the table."""
+    """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
     zeros, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
@@ -138,14 +140,14 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
 
 
 def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of the norm before a block, forward and backward, and of the residual sum after it."""
+    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block."""
     kernels, unit = costs.kernels, float(train.value_bytes)
     h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
     return *norm_seconds(kernels, unit * h * rows), kernels.memory_seconds(unit * 3.0 * h * rows)
 
 
 def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: FloatArray) -> tuple[Linear, Linear]:
-    """Return the two linear layers of an FFN with the inner width `width` on each rank."""
+    """Return the two linear layers of an FFN whose inner width on each rank is `width`."""
     h, gate_factor = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
     return (
         linear(costs.kernels, tokens, h, gate_factor * width, train.precision),
@@ -154,7 +156,9 @@ def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: Floa
 
 
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
-    """Return the linear layers of attention: input projections, latent up-projections, output projection."""
+    """Return the linear layers of attention: input projections, up-projections of latent attention, output
+    projection.
+    """
     model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
     h, (query, key, value), tensor = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
@@ -172,9 +176,9 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
 def _attention_core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of the attention core, forward and backward.
 
-    An unfused core computes all scores, twice those of a causal kernel. It moves them seven times forward (write of the
-    product, read and write of masked softmax and of dropout with its mask, read of the second product) and 9.5 times
-    backward.
+    An unfused core computes all scores, twice as many as a causal kernel. It moves them through memory seven times in
+    forward (write of the product, read and write of masked softmax and of dropout with its mask, read of the second
+    product) and 9.5 times in backward.
     """
     model, length = train.model, float(train.sequence)
     heads = model.num_attention_heads / layout.tensor
@@ -203,7 +207,7 @@ def _fused_core(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of fused attention over context-parallel ranks, forward and backward.
 
-    `shape` is the shape of the unsplit sequences. Each rank has one chunk from the front and one from the back, so all
+    `shape` is the shape of the whole sequences. Each rank has one chunk from the front and one from the back, so all
     ranks compute the same share of the scores. With p2p, the outputs and gradients of each further step are rescaled
     and summed (arXiv 2310.01889).
     """
@@ -216,21 +220,23 @@ def _fused_core(
 
 
 def _unquantised(precision: str) -> str:
-    """Return the precision of attention, router and head, which never run in 8 or 4 bits."""
+    """Return the precision of attention, router and head, which never run in 8 or 4 bits; `precision` is the job's."""
     return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 
 MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
-"""Kernels of the forward pass of router, permutation and dispatch; of one expert (of all experts with grouped
-products); and of the shared experts, by whether the layers are transformer-engine's. Backward launches twice as
-many. Fitted to 13 measured ranks with 2 to 64 experts each; the values of transformer-engine are estimates."""
+"""Kernels of an MoE block's forward pass, with and without transformer-engine's layers.
+
+The first number is for router, permutation and dispatch, the second for one expert (or for all experts with grouped
+products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
+experts each; the values of transformer-engine are estimates."""
 
 
 def moe_block(train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
-    The busiest expert rank has `expert_imbalance` times the mean number of token copies, and the other ranks wait for
-    it. With `overlap_expert_comm` the dispatch of one micro-batch overlaps the layer of another.
+    The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
+    for it. With `overlap_expert_comm`, the dispatch of one micro-batch overlaps the layer of another one.
     """
     model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)
     h, rows, experts_total = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
@@ -282,7 +288,9 @@ def _shared_expert_block(train: Training, layout: Layout, costs: Costs, tp: Tens
 
 
 def _overlap_dispatch(block: Block, overlap: BoolArray) -> Block:
-    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take as long as its own."""
+    """Return a block whose token dispatch overlaps another micro-batch's kernels, which take as long as the block's
+    own.
+    """
 
     def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
         return replace(seconds, expert=np.maximum(seconds.expert - overlap * kernels, 0.0))

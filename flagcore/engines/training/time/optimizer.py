@@ -1,4 +1,4 @@
-"""Time of an optimizer step, and of the collectives of gradients and weights around it."""
+"""Time of an optimizer step, and of the collectives of gradients and weights before and after it."""
 
 from dataclasses import dataclass, replace
 
@@ -11,36 +11,38 @@ from flagcore.engines.training.stages import Stage
 from flagcore.engines.training.time.passes import StageTime, as_integers
 
 PARAMETER_BYTES = 5.0
-"""Memory traffic of an optimizer step per parameter on a rank: clearing its gradient, writing its weight. Fitted to
-optimizer times of 25 ranks of megatron-core 0.16.1 on one accelerator with torch's fused AdamW."""
+"""Memory traffic of an optimizer step per parameter of a rank, in bytes: clearing its gradient, writing its weight.
+
+Fitted to optimizer times of 25 ranks of megatron-core 0.16.1 on one accelerator with torch's fused AdamW."""
 
 STATE_BYTES = {True: (38.0, 38.0), False: (92.0, 83.0)}
-"""Memory traffic per parameter whose optimizer state is on a rank, without and with a distributed optimizer, by whether
-the kernels are transformer-engine's: norm and scale of gradients, Adam, and copies between formats. The values of
-transformer-engine are estimates, the others are fitted like `PARAMETER_BYTES`."""
+"""Memory traffic per parameter whose optimizer state is on a rank, without and with a distributed optimizer, in bytes.
+
+True is for transformer-engine's kernels, whose values are estimates. The other values are fitted like
+`PARAMETER_BYTES`. The traffic is for the norm and scale of gradients, Adam, and copies between formats."""
 
 STATE_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
 """Kernels per tensor whose optimizer state is on a rank, without and with a distributed optimizer. Fitted like
 `PARAMETER_BYTES`."""
 
 STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of any optimizer step, and those that the optimizer of the experts adds. Fitted like `PARAMETER_BYTES`."""
+"""Kernels of any optimizer step, and additional kernels of the experts' optimizer. Fitted like `PARAMETER_BYTES`."""
 
 
 HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
-"""Adam on the host: memory traffic per parameter (fp32 weight, gradient and two moments read, three of them written),
-and the memory bandwidth of one rank. The traffic is counted. The bandwidth is an estimate: 200 GB/s of a socket over 8
-ranks."""
+"""Adam on the host: memory traffic in bytes per parameter, and the memory bandwidth of one rank in bytes per second.
+
+The traffic is counted: fp32 weight, gradient and two moments are read, three of them are written. The bandwidth is an
+estimate: 200 GB/s of a socket, shared by 8 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcrossGroups:
-    """Costs of collectives among the replicas of several node groups. The group with the costs `inside` has `here` of
-    them.
+    """Costs of hierarchical collectives among replicas on several node groups.
 
-    They are hierarchical: reduced inside each group, then `between` the groups by the parts of each rank, over its own
-    port, and gathered inside (FlagCX 0c72129, `runner/c2c_algo.cc`). The group with the fewest replicas has the largest
-    parts.
+    `here` replicas are in this group, whose costs are `inside`. Values are reduced inside each group, then `between`
+    the groups, where each rank sends its part over its own port, and gathered inside (FlagCX 0c72129,
+    `runner/c2c_algo.cc`). The group with the fewest replicas has the largest parts.
     """
 
     inside: CollectiveCosts
@@ -58,10 +60,10 @@ class AcrossGroups:
 
 
 def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
-    """Return the sizes that the collectives of gradients see, and their costs.
+    """Return the layout and the costs for the collectives of gradients.
 
-    If each node group has whole replicas, the ranks of a replica are consecutive: those that hold the same weights are
-    TP x PP apart.
+    If each node group has whole replicas, the ranks of a replica are consecutive, so ranks that hold the same weights
+    are TP x PP apart.
     """
     if not layout.here or costs.between is None:
         return layout, costs.collectives
@@ -73,7 +75,7 @@ def reduction(layout: Layout, costs: Costs) -> tuple[Layout, CollectiveCosts]:
 def optimizer_time(
     train: Training, layout: Layout, costs: Costs, stage: Stage, params: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
-    """Return the seconds of the optimizer step of a stage; `params` are its dense and its expert parameters.
+    """Return the seconds of the optimizer step of a stage. `params` are its numbers of dense and of expert parameters.
 
     Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches.
     """
@@ -107,12 +109,13 @@ def gradient_time(
     params: tuple[FloatArray, FloatArray],
     stage: StageTime,
 ) -> FloatArray:
-    """Return the exposed seconds of a step to reduce gradients and, with a distributed optimizer, to gather weights.
+    """Return the exposed seconds per step for reducing gradients and, with a distributed optimizer, for gathering
+    weights.
 
     `params` are the largest numbers of dense and of expert parameters of a stage on a node group. Gradients are
     all-reduced, or reduce-scattered with a gather of the weights (arXiv 1910.02054, section 7). Overlapped collectives
     hide behind the backward pass (gradients) or the forward pass (weights) of one micro-batch, and slow its kernels
-    down by the share of compute that they take. FSDP gathers weights twice and scatters gradients for each micro-batch
+    down by the share of compute that they use. FSDP gathers weights twice and scatters gradients for each micro-batch
     (section 7.2.2), overlapped with its kernels.
     """
     options = train.options
@@ -142,13 +145,15 @@ def gradient_time(
 
 
 def _exposed(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed time of a collective that overlaps kernels, including their slowdown."""
+    """Return the exposed time of a collective that overlaps kernels for `window` seconds, including the kernels'
+    slowdown.
+    """
     overlap = np.minimum(seconds, window)
     return seconds - overlap + share * overlap
 
 
 def _gathered_bytes(train: Training) -> float:
-    """Return the bytes of a gathered weight: 1 with fp8 weights, else those of an activation.
+    """Return the bytes per gathered weight: 1 for fp8 weights, otherwise the bytes of an activation.
 
     mxfp8 weights are gathered in 16 bits and quantised afterwards (megatron-core 0.16,
     `reuse_grad_buf_for_mxfp8_param_ag`).

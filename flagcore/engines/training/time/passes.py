@@ -1,6 +1,4 @@
-"""Seconds of a pass through a part of the model: linear layers, element-wise kernels, collectives, and messages between
-pipeline stages.
-"""
+"""Seconds of the parts of a pass: linear layers, element-wise kernels, collectives, and messages between stages."""
 
 from __future__ import annotations
 
@@ -23,14 +21,18 @@ ACTIVATION_PASSES = {
     (False, True): (8.0, 24.0),
     (False, False): (5.0, 12.0),
 }
-"""Memory passes of an activation function over one tensor of the FFN's width, forward and backward, by whether it is
-one kernel and whether it is gated. The values for one kernel are counted. Those for several kernels are fitted to 12
-measured ranks (gated; 10 and 32 without any fusion); those without a gate are proportional."""
+"""Memory passes of an activation function over one tensor of the FFN's width, forward and backward.
+
+The keys are whether it is one kernel and whether it is gated. The values for one kernel are counted. The values for
+several kernels are fitted to 12 measured ranks (gated; 10 and 32 without any fusion); those without a gate are
+proportional."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds(ArrayRecord):
-    """Seconds of kernels and of exposed collectives by kind of parallelism. `launches` is the number of kernels."""
+    """Seconds of kernels (`compute`) and of exposed collectives by kind of parallelism, and the number of kernel
+    `launches`.
+    """
 
     compute: FloatArray
     tensor: FloatArray
@@ -40,7 +42,7 @@ class Seconds(ArrayRecord):
 
     @classmethod
     def from_compute(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
-        """Return seconds of kernels and of `others`; missing fields are 0."""
+        """Return the seconds of kernels and of the `others` named; missing fields are 0."""
         zeros = np.zeros_like(compute)
         parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
         return cls(compute, **parts)
@@ -54,7 +56,7 @@ class Seconds(ArrayRecord):
 class Block(ArrayRecord):
     """Seconds of a part of the model: forward, backward to its input, and kernels of the weight gradients.
 
-    `repeated` is added to the backward pass by selective recompute.
+    `repeated` is the part of the forward that selective recompute adds to the backward pass.
     """
 
     forward: Seconds
@@ -77,9 +79,9 @@ class StageTime(ArrayRecord):
 
 
 def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of a norm: forward (2.5 passes over its tensor) and backward (5 passes).
+    """Return the seconds of a norm: forward (2.5 memory passes over its tensor) and backward (5 passes).
 
-    On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that fill it.
+    On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that keep it fully busy.
     """
     return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
 
@@ -89,8 +91,8 @@ def activation_seconds(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of an FFN's activation function, forward and backward.
 
-    `tensor_bytes` is the size of one tensor of the FFN's width. A single kernel reads two tensors and writes one, and
-    backward reads three and writes two.
+    `tensor_bytes` is the size of one tensor of the FFN's width. A single fused kernel reads two tensors and writes one;
+    in backward it reads three and writes two.
     """
     forward, backward = ACTIVATION_PASSES[train.transformer_engine, train.model.gated_linear_unit]
     return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
@@ -118,19 +120,22 @@ def linear(
 
 
 EXPOSED_SHARE = 0.7
-"""Exposed share of a tensor-parallel collective that is split to overlap its product (`tp_comm_overlap`). Fitted to
-published runs on one generation of accelerators: 0.5 to 0.8."""
+"""Exposed share of a tensor-parallel collective that is split to overlap its matrix product (`tp_comm_overlap`).
+
+Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
 
 
 def as_integers(array: FloatArray) -> IntArray:
-    """Return float counts as the integers that cost tables take."""
+    """Return float counts as integers, which cost tables require."""
     return array.astype(np.int64)
 
 
 def collective(
     costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
 ) -> FloatArray:
-    """Return the seconds of a collective among `ranks` devices whose indices differ by `stride` (default 1)."""
+    """Return the seconds of a collective of kind `kind` among `ranks` devices whose indices differ by `stride` (default
+    1).
+    """
     strides = as_integers(np.ones_like(ranks) if stride is None else stride)
     return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
 
@@ -161,7 +166,8 @@ class TensorCollectives:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
     def backward(self, first: Linear) -> FloatArray:
-        """Return the exposed communication of a block's backward pass; `first` is its first linear layer.
+        """Return the exposed communication of a block's backward pass in seconds; `first` is the block's first linear
+        layer.
 
         With sequence parallelism the gradient of the output is gathered first. The second gather of the input overlaps
         the product for the input gradient, and the reduction of the input gradient overlaps the product for the weight
@@ -173,11 +179,10 @@ class TensorCollectives:
 
 
 def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the seconds to pass all keys and values to the context-parallel ranks once (ring attention, arXiv
-    2310.01889).
+    """Return the seconds to pass all keys and values around the context-parallel ranks once (ring attention).
 
     With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
-    (DeepSpeed Ulysses, arXiv 2309.14509).
+    (DeepSpeed Ulysses, arXiv 2309.14509). Source of ring attention: arXiv 2310.01889.
     """
     query, key, value = widths(train.model)
     rows = layout.micro_batch * train.sequence / layout.tensor
@@ -189,10 +194,10 @@ def context_collective(train: Training, layout: Layout, costs: Costs) -> FloatAr
 
 
 def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the seconds of a dispatch of tokens to the expert-parallel ranks; a combine takes as long.
+    """Return the seconds to dispatch tokens to the expert-parallel ranks; a combine takes as long.
 
-    A rank sends each token to `topk` experts. The flex dispatcher sends a token to each rank at most once, which is
-    e (1 - (1 - 1/e)^k) copies for random routing to k of the experts on e ranks (derived). The allgather dispatcher
+    A rank sends each token to `topk` experts. The flex dispatcher sends a token to each rank at most once: with random
+    routing to k of the experts on e ranks, these are e (1 - (1 - 1/e)^k) copies (derived). The allgather dispatcher
     gathers all tokens.
     """
     model, options = train.model, train.options
@@ -211,8 +216,10 @@ def expert_dispatch(train: Training, layout: Layout, costs: Costs) -> FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Seconds of the point-to-point messages between neighbouring stages: the mean inside each node group, and those
-    over each border between two groups. `usual` is the longest mean.
+    """Seconds of point-to-point messages between neighbouring stages.
+
+    `inside` is the mean inside each node group, `between` the seconds across each border between two groups, and
+    `usual` the longest mean.
     """
 
     usual: FloatArray
@@ -221,9 +228,10 @@ class Messages:
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
-        """Return the seconds of a message with the hidden states of one micro-batch.
+        """Return the seconds of a message that contains the hidden states of one micro-batch.
 
-        Schedules that fold the pipeline cross the groups in both directions and have the slowest message everywhere.
+        Schedules that fold the pipeline cross the groups in both directions, so all their messages take as long as the
+        slowest one.
         """
         if costs.between is None or not costs.further:
             mean = _mean_send(costs.collectives, train, layout, layout.pipeline)
@@ -242,7 +250,7 @@ class Messages:
     def mean(self, layout: Layout, placement: Placement) -> FloatArray:
         if not self.between:
             return self.usual
-        ring = (layout.virtual > 1.0) * 1.0  # the last stage sends to the first
+        ring = (layout.virtual > 1.0) * 1.0  # with virtual stages, the last stage sends to the first one
         counts = placement.stages(layout)
         total = sum((each * np.maximum(count - 1.0, 0.0) for each, count in zip(self.inside, counts, strict=True)))
         total = total + sum(self.between) + ring * self.between[-1]
@@ -251,8 +259,9 @@ class Messages:
     def send_delays(
         self, length: int, rows: IntArray, layout: Layout, placement: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
-        """Return the seconds by which each stage's messages differ from the usual ones, forward and backward: (stages,
-        rows).
+        """Return how many seconds longer than usual each stage's messages take, forward and backward: (stages, rows).
+
+        Returns None if there is only one node group.
         """
         if not self.between:
             return None
@@ -270,9 +279,9 @@ class Messages:
 def _border_seconds(train: Training, before: Layout, after: Layout, between: CollectiveCosts) -> FloatArray:
     """Return the seconds of a message from the last stage of one mesh to the first stage of the next.
 
-    A device sends the tokens that it has to each device that needs some of them, one after the other (FlagScale's
-    `p2p_communication.py`): the side with fewer devices has the most bytes per device, and each further receiver or
-    sender adds the latency of a message.
+    A device sends its tokens to each device that needs some of them, one after the other (FlagScale's
+    `p2p_communication.py`). So the side with fewer devices sends or receives the most bytes per device, and each
+    further receiver or sender adds the latency of a message.
     """
     payload = np.maximum(layer_input_bytes(train, before), layer_input_bytes(train, after))
     pieces = np.ones_like(payload)
@@ -286,10 +295,10 @@ def _border_seconds(train: Training, before: Layout, after: Layout, between: Col
 
 
 def _mean_send(collectives: CollectiveCosts, train: Training, layout: Layout, stages: FloatArray) -> FloatArray:
-    """Return the mean seconds of a message between neighbours of `stages` stages.
+    """Return the mean seconds of a message between neighbouring stages of a pipeline with `stages` stages.
 
-    Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries lie at multiples of 2**k stages;
-    messages over them have the distance of 2**k stages.
+    Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries are at multiples of 2**k stages.
+    Messages across these boundaries travel the distance of 2**k stages.
     """
     payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
     pair, boundaries = as_integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Time of the pipeline: the makespan of a schedule from the times of a few representative stages."""
+"""Time of the pipeline: the duration of a schedule, from the times of a few representative stages."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,8 @@ def pipeline_time(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds until all stages have finished a step's micro-batches, and the seconds of one message.
 
-    `found` are representative stages in order, the last stage last; a stage that is not among them equals the previous
-    one.
+    `found` are representative stages in order, ending with the last stage. A stage that is not among them equals the
+    previous one.
     """
     messages, blocking, send, mean_message = sends(train, layout, costs, placement, found[-1])
     total = layout.microbatches * times[-1].busy
@@ -58,11 +58,11 @@ def pipeline_time(
 def sends(
     train: Training, layout: Layout, costs: Costs, placement: Placement, last: Stage
 ) -> tuple[Messages, FloatArray, FloatArray, FloatArray]:
-    """Return the times of messages, 1 where sending blocks the sender (else 0), the seconds of a usual message, and the
-    mean seconds of all messages.
+    """Return the messages, whether sending blocks the sender (1 or 0), and the seconds of a usual and of a mean
+    message.
 
     If sending blocks, each message takes the time of its node group or border, which differs from the usual one by
-    `Messages.send_delays`; otherwise all take the mean time.
+    `Messages.send_delays`. Otherwise all messages take the mean time.
     """
     messages, blocking = Messages.from_layout(train, layout, costs, placement), sender_waits(train, layout, last)
     refill = blocking * _refill_seconds(costs)
@@ -72,7 +72,7 @@ def sends(
 
 
 def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> FloatArray:
-    """Return 1 where sending a message blocks the sender, else 0.
+    """Return 1 for candidates whose messages block the sender, else 0.
 
     If the last stage receives depths of multi-token prediction, stages send the shapes of their messages first, and
     wait for the device (megatron-core 0.16 `p2p_communication.py`).
@@ -82,8 +82,9 @@ def sender_waits(train: Training, layout: Layout, last: Stage | None = None) -> 
 
 
 def shape_seconds(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return the seconds that early multi-token prediction adds to a micro-batch on a stage: its messages, which have
-    shapes, do not overlap compute.
+    """Return the seconds that early multi-token prediction adds to a micro-batch on a stage.
+
+    Its messages are preceded by their shapes, so they do not overlap compute.
     """
     waits, placement = 1.0 - sender_waits(train, layout), Placement.from_layout(layout, costs)
     message_s = Messages.from_layout(train, layout, costs, placement).mean(layout, placement)
@@ -95,7 +96,7 @@ def _refill_seconds(costs: Costs) -> float:
 
 
 def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
-    """Return the seconds of an overlapped forward and backward of two micro-batches, for each stage.
+    """Return the seconds of a forward and a backward of two micro-batches that overlap, for each stage.
 
     The all-to-alls of tokens overlap kernels. The list is empty for schedules without such pairs. Source: DeepSeek-V3
     report (arXiv 2412.19437), section 3.2.1.
@@ -107,7 +108,7 @@ def overlapped_passes(train: Training, times: Sequence[StageTime]) -> list[Float
 
 
 def _representatives(length: int, indices: list[FloatArray]) -> IntArray:
-    """Return the number of the representative of each stage of a pipeline: (stages, candidates)."""
+    """Return the index of the representative of each stage of a pipeline: (stages, candidates)."""
     numbers = np.full((length, indices[0].size), -1)
     for index in indices[:-1]:
         for stage in range(int(index.min()), length - 1):

@@ -1,6 +1,6 @@
 """Time of a training step from the times of layers, stages, the pipeline, gradients and the optimizer.
 
-`Pace` is its fast path for the search for splits, which has the same seconds.
+`Pace` returns the same seconds faster, for the search for splits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from flagcore.engines.training.time.pipeline import overlapped_passes, pipeline_
 from flagcore.physics.cost_stack import with_slowdown
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
-"""Memory traffic per parameter and micro-batch to add a weight gradient to its fp32 buffer, by whether the layers are
-transformer-engine's: a fused kernel reads and writes the buffer (4 + 4); else a 16-bit gradient is written and read,
-too (2 + 2). Counted."""
+"""Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
+
+True is for transformer-engine's layers: a fused kernel reads and writes the buffer (4 + 4). Otherwise a 16-bit gradient
+is also written and read (2 + 2)."""
 
 LAUNCH_NORM = 5.0
-"""Exponent in `launch_wait`: between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the ranks
-measured on another accelerator (8)."""
+"""Exponent in `launch_wait`. It is between the fit to the sweep of `layer.LAUNCHES` (3.1 to 3.9) and the fit to the
+ranks measured on another accelerator (8)."""
 
 LAYER_COUNTS = (
     "tensor",
@@ -45,15 +46,16 @@ LAYER_COUNTS = (
 """Fields of a layout that determine the time of a layer."""
 
 MIN_SECONDS = 1e-9
-"""Minimum seconds of a stage, which avoids a division by zero for stages without layers."""
+"""Minimum seconds of a stage. It avoids a division by zero for stages without layers."""
 
 LAUNCH_SHARE = {"": 1.0, "layer": 0.4, "iteration": 0.0}
-"""Share of kernels that the host launches one by one, by the part of a step that one graph launches; an estimate."""
+"""Share of kernels that the host still launches one by one, by the part of a step that one graph launches. An
+estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """The blocks of a model: layers, embedding and head."""
+    """Times of a model's parts: a dense layer, an MoE layer, the embedding and the head."""
 
     dense: Block
     moe: Block
@@ -68,10 +70,10 @@ class Parts(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all candidates on each node group, computed once for each distinct combination of `LAYER_COUNTS`.
+    """The times of the model's parts for all candidates on each node group.
 
-    `combinations` has one candidate per combination; `index` is the index of each candidate's combination. `parts` are
-    the blocks of `combinations`.
+    They are computed once for each distinct combination of `LAYER_COUNTS`: `combinations` has one candidate per
+    combination, `parts` the parts of these candidates. `index` is the index of each candidate's combination.
     """
 
     combinations: tuple[Layout, ...]
@@ -90,7 +92,7 @@ class Blocks:
         return replace(self, index=tuple(each[rows] for each in self.index))
 
     def on(self, group: int) -> Parts:
-        """Return the blocks of each candidate on the devices of a node group."""
+        """Return the parts of each candidate on the devices of node group `group`."""
         return self.parts[group][self.index[group]]
 
 
@@ -103,7 +105,7 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _NoCollectives:
-    """Costs of collectives that take no time, for a single rank."""
+    """Costs of collectives for a single rank: they take no time."""
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         return np.zeros_like(payload_bytes)
@@ -113,7 +115,7 @@ class _NoCollectives:
 
 
 def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
-    """Return the seconds of each part of one step, which add up to the step; NaN if a cost is unknown.
+    """Return the seconds of each part of one step, which add up to the step. They are NaN if a cost is unknown.
 
     `blocks` are the blocks of the candidates at `costs_in_run(costs)`, if already computed. The parts are those of the
     slowest stage, with the costs of its node group. The rest of the pipeline's time is split into exposed messages and
@@ -153,9 +155,10 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
 
 
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
-    """Return the passes of the first candidate's pipeline; None if a cost is unknown.
+    """Return the passes of the first candidate's pipeline. Returns None if a cost is unknown.
 
-    The passes of a stage that waits for longer messages than usual, at a border between node groups, include this wait.
+    If a stage's messages take longer than usual, because it is at a border between node groups, its passes include the
+    longer wait.
     """
     layout, costs = layout[slice(0, 1)], costs_in_run(costs)
     placement, count = Placement.from_layout(layout, costs), int(layout.pipeline[0])
@@ -190,7 +193,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
 
 
 def _in_replica(layout: Layout) -> Layout:
-    """Return the sizes that messages between stages see: the ranks of one replica, if they are consecutive."""
+    """Return the layout for messages between stages: only the ranks of one replica if these are consecutive."""
     return replace(layout, data=np.ones_like(layout.data)) if layout.here else layout
 
 
@@ -209,14 +212,14 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
 
 
 def costs_in_run(costs: Costs) -> Costs:
-    """Return costs with the slower kernels of a run on many devices."""
+    """Return the costs in a run on many devices, where kernels are slower than alone."""
     kernels = costs.kernels if costs.run_slowdown == 1.0 else with_slowdown(costs.kernels, costs.run_slowdown)
     return replace(costs, kernels=kernels, further={start: costs_in_run(each) for start, each in costs.further.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed(ArrayRecord):
-    """The times of a stage, and its numbers of dense and of expert parameters."""
+    """The time of a stage and of its optimizer step, and its numbers of dense and of expert parameters."""
 
     time: StageTime
     optimizer_s: FloatArray
@@ -227,7 +230,7 @@ class _Timed(ArrayRecord):
 def _timed(
     train: Training, groups: Sequence[Costs], blocks: Blocks, placement: Placement, all_stages: Sequence[Stage]
 ) -> list[_Timed]:
-    """Return the times of stages, each with the layout and the costs of its node group."""
+    """Return the times of each stage, with the layout and the costs of the stage's node group."""
     meshes = [
         (mesh, on, blocks.on(number)) for number, (mesh, on) in enumerate(zip(placement.layouts, groups, strict=True))
     ]
@@ -247,7 +250,7 @@ def _stage_time(
 ) -> StageTime:
     """Return a stage's time of one micro-batch, including waits for kernel launches.
 
-    Full recompute repeats the forward pass of a layer with its collectives before the backward pass; selective
+    Full recompute repeats the forward pass of a layer with its collectives before the backward pass. Selective
     recompute repeats the named modules of the other layers.
     """
     full_share = _recompute_share(train, layout, stage)
@@ -280,7 +283,7 @@ def _stage_time(
 
 
 def _host(train: Training, costs: Costs) -> tuple[float, float]:
-    """Return the seconds of a launch by the host, and the exponent of `launch_wait`."""
+    """Return the seconds that the host needs for one kernel launch, and the exponent of `launch_wait`."""
     host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]
     return host, 1.0 if costs.synchronous else LAUNCH_NORM
 
@@ -288,10 +291,11 @@ def _host(train: Training, costs: Costs) -> tuple[float, float]:
 def launch_wait(
     device: FloatArray, launches: FloatArray, host: FloatArray | float, lag: FloatArray | float
 ) -> FloatArray:
-    """Return the seconds that the device waits for kernel launches of `host` seconds each during a pass.
+    """Return the seconds that the device waits for the host during a pass of `launches` kernels.
 
-    Some kernels are longer than their launches and others shorter, so a pass takes longer than the maximum of both
-    times. Their `lag`-norm is a smooth approximation.
+    `device` is the device's own seconds, `host` the seconds of one launch. Some kernels are longer than their launches
+    and others shorter, so a pass takes longer than the maximum of both times. Their `lag`-norm is a smooth
+    approximation.
     """
     if not np.any(host):
         return np.zeros_like(device)
@@ -319,12 +323,12 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
 
 
 DEPENDS_ON = (*LAYER_COUNTS, "pipeline", "virtual", "selective", "uniform", "block")
-"""Fields of a layout that determine the seconds of its stages, except their numbers of layers."""
+"""Fields of a layout that determine the seconds of its stages, apart from their numbers of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes(ArrayRecord):
-    """Seconds and kernel launches of a block's forward, and of its backward with weight gradients."""
+    """Seconds and kernel launches of a block's forward, and of its backward including weight gradients."""
 
     forward: FloatArray
     launches: FloatArray
@@ -334,11 +338,11 @@ class _Passes(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class _Blocks(ArrayRecord):
-    """Passes through a layer (an MoE layer if the model has any), a leading dense layer, embedding, head, and
-    multi-token prediction without its layers.
+    """Passes through the parts of a model.
 
-    `once_s` is added once per stage in seconds. `recomputed_layers` is the number of layers of a stage that are
-    recomputed in full, inf for all.
+    `layer` is an MoE layer if the model has any, `leading_layer` a leading dense layer, and `mtp` multi-token
+    prediction without its layers. `once_s` is added once per stage, in seconds. `recomputed_layers` is the number of
+    layers of a stage that are recomputed in full, inf for all.
     """
 
     layer: _Passes
@@ -352,9 +356,10 @@ class _Blocks(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A fast estimate of the seconds of a micro-batch on a stage by its number of layers, equal to `StageTime.busy`.
+    """A fast function from a stage's number of layers to its seconds per micro-batch, equal to `StageTime.busy`.
 
-    The search for splits asks thousands of times. `host` and `lag` are those of `launch_wait`, `depths` the MTP layers.
+    The search for splits calls it thousands of times. `host` and `lag` are the arguments of `launch_wait`, `depths` is
+    the number of MTP layers.
     """
 
     blocks: _Blocks
@@ -364,8 +369,9 @@ class Pace:
 
     @classmethod
     def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks, group: int = 0) -> Pace:
-        """Return the estimate of each candidate on the devices of node group `group`, which have these `costs`, without
-        offload of activations.
+        """Return the pace of each candidate on the devices of node group `group`, which have these `costs`.
+
+        Offload of activations is not included.
         """
         zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
         rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
@@ -415,7 +421,9 @@ class Pace:
         mtp: bool = False,
         last: bool = False,
     ) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
+        """Return the seconds of one micro-batch on a stage with `layers` layers, of which `leading` are leading dense
+        layers.
+        """
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * mtp)
         if np.any(leading):
