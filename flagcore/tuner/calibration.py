@@ -1,4 +1,4 @@
-"""Measurements that are kept between runs: those of the user's devices, with costs from them, and those of trials."""
+"""Stores measurements between runs: kernels and collectives on the user's devices, and trials."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements on `devices` devices of a chip. `rows` are measured kernels and collectives, as plain data.
+    """Measurements of kernels and collectives on `devices` devices of a chip.
 
-    `aliases` are the aliases of the chip at that time; for a CPU they name the processor. `how` is the tool, `date` is
-    ISO 8601. `others` is the share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
-    `facts` are the figures of a chip that no plugin lists, else None.
+    `rows`: the measurements, as plain data. `aliases`: other names of the chip at that time; for a CPU, they name the
+    processor. `driver`, `torch`: versions. `how`: the tool that measured. `date`: ISO 8601. `others`: share of the CPUs
+    that other processes used meanwhile, from 0 to 1; None if unknown. `facts`: figures of a chip that no plugin lists,
+    else None.
     """
 
     chip: str
@@ -51,12 +52,12 @@ class Calibration:
 
     @property
     def file_name(self) -> str:
-        """The name of the file. A new calibration of the same chip, driver and torch replaces the file."""
+        """The file name. A new calibration of the same chip, driver and torch version replaces the file."""
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
 
     def matches(self, chip: Chip) -> bool:
-        """Return whether the calibration was measured on `chip`; see `same_chip`."""
+        """Return whether the calibration was measured on `chip`, as `same_chip` decides."""
         return same_chip(self.chip, self.aliases, chip)
 
 
@@ -68,21 +69,24 @@ class Calibrations:
 
     @classmethod
     def of_user(cls) -> Calibrations:
-        """Return the calibrations of the user, in FLAGCORE_HOME, XDG_DATA_HOME or ~/.local/share."""
+        """Return the user's calibrations, from FLAGCORE_HOME, XDG_DATA_HOME or ~/.local/share."""
         return cls(data_folder() / "calibrations")
 
     def all(self) -> tuple[tuple[Path, Calibration], ...]:
-        """Return the readable calibrations with their files, newest first. Raises RunError."""
+        """Return the readable calibrations with their paths, newest first.
+
+        Raises RunError if the folder cannot be read.
+        """
         return self._read()[0]
 
     def skipped_files(self) -> tuple[tuple[Path, RunError], ...]:
-        """Return the unreadable files with the reasons. Raises RunError."""
+        """Return the paths of unreadable files, each with its error. Raises RunError if the folder cannot be read."""
         return self._read()[1]
 
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
-        """Return the newest calibration of `chip`, preferably with this version of torch.
+        """Return the path and content of the newest calibration of `chip`, or None.
 
-        Raises RunError if a file of this chip cannot be read.
+        One with this version of torch is preferred. Raises RunError if a file of this chip cannot be read.
         """
         readable, unreadable = self._read()
         for path, error in unreadable:
@@ -92,7 +96,7 @@ class Calibrations:
         return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:
-        """Raise RunError unless a calibration can be written."""
+        """Raise RunError unless files can be written to the folder."""
         draft = self.folder / f"{os.getpid()}.draft"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -102,17 +106,17 @@ class Calibrations:
             raise _unwritable(self.folder, error) from None
 
     def save(self, calibration: Calibration) -> Path:
-        """Write a calibration and return its file. Raises RunError."""
+        """Write a calibration and return its path. Raises RunError if it cannot be written."""
         path = self.folder / calibration.file_name
         replace_file(path, _text(calibration))
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the calibrations of a chip, also unreadable ones, and return their files. Raises RunError."""
+        """Delete all calibrations of a chip, including unreadable files, and return their paths. Raises RunError."""
         readable, unreadable = self._read()
         deleted = [path for path, calibration in readable if calibration.chip.casefold() == chip.casefold()]
         deleted += [path for path, _ in unreadable if path.stem.split("--")[0] == _slug(chip)]
-        deleted += (self.folder / "rates").glob(f"{_slug(chip)}--*.json")  # by the chip's plugin
+        deleted += (self.folder / "rates").glob(f"{_slug(chip)}--*.json")  # peak rates that the chip's plugin measured
         delete_files(deleted)
         return tuple(deleted)
 
@@ -133,13 +137,16 @@ class Calibrations:
 
 
 def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
-    """Return whether a measured chip is `chip`: the names are equal, and so are the aliases or at least one of them."""
+    """Return whether the measured chip with `name` and `aliases` is `chip`.
+
+    The names must be equal, and the aliases must be equal or share at least one.
+    """
     measured, known = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
     return name.casefold() == chip.name.casefold() and (measured == known or bool(measured & known))
 
 
 def read(path: Path) -> Calibration:
-    """Return the calibration in a file. Raises RunError."""
+    """Read a calibration from a file. Raises RunError if the file is invalid."""
     try:
         data = json.loads(read_regular(path))
         if data.pop("schema") != SCHEMA:
@@ -152,7 +159,7 @@ def read(path: Path) -> Calibration:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file in the user's data folder atomically. Raises RunError."""
+    """Write a file in the user's data folder atomically. Raises RunError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, text)
@@ -161,7 +168,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def delete_files(paths: Iterable[Path]) -> None:
-    """Delete files that may not exist. Raises RunError."""
+    """Delete files, and ignore missing ones. Raises RunError if a file cannot be deleted."""
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -175,7 +182,7 @@ def _unwritable(path: Path, error: OSError) -> RunError:
 
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
-    """Return whether a file has the name of a calibration of `chip`. The name of a CPU includes the processor."""
+    """Return whether `path` is named like a calibration of `chip`. For a CPU, the file name includes the processor."""
     name, *parts = path.stem.split("--")
     is_other_processor = len(parts) == 3 and chip.aliases and parts[0] not in map(_slug, chip.aliases)
     return name == _slug(chip.name) and not is_other_processor
@@ -186,7 +193,7 @@ def _slug(name: str) -> str:
 
 
 def _text(calibration: Calibration) -> str:
-    """Return a calibration as JSON with one line per row."""
+    """Format a calibration as JSON, with one line per measurement."""
     fields = {name: value for name, value in asdict(calibration).items() if value is not None}
     head = {"schema": SCHEMA, **{name: value for name, value in fields.items() if name != "rows"}}
     if calibration.others is not None:
@@ -197,7 +204,10 @@ def _text(calibration: Calibration) -> str:
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
-    """Return kernel costs for `chip` from measured kernels and, for other kernels, `curve`. Raises RunError."""
+    """Return kernel costs for `chip`: the measured ones, and for other kernels its roofline with `curve`.
+
+    Raises RunError.
+    """
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
@@ -206,7 +216,7 @@ def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTa
 
 
 def collective_table(calibration: Calibration) -> CollectiveTable | None:
-    """Return the measured times of collectives within a node; None if none were measured. Raises RunError.
+    """Return the measured times of collectives within a node, or None if none were measured. Raises RunError.
 
     If a small message took longer than a larger one, the measurement was disturbed, and the smaller time is used.
     """
@@ -226,7 +236,10 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
 
 
 def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:
-    """Return a curve from seconds by payload, made non-decreasing."""
+    """Return the curve of a collective from seconds by payload in bytes.
+
+    Times are reduced where they would decrease.
+    """
     sizes = tuple(sorted(times))
     seconds = tuple(min(times[larger] for larger in sizes if larger >= size) for size in sizes)
     return CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds)
@@ -247,14 +260,15 @@ class Experience:
 
     @classmethod
     def of_user(cls) -> Experience:
-        """Return the measured trials of the user, in a folder next to the calibrations."""
+        """Return the user's measured trials, from a folder next to the calibrations."""
         return cls(Calibrations.of_user().folder.parent / "experience")
 
     def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
-        """Write the measurements of a run, and return the file; None if there is nothing to store. Raises RunError.
+        """Write the measured trials of a run to a file, and return its path. Returns None if there is nothing to store.
 
-        Serving jobs with several load points, a trace or images are not stored, because a record has one load of text,
-        nor jobs of models that no inline shape describes.
+        Raises RunError if the file cannot be written. Serving jobs with several load points, a trace or images are not
+        stored, because a record describes a single load of text. Jobs whose model has no inline shape are not stored
+        either.
         """
         work = task.spec.work
         if not task.spec.model.is_inline:
@@ -266,7 +280,7 @@ class Experience:
             for trial in trials
             if trial.state is TrialState.MEASURED
             and trial.fidelity == RUN
-            and not trial.fewer_nodes  # its candidate ran with fewer replicas
+            and not trial.fewer_nodes  # it ran with fewer replicas than its candidate has
         ]
         if not records:
             return None
@@ -275,7 +289,7 @@ class Experience:
         return path
 
     def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the records of a chip and an engine, those of the latest run first. Unreadable files are skipped."""
+        """Yield the stored trials of an engine on a chip, latest run first. Unreadable files are skipped."""
         for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
             if path.stem == exclude_run:
                 continue
@@ -284,7 +298,7 @@ class Experience:
                 yield from (line for line in lines if _matches(line, chip, engine))
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the files with measurements on a chip, and return their paths. Raises RunError."""
+        """Delete the files with trials on a chip, and return their paths. Raises RunError."""
         deleted = []
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -309,7 +323,7 @@ def _modification_time(path: Path) -> float:
 
 
 def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
-    """Return a trial as a job record."""
+    """Return a measured trial as a record of its model, cluster, job, candidate and measurements."""
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used_bytes = measured.device_used_bytes
@@ -336,7 +350,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
 
 
 def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
-    """Return the fields of the training job, with the batch size that ran."""
+    """Return the training job's fields for the record, with the global batch size that the trial ran."""
     names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
     fields = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
     return fields | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})

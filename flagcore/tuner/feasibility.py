@@ -1,4 +1,4 @@
-"""What predictions say before any trial: whether candidates fit and keep limits, what is unknown, and a dry run."""
+"""Answers from predictions alone: whether candidates fit and meet the limits, why times are unknown, and a dry run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,21 +22,26 @@ from flagcore.tuner.stages.predict import predict_columns, record
 from flagcore.tuner.stages.rank import learn
 
 NEAREST_ROWS = 64
-"""The number of candidates, those closest to the limits, that are also predicted at lower loads."""
+"""This number of candidates, those closest to the limits, are also predicted at lower loads."""
 HALVINGS, BISECTIONS = 10, 4
-"""The load is halved at most HALVINGS times, and the highest load within the limits is found by bisection to 7%."""
+"""The load is halved at most HALVINGS times. Bisection in BISECTIONS steps then finds the highest load within the
+limits to 7%."""
 
 
 def require_candidate(problem: Problem) -> None:
-    """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
+    """Raise NothingFits if no candidate is left.
+
+    The message reports how many candidates each rule removed, and which one came closest to fitting.
+    """
     if not problem.pruned.open_rows.size:
         raise NothingFits(nothing_fits_text(problem))
 
 
 def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | None = None) -> str:
-    """Return one line: the count of each rule, the candidate that came closest, and a change with which one fits.
+    """Explain in one line why no candidate is left.
 
-    The default of `cheapest_change` is advice on other hardware.
+    The line reports how many candidates each rule removed, which one came closest to fitting, and a change with which
+    one fits. `cheapest_change` returns this change; by default, the line advises other hardware.
     """
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
@@ -59,7 +64,7 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
 
 
 def only_baseline_text(problem: Problem) -> str:
-    """Return one line with the smallest of the candidates of the space if only the baseline fits; else empty."""
+    """Return a line about the smallest of the other candidates if only the baseline fits, else an empty string."""
     if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
         return ""
     rows = np.flatnonzero(~problem.predictions.fits)
@@ -73,7 +78,7 @@ def only_baseline_text(problem: Problem) -> str:
 
 
 def _smallest_text(problem: Problem, rows: IntArray) -> str:
-    """Return the candidate of `rows` that needs the smallest share of its devices' memory, with this memory."""
+    """Return a line about the candidate in `rows` that needs the smallest share of a device's memory."""
     predictions = problem.predictions
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
@@ -87,21 +92,24 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
 
 
 def _main_rule(problem: Problem, rows: IntArray) -> tuple[str, str]:
-    """Return the name and the message of the rule that removes most of some rows."""
+    """Return the name and the message of the rule that removes most of the candidates in `rows`."""
     place = int(np.bincount(problem.pruned.rule[rows]).argmax()) - 1
     name = problem.pruned.rules[place]
     return name, problem.messages.get(name, "")
 
 
 def _excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
-    """Return the largest ratio of a figure to its limit for each candidate, infinity if a figure is unknown."""
+    """Return the largest ratio of a predicted figure to its limit for each candidate.
+
+    An unknown figure gives infinity.
+    """
     ratios = [predictions.figures[name] / limit for name, limit in limits.items()]
     largest: FloatArray = np.nan_to_num(np.max(ratios, axis=0), nan=np.inf)
     return largest
 
 
 def _scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
-    """Return the loads with a share of their clients or rates; None if a load cannot be reduced."""
+    """Return the loads with a share of their clients or request rates, or None if a load cannot be reduced."""
     loads = []
     if serve.highest is not None:
         return None
@@ -117,9 +125,9 @@ def _scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
 
 
 def unmet_text(problem: Problem) -> str:
-    """Return a line with the candidate that is nearest to the limits, and the highest load at which one meets them.
+    """Return a line about the candidate nearest to the limits, and the highest load at which a candidate meets them.
 
-    Empty if a candidate is predicted to meet the limits, or if no candidate fits.
+    The line is empty if a candidate is predicted to meet the limits, or if no candidate fits into memory.
     """
     task, predictions = problem.task, problem.predictions
     limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
@@ -130,7 +138,10 @@ def unmet_text(problem: Problem) -> str:
     columns, found = problem.space.columns(rows), list[tuple[Load, Candidate]]()
 
     def is_feasible(share: float) -> bool:
-        """Return whether a candidate meets the limits at a share of the load, and store the load and the candidate."""
+        """Return whether a candidate meets the limits at a share of the load.
+
+        Append the load and the candidate to `found`.
+        """
         loads = _scaled_loads(task.spec.serve, share)
         if loads is None:
             return False
@@ -162,7 +173,7 @@ def unmet_text(problem: Problem) -> str:
 
 
 def _budget_from(task: Task) -> str:
-    """Return the source of a device's memory budget."""
+    """Return a phrase that names the source of a device's memory budget."""
     group = task.cluster.groups[0]
     if len(task.cluster.groups) > 1:
         return task.cluster.chips
@@ -175,7 +186,7 @@ def _budget_from(task: Task) -> str:
 
 
 def _other_hardware(task: Task) -> str:
-    """Return how to use other hardware, with the chip that was found if the spec leaves it to this machine."""
+    """Return advice on other hardware. It names the detected chip if the spec leaves the choice to this machine."""
     if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
         return _("give cluster more devices or nodes, or a chip with more memory")
     return _(
@@ -185,14 +196,17 @@ def _other_hardware(task: Task) -> str:
 
 
 def require_predicted_time(problem: Problem) -> None:
-    """Raise NoDevice unless some candidate has a predicted time. Probes need it, too: they do not run communication."""
+    """Raise NoDevice unless at least one candidate has a predicted time.
+
+    Probes need predicted times, too, because they do not run communication.
+    """
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
         reason = no_time(problem.task, problem.costs)
         raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
 def dry_run(problem: Problem) -> Plan:
-    """Return a plan from predictions: the baseline and the `max_trials` fastest candidates."""
+    """Return a plan without trials: the predictions of the baseline and of the `max_trials` fastest candidates."""
     task, row = problem.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
     order = [int(each) for each in rows_by_time(problem)]
@@ -229,7 +243,7 @@ NETWORK = "give cluster.nic_bytes_per_second"
 
 
 def no_time(task: Task, costs: Costs) -> str:
-    """Return why no time can be predicted for a task: the unknown rates, and how to provide them."""
+    """Explain why no time can be predicted for a task: which rates are unknown, and how to provide them."""
     precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
     for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
         known = _known_precisions(group_costs)
@@ -260,14 +274,17 @@ def _known_precisions(costs: Costs) -> list[str]:
 
 
 def _other_precision(group: NodeGroup, precisions: list[str], precision: str) -> str:
-    """Return a message with the precisions of a chip that can be predicted."""
+    """Return a message that names the precisions of a chip for which times can be predicted."""
     *others, last = [each for each in precisions if each in group.chip.dense_flops_per_second] or precisions
     usable = f"{', '.join(others)} or {last}" if others else last
     return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"
 
 
 def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
-    """Yield each unknown rate of a node group, and how to provide it."""
+    """Yield the name of each unknown rate of a node group, and how to provide it.
+
+    `has_peak`: whether the chip's peak rate in any precision is known.
+    """
     chip = group.chip.name
     if not has_peak:
         yield f"the peak rate of {chip} in {precision}", MEASURED

@@ -50,7 +50,7 @@ MAX_CONSECUTIVE_BUSY = 3
 class Dependencies:
     """The objects that the loop calls.
 
-    `probe_strategy` chooses the candidates to probe before the first run; None: `strategy` does.
+    `probe_strategy` chooses the candidates to probe before the first run. If it is None, `strategy` chooses them.
     """
 
     plugins: Plugins
@@ -65,7 +65,7 @@ class Dependencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """The result of a tune, and the error that stopped it early, if any."""
+    """The plan and the problem of a search, and the error that stopped it early, or None."""
 
     plan: Plan
     problem: Problem
@@ -75,7 +75,7 @@ class TuneResult:
 def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
     """Find the fastest candidate by running or probing candidates, or from predictions alone.
 
-    Finished trials are stored even if this raises.
+    Finished trials are stored even if an exception is raised.
     """
     fidelity = spec.control.fidelity
     problem = build_problem(spec, dependencies.plugins, dependencies.workload)
@@ -107,7 +107,7 @@ def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
 
 
 class _Search:
-    """One call of `tune`: the problem, the store, the trials that run, and the state of the search."""
+    """One call of `tune`: the problem, the store, the running trials, and the state of the search."""
 
     def __init__(self, problem: Problem, dependencies: Dependencies) -> None:
         self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
@@ -135,14 +135,14 @@ class _Search:
         cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
         dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
         self.can_run_on = cache(lambda nodes: SmallerTask(problem.platform, nodes).runs(problem.space.columns()))
-        """Which rows of the space can run on a number of nodes, with fewer replicas."""
+        """For a number of nodes, which rows of the space can run on them with fewer replicas."""
         self.search_time = search_time(problem) if self.fidelity == RUN else None
-        """How long all trials may take; None after the first event, which reports it."""
+        """The estimated time of all trials. The first event reports it; it is None afterwards."""
         self._learn()
 
     @property
     def elapsed(self) -> float:
-        """Seconds that this run has taken, including calls before it was resumed."""
+        """The seconds that this run has taken, including earlier calls of a resumed run."""
         return self.seconds_before + time.monotonic() - self.started
 
     def run(self) -> str:
@@ -164,7 +164,10 @@ class _Search:
             self._finish(self.pool.next_finished())
 
     def _start_trials(self) -> str:
-        """Start trials while groups are free. Return why no further trial may start, empty if no group is free."""
+        """Start trials while a group of devices is free.
+
+        Return why no further trial may start, or an empty string if no group is free.
+        """
         while self.pool.free_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
@@ -195,7 +198,7 @@ class _Search:
             self._start(self._plan(trial_alone.candidate, Role.INTERFERENCE))
 
     def _is_baseline_done(self, baseline: Candidate) -> bool:
-        """Return whether the baseline has a trial of this run, or cannot be probed."""
+        """Return whether the baseline already has a trial of this run, or cannot be probed."""
         trial = self.state.by_candidate.get(baseline)
         is_done = baseline in self.state.settled and not (trial and trial.source)
         return is_done or (self.fidelity != RUN and not self._has_predicted_time(baseline))
@@ -209,11 +212,14 @@ class _Search:
 
     @property
     def _pending(self) -> list[Trial]:
-        """The search's trials that run now."""
+        """The running trials with the role SEARCH."""
         return [trial for trial in self.pool.trials if trial.role is Role.SEARCH]
 
     def run_probes(self) -> None:
-        """Probe `control.probes` candidates before the first run, for at most MAX_SHARE_OF_PROBES of the time."""
+        """Probe `control.probes` candidates before the first run.
+
+        Probes take at most the share MAX_SHARE_OF_PROBES of `control.max_time`.
+        """
         if self.fidelity != RUN:
             return
         strategy = self.dependencies.probe_strategy or self.dependencies.strategy
@@ -226,7 +232,10 @@ class _Search:
             self._run(self._plan(self.problem.space.candidate(choice.row), Role.SEARCH, choice, fidelity=PROBE))
 
     def repeat(self, search_ended: str) -> None:
-        """Run the baseline, the best and its rivals again in rotation, to reduce the effect of noise."""
+        """Run the baseline, the best candidate and its rivals again in turn, to reduce the effect of noise.
+
+        `search_ended` is the reason why the search stopped, which is stored with each repeat.
+        """
         while trial := next_repeat(self.control, self.state):
             is_possible = self.consecutive_busy < MAX_CONSECUTIVE_BUSY and self._has_nodes(trial.candidate)
             if not is_possible or not has_time_to_repeat(self.control, trial, self.elapsed):
@@ -238,7 +247,7 @@ class _Search:
         return nodes_left(self.groups[self.pool.free_group or 0], self.dependencies.launcher)
 
     def _has_nodes(self, candidate: Candidate) -> bool:
-        """Return whether a candidate can run on the hosts that are left."""
+        """Return whether a candidate can run on the hosts that are still usable."""
         nodes = self._nodes_left
         return nodes is None or bool(self.can_run_on(nodes)[self.problem.row_of(candidate)])
 
@@ -258,7 +267,7 @@ class _Search:
         return context if self.fidelity == RUN else _only_with_predicted_time(context)
 
     def _context_for_probes(self, probed: frozenset[Candidate]) -> SearchContext:
-        """Return the context for choosing a probe: without trials of runs, and without the probed candidates."""
+        """Return the context for choosing a probe: without the trials of runs, and without the probed candidates."""
         context = self._context()
         rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
         open_rows = np.setdiff1d(context.open_rows, np.array(rows, dtype=np.int64))
@@ -283,7 +292,7 @@ class _Search:
         self.pool.start(trial, run)
 
     def interrupt(self, reason: str) -> None:
-        """End all trials that run, and store them."""
+        """Interrupt all running trials and store them with `reason`."""
         for trial in self.pool.stop(reason):
             self._finish(trial)
 
@@ -296,7 +305,7 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> Trial:
-        """Return a trial of a candidate with its prediction, its time limit and its shortened steps."""
+        """Return a trial of a candidate with its prediction, time limit and shortened steps."""
         fidelity = fidelity or self.fidelity
         trial = replace(
             predicted_trial(self.problem, candidate, role, fidelity),
@@ -315,7 +324,7 @@ class _Search:
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:
-        """Return the time limit of a trial, at most the remaining time of the run or of the probes before it."""
+        """Return the time limit of a trial: at most the time that is left for the run, or for the probes before it."""
         earlier = (*self.state.trials, *self.state.repeats)
         limit, left = plan_time_limit(self.problem, trial, earlier), None
         if max_time := self.control.max_time:
@@ -365,6 +374,9 @@ class _Search:
 
 
 def _only_with_predicted_time(context: SearchContext) -> SearchContext:
-    """Return `context` without rows that have no predicted time. Probes need it: they do not run communication."""
+    """Return `context` without the open rows that have no predicted time.
+
+    Probes need a predicted time, because they do not run communication.
+    """
     has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
     return replace(context, open_rows=context.open_rows[has_time])

@@ -1,4 +1,4 @@
-"""The search problem of a spec, before any trial: platform, space, predictions and baseline."""
+"""The search problem of a spec before any trial: its platform, space, predictions and baseline."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,11 @@ from flagcore.tuner.stages.shorten import pruning_of_trials, rules_of_trials
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
-    """Complete the spec, build the space, predict and prune.
+    """Complete `spec`, build the space, predict all candidates and prune them.
 
-    With `plan` or the fidelity `estimate`, no trial runs. If none could run on this machine, the problem is that of
-    production on the chip. Raises NothingFits if no combination is legal, with the count of each rule.
+    No trial runs if `plan` is true or the fidelity is `estimate`. If no trial could run on this machine either, the
+    problem describes production on the chip. Raises NothingFits if no combination is legal; the message counts what
+    each rule removed.
     """
     platform = complete(spec, plugins, workload, plan=plan or spec.control.fidelity == ESTIMATE)
     legal = legality(platform)
@@ -52,7 +53,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
 
 
 def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
-    """Return `problem` with the properties of the task that the engine learns from trials, and new predictions."""
+    """Return `problem` with what the engine learns about the task from trials, and with new predictions."""
     task = problem.workload.learned(problem.task, trials)
     if task == problem.task:
         return problem
@@ -61,7 +62,7 @@ def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
 
 
 def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row from values of engine and plugin knobs. Raises SpecError for an invalid value."""
+    """Encode the values of engine and plugin knobs as columns with one row. Raises SpecError for an invalid value."""
     task = platform.task
     plugin = plugin_columns(task, values)
     engine_values = {name: value for name, value in values.items() if name not in plugin}
@@ -69,9 +70,9 @@ def candidate_columns(platform: Platform, values: Mapping[str, KnobValue]) -> di
 
 
 def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if trials cannot use a listed value of a knob with effects.
+    """Raise SpecError if trials cannot run with a listed value of a knob with effects.
 
-    Also raise if the environment of this process already has a variable that such a knob sets.
+    It is also raised if the environment of this process already has a variable that such a knob sets.
     """
     task = problem.task
     for knob in task.knobs:
@@ -94,13 +95,16 @@ def require_launchable(problem: Problem) -> None:
 
 
 def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
-    """Return why trials of `task` cannot use a value of a knob; empty if they can."""
+    """Return why trials of `task` cannot use a value of a knob, or an empty string if they can."""
     effect = knob.effect(value)
     return effect.no_launch_reason(user_command=has_user_command(task.spec)) if effect else ""
 
 
 def sizes_fixed_at_one(problem: Problem) -> list[str]:
-    """Return a line for each size that must be 1: a rule forbids larger values, and its other knobs have one value."""
+    """Return a line for each parallel size that must be 1.
+
+    This is the case if a rule forbids larger values, and each other knob of the rule has a single value.
+    """
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
     for rule in problem.legality.rules:
@@ -116,9 +120,9 @@ def sizes_fixed_at_one(problem: Problem) -> list[str]:
 
 
 def rows_by_time(problem: Problem) -> IntArray:
-    """Return the open rows in the order of predicted time. Candidates without a time, or that break a limit, are last.
+    """Return the open rows sorted by predicted time, with ties sorted by predicted memory.
 
-    Ties are broken by predicted memory.
+    Candidates without a predicted time, and those that exceed a limit, come last.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
@@ -128,10 +132,10 @@ def rows_by_time(problem: Problem) -> IntArray:
 
 
 def _baseline(platform: Platform, legal: Legality) -> Candidate:
-    """Return the baseline of the spec, or the candidate that an expert would choose without measuring.
+    """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
 
-    The candidate is from the engine's usual space, or from the whole space if the usual space has no legal candidate.
-    Candidates that the chip's pruning rules remove are avoided.
+    This candidate comes from the engine's usual space, or from the whole space if no candidate of the usual space is
+    legal. Candidates that the chip's pruning rules remove are avoided.
     """
     task, workload, baseline = platform.task, platform.workload, platform.task.spec.baseline
     if baseline is None:
@@ -155,7 +159,7 @@ def _baseline(platform: Platform, legal: Legality) -> Candidate:
 
 def _nothing_legal(space: Space, legal: Legality) -> str:
     messages = {rule.name: rule.message for rule in legal.rules}
-    removed = reversed(list(space.illegal.items()))  # the last rule removed all that the others left
+    removed = reversed(list(space.illegal.items()))  # the last rule removed all combinations that the others had left
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
     reason = counts or _("the space is empty")
     return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=reason)

@@ -1,4 +1,4 @@
-"""Plans a trial, runs or probes it after its devices become free, and runs several trials in parallel."""
+"""Plans trials, runs or probes them after their devices become free, and runs several of them in parallel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
-    """Return a trial of a candidate with its prediction."""
+    """Return a new trial of a candidate, with its prediction."""
     layers = predict_stage_layers(problem.platform, problem.columns_of(candidate))
     return Trial(
         number=0,
@@ -46,7 +46,7 @@ def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity
 def plan_time_limit(problem: Problem, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None) -> TimeLimit:
     """Return the time limit of a trial, given the `earlier` trials of the run.
 
-    `ranks` is the number of ranks of a probe; None: as many as `ranks_to_probe` returns.
+    `ranks`: the number of ranks of a probe; by default, as many as `ranks_to_probe` returns.
     """
     if trial.fidelity != PROBE:
         return time_limit(problem.platform, trial, earlier)
@@ -57,9 +57,9 @@ def plan_time_limit(problem: Problem, trial: Trial, earlier: Sequence[Trial], ra
 def plan_shortened_steps(
     problem: Problem, trial: Trial, runs: int = 0, most_nodes: int | None = None
 ) -> Shortened | None:
-    """Return how the steps of a trial are shortened; None if they are whole.
+    """Return how the steps of a trial are shortened, or None if they are whole.
 
-    Its candidate already has `runs` runs. The trial uses at most `most_nodes` nodes if others were lost.
+    `runs`: the number of earlier runs of its candidate. `most_nodes`: the maximum number of nodes if nodes were lost.
     """
     spec, columns = problem.task.spec, problem.columns_of(trial.candidate)
     nodes = min(spec.trial_nodes[min(runs, len(spec.trial_nodes) - 1)], most_nodes or spec.cluster.nodes)
@@ -72,7 +72,7 @@ def plan_shortened_steps(
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
-    """Return the predicted memory in bytes that a trial needs on one node, 0 if unknown.
+    """Return the predicted memory that a trial needs on one node, in bytes; 0 if unknown.
 
     For servers and probes, which may use fewer devices, it is the memory of one device.
     """
@@ -87,8 +87,8 @@ def memory_needed(task: Task, trial: Trial) -> float:
 class TrialRunner:
     """Runs and probes trials.
 
-    `groups` has one platform for each group of devices. A trial without a group runs on the first. A probe runs up to
-    `probe_devices` ranks in parallel. `pool` interrupts trials when the search ends.
+    `groups`: one platform for each group of devices; a trial without a group runs on the first. `probe_devices`: the
+    number of ranks that a probe runs in parallel. `pool`: interrupts trials when the search ends.
     """
 
     problem: Problem
@@ -101,8 +101,8 @@ class TrialRunner:
     def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
         """Wait for the devices of a trial, then run or probe it, and return it with its outcome.
 
-        It is stopped early if it is clearly slower than `best`. A `cold` trial starts as a new process instead of a
-        fork. `on_wait` is called with the reason if the trial waits for its devices. The trial fails and is
+        The trial is stopped early if it is clearly slower than `best`. A `cold` trial starts as a new process instead
+        of a fork. `on_wait` is called with the reason if the trial has to wait for its devices. The trial fails and is
         inconclusive if its devices stay busy, or if it runs out of memory while other programs use them. If a plugin
         fails to prepare the launch, only this trial fails. Raises LaunchError if no trial can be started.
         """
@@ -133,13 +133,13 @@ class TrialRunner:
         )
 
     def _measure(self, platform: Platform, trial: Trial, best: Trial | None, cold: bool) -> Trial:
-        """Run a trial. If it fails after a fork, it starts once more as a new process."""
+        """Run a trial. If it fails after it was forked, run it once more as a new process."""
         assert trial.time_limit is not None
         folder, limit = self.store.folder(trial), trial.time_limit
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
         ran = trial
-        if trial.fewer_nodes:  # it has fewer replicas there
+        if trial.fewer_nodes:  # on fewer nodes, the candidate has fewer replicas
             smaller = SmallerTask(self.problem.platform, trial.fewer_nodes)
             columns = self.problem.columns_of(trial.candidate)
             ran = replace(trial, candidate=smaller.candidate(columns, self.problem.legality.axes))
@@ -151,7 +151,7 @@ class TrialRunner:
 
         outcome = started(cold=cold)
         if outcome.state is TrialState.FAILED and outcome.warm and not outcome.inconclusive:
-            forked, outcome = outcome, started(cold=True)  # the fork may have failed, and not the candidate
+            forked, outcome = outcome, started(cold=True)  # the cause may be the fork instead of the candidate
             reason = outcome.reason or f"it was started again, because its forked process failed: {forked.reason}"
             outcome = replace(
                 outcome, reason=reason, duration_s=(forked.duration_s or 0.0) + (outcome.duration_s or 0.0)
@@ -159,7 +159,7 @@ class TrialRunner:
         return replace(outcome, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:
-        """Probe the ranks of a candidate. Results of an earlier, interrupted probe of the candidate are reused."""
+        """Probe the ranks of a candidate. The results of an earlier, interrupted probe of the candidate are reused."""
         assert trial.time_limit is not None
         platform = with_hosts(self.problem.platform, self.launcher)
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
@@ -180,7 +180,7 @@ class TrialRunner:
 
 @contextmanager
 def _pinned_to(cores: Sequence[int]) -> Iterator[None]:
-    """Restrict this thread, and the processes that it starts, to `cores`. Without cores, change nothing."""
+    """Restrict this thread, and the processes that it starts, to `cores`. An empty sequence changes nothing."""
     if not cores:
         yield
         return
@@ -194,7 +194,7 @@ def _pinned_to(cores: Sequence[int]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A trial in the pool, until its `outcome` is returned.
+    """A trial in the pool, which remains there until its `outcome` is returned.
 
     The thread that acquires `claim` runs the trial. `done` is set when that thread ends.
     """
@@ -221,7 +221,7 @@ class TrialPool:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Trials that run, and those whose outcome has not been returned yet."""
+        """The trials that run, and those whose outcome has not been returned yet."""
         return tuple(entry.trial for entry in self._entries.values())
 
     @property

@@ -1,11 +1,12 @@
-"""A serving engine as a workload of the core.
+"""Serving engines as workloads of the core.
 
-Job records of published runs are completed with the settings that they omit:
+Job records of published runs omit some settings. They are filled in as follows:
 
-- The KV cache has 8 bits if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for such chips
-  use it, and the numbers of requests in published points confirm it. On other chips it has 16 bits.
-- If the weights take more than 80% of a device, the engine may use 95% of its memory.
-- A missing release or a commit is replaced with a release from the time of the measurements.
+- The KV cache has 8-bit elements if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for
+  such chips use such a cache, and the numbers of requests in published points confirm it. Otherwise it has 16 bits.
+- If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
+- If the engine's release is missing or is a commit, `PublishedRuns.release` is used, which was released around the time
+  of the measurements.
 - Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
@@ -54,7 +55,7 @@ from flagcore.errors import SpecError, UsageError
 
 @dataclass(kw_only=True, eq=False)
 class Engine(EngineProfile, Workload):
-    """A serving engine with what the core asks of it. All engines share it, and have a profile each."""
+    """A serving engine as the core's `Workload`. All engines share this class and differ in their `EngineProfile`."""
 
     kind: str = "serve"
     targets: Collection[str] = ("compose", DYNAMO)
@@ -64,23 +65,27 @@ class Engine(EngineProfile, Workload):
     groups = start.server_groups
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
-        """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
+        """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
         return common_knobs.parse(values, self.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
-        """Return the values of a candidate without knobs, on as many devices as the weights need."""
+        """Return the knob values of a candidate that sets no knob itself.
+
+        They are the neutral values, the minimum number of devices for the weights, and the values that `engine_args`
+        fix.
+        """
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
-        """Return the devices of all instances of each row together."""
+        """Return the number of devices of each candidate, summed over its instances."""
         kinds = placement.instance_kinds(task, columns)
         return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
-        """Return the overheads for a task.
+        """Return the engine's overheads for a task.
 
-        With `on_host` the CPU that schedules also computes, so small kernels have no launches.
+        `on_host`: the CPU that schedules also computes, so small kernels have no launch overhead.
         """
         serve = task.spec.serve
         overheads = overheads_of(self.program.overheads, serve.engine_version)
@@ -105,7 +110,10 @@ class Engine(EngineProfile, Workload):
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the logarithms of the instances and of the first kind's TP, sequences and tokens."""
+        """Return the base-2 logarithms of each candidate's instance count, TP size and batch limits.
+
+        The TP size and the limits on sequences and tokens are those of its first kind of instance.
+        """
         kinds = placement.instance_kinds(task, columns)
         settings, rows = self.settings(task, kinds.columns), kinds.first_rows
         figures = {
@@ -120,12 +128,15 @@ class Engine(EngineProfile, Workload):
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return the rows whose knobs need at least as much memory as the candidate's; unset knobs have no order."""
+        """Return which rows certainly need at least as much memory as `candidate`, judged by their knobs.
+
+        A knob that `candidate` does not set, or whose effect on memory is unknown, must have the same value in both.
+        """
         values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
         for name, column in columns.items():
             value, order = values.get(name), orders.get(name, 0)
-            if isinstance(value, str):  # only its axis can encode a word
+            if isinstance(value, str):  # the code of a word is known only to its axis
                 return np.zeros_like(result)
             code = 0 if value is None else int(value)
             if order > 0 and code > 0:
@@ -137,7 +148,7 @@ class Engine(EngineProfile, Workload):
         return result
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return no row: no knob slows down every model and load."""
+        """Return False for every row: no knob slows down every model and load."""
         return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
@@ -152,7 +163,7 @@ class Engine(EngineProfile, Workload):
         return columns
 
     def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
-        """Return the columns of a candidate, which may also have knobs of plugins."""
+        """Encode a candidate as one-row columns, without the knobs of plugins."""
         own = {axis.knob for axis in self.axes(task)}
         return self.columns(task, {knob: value for knob, value in candidate.items if knob in own})
 
@@ -171,7 +182,7 @@ class Engine(EngineProfile, Workload):
         return self.program.version(spec)
 
     def ready(self, spec: Spec) -> None:
-        """Raise SpecError or NoDevice unless servers of `spec` can run here."""
+        """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster
         if cluster.groups:
             chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
@@ -198,7 +209,7 @@ class Engine(EngineProfile, Workload):
         return start.launch(platform, self, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
-        """Return the known predicted figures of a candidate."""
+        """Return the predicted metrics of a candidate by name, without NaN and infinite ones."""
         columns = self._columns_of(platform.task, candidate)
         figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
@@ -235,12 +246,12 @@ class Engine(EngineProfile, Workload):
 
 
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
-"""Published runs raise the engine's share of memory to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE`
-of a device."""
+"""Published runs raise the engine's share of a device's memory to `RAISED_SHARE` if the weights take more than
+`CROWDED_SHARE` of it."""
 
 
 def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
-    """Return the completed task and knobs of a job record."""
+    """Return the task and the knob values of a job record, with omitted settings filled in (see the module)."""
     serve, chip = task.spec.serve, task.cluster.groups[0].chip
     values = dict(values)
     if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
@@ -250,7 +261,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
     if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
-    kinds = values.get(PREFILL_DECODE)  # `auto` may not have these layouts
+    kinds = values.get(PREFILL_DECODE)  # the space must contain this value, which `auto` may not
     space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else task.spec.space
     return replace(task, spec=replace(task.spec, work=serve, space=space)), values
 
@@ -265,11 +276,15 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
 
 CERTAIN_SHARE = 0.4
 """A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first
-token took less than 0.49 of the prediction."""
+token were below 0.49 of the prediction."""
 
 
 class SloImpossible:
-    """Prunes candidates whose predictions miss a limit even at the lower end of twice the uncertainty."""
+    """Prunes candidates whose predictions miss an SLO limit by far.
+
+    The prediction is compared at the lower end of its 80% interval, with the distance doubled on a logarithmic scale,
+    and at `CERTAIN_SHARE` of its value at most.
+    """
 
     name = "slo_impossible"
 
@@ -279,7 +294,7 @@ class SloImpossible:
         self.message = f"the prediction misses the SLO by far ({bounds})"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return the rows that cannot meet a limit; rows with an unknown metric or interval are kept."""
+        """Return which rows cannot meet a limit. Rows with an unknown metric or interval are not pruned."""
         lower_share = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN_SHARE)
         is_pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
         for name, limit in self._limits.items():
@@ -289,15 +304,17 @@ class SloImpossible:
 
 
 FIXED_RATES = RATES[:3]
-"""Rates that the arrivals of requests determine, if servers keep up."""
+"""Rates that the arrivals of requests determine as long as the servers keep up."""
 
 LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
-"""Seconds from which a limit is questioned. The whole answer (`e2e_s`) may take long."""
+"""Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
 
 
 def _spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
-    """Yield a line for an unknown release, limits that look like milliseconds, too few requests, an objective that
-    the load determines, speculation with unknown acceptance, and quantized weights of an unknown format.
+    """Yield one warning per line for doubtful settings of a spec.
+
+    They are an unknown release, limits that look like milliseconds, too few requests, an objective that the load
+    determines, speculation with unknown acceptance, and quantized weights of an unknown format.
     """
     serve = spec.serve
     yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)

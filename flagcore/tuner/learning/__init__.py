@@ -1,1 +1,1 @@
-"""Learns the ratio of measured to predicted figures and its uncertainty."""
+"""Learns the ratio of measured to predicted figures, and how uncertain it is."""

@@ -1,12 +1,13 @@
-"""Gaussian processes for the logarithm of measured over predicted figures.
+"""Gaussian processes for the logarithm of the ratio of measured to predicted figures.
 
-In the prior, the error of a candidate is a sum of independent terms: for the chip; for the task; for each part of the
-step, so that a slow link affects all candidates that use it; for each part in a task; smooth functions of kernel sizes,
-of each knob, and of all knobs in a task; and an error of the candidate alone.
+In the prior, the error of a prediction is a sum of independent terms. There is one term for the chip, one for the task,
+one for each part of the step (a slow link affects all candidates that use it), and one for each part in each task.
+There are smooth functions of the kernel sizes, of each knob, and of all knobs in a task. The last term is an error of
+the single candidate.
 
-The independent error of single candidates is unknown, and earlier runs may not apply to the current task. Therefore
-there are several processes, for different sizes of this error, with and without earlier runs. They are averaged with
-their likelihood of the task's trials as weights (Bayesian model averaging; Hoeting et al. 1999).
+The size of the single candidate's error is unknown, and earlier runs may not apply to the current task. Therefore there
+are several processes: for different sizes of this error, with and without earlier runs. Their average is weighted by
+the likelihood of the task's trials under each process (Bayesian model averaging; Hoeting et al. 1999).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Standard deviations of the logarithm of measured over predicted, and length scales in octaves.
+    """Prior standard deviations of the logarithm of measured over predicted, and length scales in octaves.
 
-    `part_of_task` is the deviation of a part of the step in one task, `own` that of the function of all knobs in a
-    task, and `row` that of a single candidate. `slowdown` replaces `task` in rare runs that are slower as a whole, on a
-    busy machine; 0: there are none.
+    `chip`, `task`: of errors that all candidates on a chip, or of a task, have in common. `part`, `part_of_task`: of a
+    part of the step, on a chip and in one task. `size`: of the function of kernel sizes. `knob`: of the function of one
+    knob. `own`: of the function of all knobs in a task. `row`: of a single candidate. `slowdown`: replaces `task` in
+    rare runs that are slower as a whole, on a busy machine; 0 if there are none.
     """
 
     chip: float
@@ -47,23 +49,24 @@ class Scales:
 TIME = Scales(
     chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, knob=0.03, own=0.05, row=0.03, slowdown=2.0
 )
-"""The scales for step times, from published runs that were not fitted: 5 to 20% between sources, 7 to 10% within
-(docs/accuracy.md). The length scales and `slowdown` are chosen: 16 busy processes on two cores slow a run 9 times."""
+"""Scales for step times, from published runs to which nothing was fitted: errors of 5 to 20% between sources, 7 to 10%
+within one (docs/accuracy.md). The length scales and `slowdown` are chosen: 16 busy processes on two cores slow a run
+down by a factor of 9."""
 
 MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
-"""The scales for memory in use, from measured runs (docs/accuracy.md): 2 to 4% if the context size of the chip is
-known, more if it is estimated. The length scales are chosen."""
+"""Scales for memory in use, from measured runs (docs/accuracy.md): errors of 2 to 4% if the size of the chip's device
+context is known, more if it is estimated. The length scales are chosen."""
 
 QUANTILE_90 = 1.2815515655446004
-"""The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
+"""The 90% quantile of the standard normal distribution, which is the upper bound of an 80% interval."""
 MAX_INTERVALS = 1000
-"""The maximum number of intervals whose median is taken. Chosen: they differ little."""
+"""The maximum number of intervals over which a median is taken. Chosen: the intervals differ little."""
 
 
 def time_scales(predictions: Predictions) -> Scales:
-    """Return `TIME`, with the deviation of the 80% intervals of `predictions` for the chip if it is larger.
+    """Return `TIME`, with a larger deviation for the chip if the 80% intervals of `predictions` are wider.
 
-    Such intervals belong to chips without measured costs: most of the error is then common to all candidates.
+    Such intervals belong to chips without measured costs. Most of the error is then common to all candidates.
     """
     low, high = predictions.low_s[:MAX_INTERVALS], predictions.high_s[:MAX_INTERVALS]
     is_known = np.isfinite(high) & (low > 0)
@@ -75,7 +78,10 @@ def time_scales(predictions: Predictions) -> Scales:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """The features of candidates as matrices: one row per candidate, and one column per feature or for the task."""
+    """Features of candidates as matrices with one row per candidate.
+
+    `task`: the task number, in one column. `parts`, `sizes`, `knobs`: one column per feature.
+    """
 
     task: FloatArray
     parts: FloatArray
@@ -84,7 +90,7 @@ class Points:
 
     @classmethod
     def from_features(cls, features: Features, task: IntArray | FloatArray) -> Points:
-        """Return the points of candidates with some features and task numbers."""
+        """Build the matrices from the features of candidates and the number of each candidate's task."""
         count = len(features)
         groups = (list(group.values()) for group in (features.parts, features.sizes, features.knobs))
         matrices = (np.stack(columns, axis=1) if columns else np.zeros((count, 0)) for columns in groups)
@@ -94,12 +100,15 @@ class Points:
         return int(self.task.shape[0])
 
     def take(self, rows: IntArray) -> Points:
-        """Return the points of some rows."""
+        """Return the points with the indices `rows`."""
         return Points(self.task[rows], self.parts[rows], self.sizes[rows], self.knobs[rows])
 
 
 def covariance(scales: Scales, left: Points, right: Points) -> FloatArray:
-    """Return the covariance of each of `left` with each of `right`, without the errors of single candidates."""
+    """Return the prior covariance of each of `left` with each of `right`.
+
+    The errors of single candidates are not included.
+    """
     same_task = left.task == right.task.T
     total: FloatArray = scales.chip**2 + scales.task**2 * same_task
     if left.parts.shape[1] and scales.part:
@@ -113,7 +122,7 @@ def covariance(scales: Scales, left: Points, right: Points) -> FloatArray:
 
 
 def variance(scales: Scales, points: Points) -> FloatArray:
-    """Return the diagonal of the covariance of `points` with themselves."""
+    """Return the prior variance at each point, without the errors of single candidates."""
     constant = scales.chip**2 + scales.task**2 + scales.size**2 * bool(points.sizes.shape[1])
     constant += scales.knob**2 * points.knobs.shape[1] + scales.own**2 * bool(points.knobs.shape[1])
     total: FloatArray = constant + (scales.part**2 + scales.part_of_task**2) * (points.parts**2).sum(axis=1)
@@ -127,7 +136,10 @@ def _rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArra
 
 
 def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
-    """Return the sum of the RBF kernels of single columns. Columns have few distinct values, so products are fast."""
+    """Return the sum of the RBF kernels of the single columns.
+
+    Columns contain few distinct values, so products of one-hot matrices are fast.
+    """
     left_factors, right_factors = [], []
     for column in np.concatenate((left, right)).T:
         values, index = np.unique(column, return_inverse=True)
@@ -139,28 +151,29 @@ def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> 
 
 
 PRIOR_WEIGHT = 4.0
-"""The weight of the prior's scale, as a number of measurements. Chosen."""
+"""The weight of a process's prior scale, as a number of measurements. Chosen."""
 
 ERROR_FACTORS, FACTOR_PROBABILITIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
-"""Factors of the prior's independent error of a candidate, and their prior probabilities. Chosen: errors
-of 1.5% to 50% per candidate, of which rough ones are rare."""
+"""Factors of `Scales.row`, and their prior probabilities. Chosen: for step times, they give errors of 1.5% to 50% per
+candidate; large errors are rare."""
 
 PRIOR_VALIDITY = 0.97
 """The prior probability that earlier runs apply to the current task. Chosen."""
 
 SLOWDOWN, SLOWDOWN_RATIO = 0.1, 2.0
-"""The prior probability that `Scales.slowdown` applies, if all trials of the task take at least SLOWDOWN_RATIO times as
-long or as short as predicted. Chosen."""
+"""The prior probability that `Scales.slowdown` applies. It is considered only if all trials of the task take at least
+SLOWDOWN_RATIO times as long as predicted, or all are faster by this ratio. Chosen."""
 
 MIN_PROBABILITY = 1e-3
-"""Processes with a smaller probability are dropped. Chosen to limit the run time."""
+"""Processes with a smaller posterior probability are dropped. Chosen to limit the run time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """The posterior of the logarithm of the ratio.
+    """The posterior of the logarithm of the ratio, as a mixture of processes.
 
-    `means` and `deviations` have the shape (processes, candidates); `probabilities` are those of the processes.
+    `means` and `deviations` have the shape (processes, candidates). `probabilities` contains the probability of each
+    process.
     """
 
     probabilities: FloatArray
@@ -169,13 +182,13 @@ class Posterior:
 
     @property
     def mean(self) -> FloatArray:
-        """The means of the mixture of all processes."""
+        """The mean of the mixture, for each candidate."""
         mean: FloatArray = self.probabilities @ self.means
         return mean
 
     @property
     def deviation(self) -> FloatArray:
-        """The standard deviations of the mixture of all processes."""
+        """The standard deviation of the mixture, for each candidate."""
         square = self.probabilities @ (self.deviations**2 + self.means**2)
         deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
         return deviation
@@ -183,9 +196,10 @@ class Posterior:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A fit of measurements: the Cholesky root of their covariance, and the inverse covariance times their values.
+    """A Gaussian process fitted to measurements.
 
-    `scale` is the posterior scale of all variances, `log_likelihood` the log-likelihood up to a constant.
+    `root`: Cholesky root of the measurements' covariance. `weights`: inverse covariance times measured values. `scale`:
+    posterior scale of all variances. `log_likelihood`: log-likelihood up to a constant.
     """
 
     root: FloatArray
@@ -202,10 +216,11 @@ class _Fit:
         prior_scale: float = 1.0,
         min_scale: float = 0.0,
     ) -> _Fit:
-        """Fit `measured` with mean 0 and the variances `noise`.
+        """Fit `measured` values with the prior mean 0 and the prior `covariance`.
 
-        The scale of all variances is unknown, so the marginal distribution is a Student distribution. Its prior is
-        `prior_scale` with the weight PRIOR_WEIGHT, and the posterior scale is at least `min_scale`.
+        `noise` contains the variances of the measurements. The scale of all variances is unknown, so the marginal
+        distribution is a Student t-distribution. The prior scale is `prior_scale` with the weight PRIOR_WEIGHT. The
+        posterior scale is at least `min_scale`.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = scipy.linalg.cho_solve((root, True), measured)
@@ -220,7 +235,8 @@ class _Fit:
 class _TaskPrior:
     """The prior of a task before its trials, with or without earlier runs.
 
-    `factor_log_probabilities` are the log-probabilities of ERROR_FACTORS.
+    `probability`: prior probability of this prior. `factor_log_probabilities`: log-probability of each of
+    ERROR_FACTORS. `past`, `fit`: the points of earlier runs and the fit to them; None without earlier runs.
     """
 
     scales: Scales
@@ -230,7 +246,7 @@ class _TaskPrior:
     fit: _Fit | None = None
 
     def mean_and_root(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Return the mean of `points`, and a root of the part of their covariance that earlier runs explain."""
+        """Return the prior mean at `points`, and a root of the part of their covariance that earlier runs explain."""
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
         cross = covariance(self.scales, self.past, points)
@@ -241,7 +257,10 @@ class _TaskPrior:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A process: a prior that is fitted to the trials of the task, with the independent error `row` of candidates."""
+    """A task prior that is fitted to the trials of the task.
+
+    `row`: standard deviation of the single candidate's error. `probability`: posterior probability of the process.
+    """
 
     task_prior: _TaskPrior
     fit: _Fit
@@ -250,14 +269,14 @@ class _Process:
 
 
 class Ratios:
-    """Posterior of the ratios of candidates of the current task, task 0 of `observed`.
+    """The posterior of the ratios of measured to predicted figures in the current task, which is task 0 of `observed`.
 
-    As in a Student process (Shah et al. 2014), the variances of each process are scaled by the errors of its
-    predictions, so that intervals are wide if the model does not match the measurements.
+    As in a Student-t process (Shah et al. 2014), the variances of each process are scaled by its prediction errors.
+    Intervals become wide if the model does not match the measurements.
     """
 
     def __init__(self, observed: Observations, rows: Features, scales: Scales) -> None:
-        """Learn from `observed`. Rows for which the posterior is computed later have the same features as `rows`."""
+        """Learn from `observed`. Candidates that are queried later must have the same features as `rows`."""
         no_rows = rows.take(np.zeros(0, dtype=np.int64))
         self._features = Features.join((observed.features, no_rows)) if len(observed) else no_rows
         points = Points.from_features(self._features, observed.task)
@@ -272,7 +291,7 @@ class Ratios:
         self._processes = _processes(task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows])
 
     def posterior(self, rows: Features) -> Posterior:
-        """Return the posterior of each of `rows`."""
+        """Return the posterior of the log ratio of each candidate in `rows`."""
         points = self._points(rows)
         means, deviations = [], []
         for process, mean, roots in self._posteriors(points):
@@ -284,7 +303,10 @@ class Ratios:
         return Posterior(probabilities, np.stack(means), np.stack(deviations))
 
     def sample(self, rows: Features, count: int) -> FloatArray:
-        """Return about `count` joint samples of the logarithms of the ratios of `rows`. Deterministic."""
+        """Return about `count` joint samples of the log ratios of `rows`, one sample per row.
+
+        The result is deterministic.
+        """
         points, rng = self._points(rows), np.random.default_rng(0)
         prior_covariance = cache(lambda scales: covariance(scales, points, points))
         samples = []
@@ -299,7 +321,10 @@ class Ratios:
         return np.concatenate(samples)
 
     def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
-        """Yield the mean of `points` for each process, and roots of the explained part of the covariance."""
+        """Yield each process, its posterior mean at `points`, and two roots of the explained covariance.
+
+        Earlier runs explain the part of the first root, the trials of the task the part of the second.
+        """
         by_prior = {}
         for process in self._processes:
             task_prior = process.task_prior
@@ -320,7 +345,7 @@ class Ratios:
 def _task_priors(
     scales: Scales, own_ratio: FloatArray, past: Points, measured: FloatArray, noise: FloatArray
 ) -> list[_TaskPrior]:
-    """Return the priors of the task without and with earlier runs."""
+    """Return the priors of the task: those without earlier runs, and one fitted to the earlier runs `past`."""
     shared = covariance(scales, past, past)
     fits = [_Fit.from_covariance(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
     log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
@@ -334,7 +359,7 @@ def _task_priors(
 
 
 def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> list[_TaskPrior]:
-    """Return the priors without earlier runs: one, or two if the trials of the task have a large factor in common."""
+    """Return the priors without earlier runs: one, or two if all trials of the task share a large factor."""
     factors = np.log(FACTOR_PROBABILITIES)
     common = max(np.min(own_ratio), np.min(-own_ratio)) if own_ratio.size else 0.0
     if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):
@@ -349,9 +374,10 @@ def _new_priors(scales: Scales, own_ratio: FloatArray, probability: float) -> li
 def _processes(
     task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return the processes of all task priors and error factors with their posterior probabilities.
+    """Return one process per task prior and error factor, each with its posterior probability.
 
-    The scale of a process is at least that of its prior, because a task has few trials.
+    Improbable ones are dropped. The scale of a process is at least the scale of its prior, because a task has few
+    trials.
     """
     components, log_posterior = [], []
     for task_prior in task_priors:

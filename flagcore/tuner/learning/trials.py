@@ -1,5 +1,7 @@
-"""What trials say about open candidates: ratios of measured to predicted figures, the duration of a trial, and the
-probabilities that it succeeds, fits, meets the limits, and is faster than the best.
+"""Estimates for untried candidates from finished trials.
+
+They are the ratios of measured to predicted figures, the duration of a trial, and the probabilities that it succeeds,
+fits, meets the limits, and is faster than the best.
 """
 
 import math
@@ -17,8 +19,8 @@ from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.tuner.learning.ratios import MEMORY, Posterior, Ratios, Scales, time_scales
 
 MAX_ROWS = 4096
-"""The maximum number of open candidates to evaluate, fastest predictions first. Chosen to limit the time between two
-trials."""
+"""The maximum number of open candidates (neither tried nor pruned) to evaluate, fastest predictions first. Chosen to
+limit the time between two trials."""
 
 MIN_NOISE = 0.01
 """The minimum relative noise of a step time. Chosen."""
@@ -28,29 +30,31 @@ PARTIAL_NOISE = 0.05
 Chosen."""
 
 FIRST_STEP_NOISE, UNFINISHED_NOISE = 0.3, 0.15
-"""The relative noise of a trial that ended before it was measured, with its first step only, and with more. Chosen."""
+"""The relative noise of the step time of a trial that ended before it was measured: with one finished step, and with
+more. Chosen."""
 
 PROBE_NOISE = 0.05
-"""The relative noise of a probe, because its communication is modelled and no other rank runs. Chosen."""
+"""The minimum relative noise of a probe: its communication is modelled, and no other rank runs meanwhile. Chosen."""
 
 MEMORY_NOISE = 0.01
 """The minimum relative noise of memory in use. Chosen."""
 
 FIGURE_NOISE = 0.1
-"""The relative noise of a latency: the slowest of a hundred requests varies by this much between runs of a load.
-Chosen as a typical difference."""
+"""The relative noise of a latency. Chosen as a typical difference between runs of a load: the slowest of a hundred
+requests varies by this much."""
 
 MIN_EXCESS, MAX_EXCESS = 0.02, 0.5
-"""Logarithms: the assumed excess over the capacity if a trial runs out of memory, and the maximum excess over the
-prediction. A failure with a larger excess has another cause. Chosen."""
+"""Logarithms of memory ratios. A trial that runs out of memory is assumed to need MIN_EXCESS more than the capacity,
+but at most MAX_EXCESS more than predicted. A failure with a larger excess has another cause. Chosen."""
 
 
 def observed_times(context: SearchContext) -> Observations:
-    """Return the ratios of measured to predicted step times of the search's trials.
+    """Return the ratios of measured to predicted step times for the trials of the search.
 
-    The finished steps of a trial that ended before it was measured count with more noise. If a trial timed out without
-    such steps, the time limit gives a lower bound; the ratio is the bound, or the expected ratio if that is larger. If
-    the bound is much larger, the trial is assumed to have hung, and ignored. So are other failed trials.
+    A trial that ended before it was measured is included, with more noise, if it finished steps. If it timed out
+    without a step, its duration gives a lower bound. The ratio is then the bound, or the expected ratio if that is
+    larger. If the bound is much larger than expected, the trial is assumed to have hung, and is ignored. Other failed
+    trials are ignored, too.
     """
     probes = {probe.number for probe in context.probes}
     found = [(trial, row, measured) for trial, row in trial_rows(context) if (measured := _timed(trial))]
@@ -70,8 +74,10 @@ def observed_times(context: SearchContext) -> Observations:
 
 
 def _time_bounds(context: SearchContext, known: Observations) -> Observations:
-    """Return the lower bounds from runs that timed out without a step. Probes are left out: they run few micro-batches
-    of a step."""
+    """Return lower bounds of the ratios for runs that timed out without a step.
+
+    Probes are excluded, because they run only some micro-batches of a step.
+    """
     control, overhead = context.task.spec.control, overhead_seconds(context)
     found = []
     for trial, row in trial_rows(context):
@@ -89,7 +95,7 @@ def _time_bounds(context: SearchContext, known: Observations) -> Observations:
 
 
 def fastest_open_rows(context: SearchContext) -> IntArray:
-    """Return the open rows with the fastest predictions, at most MAX_ROWS."""
+    """Return the rows of the open candidates with the fastest predictions, at most MAX_ROWS."""
     rows = context.open_rows
     if rows.size <= MAX_ROWS:
         return rows
@@ -98,14 +104,17 @@ def fastest_open_rows(context: SearchContext) -> IntArray:
 
 
 def expected_step_times(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the expected seconds of a step of `rows`, corrected by all trials so far."""
+    """Return the expected step time of each candidate in `rows`, in seconds.
+
+    It is the prediction corrected by all trials so far.
+    """
     ratio = _expected_times(context, observed_times(context), rows)
     seconds: FloatArray = predicted_times(context)[rows] * np.exp(ratio)
     return seconds
 
 
 def expected_times(context: SearchContext, known: Observations) -> Observations:
-    """Return the expected ratios of the pending trials as if they had been measured, given `known` observations.
+    """Return the expected ratios of the pending trials, given `known`, as if these trials had been measured.
 
     This allows choosing several trials one after the other ("kriging believer"; Ginsbourger et al. 2010).
     """
@@ -116,14 +125,14 @@ def expected_times(context: SearchContext, known: Observations) -> Observations:
 
 
 def overhead_seconds(context: SearchContext) -> float:
-    """Return the median time of measured trials without their steps; 0 before the first trial."""
+    """Return the median duration of measured trials without their steps, in seconds; 0 before the first trial."""
     return max(median(overheads(context.task.spec.control, context.trials) or [0.0]), 0.0)
 
 
 def observed_memory(context: SearchContext) -> Observations:
-    """Return the ratios of measured to predicted memory in use of the search's trials.
+    """Return the ratios of measured to predicted memory in use for the trials of the search.
 
-    For a trial that ran out of memory, the capacity gives a lower bound; the ratio is slightly above the bound, or the
+    If a trial ran out of memory, the capacity gives a lower bound. The ratio is then slightly above the bound, or the
     expected ratio if that is larger.
     """
     predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
@@ -145,7 +154,10 @@ def observed_memory(context: SearchContext) -> Observations:
 
 
 def observed_figure(context: SearchContext, name: str) -> Observations:
-    """Return the ratios of measured to predicted values of a server's figure in the search's trials."""
+    """Return the ratios of measured to predicted values of a serving figure for the trials of the search.
+
+    `name` is the name of the figure, such as a latency.
+    """
     predicted = context.predictions.figures[name]
     found = [
         (row, figure, FIGURE_NOISE)
@@ -157,21 +169,27 @@ def observed_figure(context: SearchContext, name: str) -> Observations:
 
 
 def _observed(context: SearchContext, found: Sequence[tuple[int, float, float]], predicted: FloatArray) -> Observations:
-    """Return the ratios to `predicted` of measured values, given as row, value and noise."""
+    """Return the ratios of measured values to `predicted`.
+
+    `found` contains the row, value and relative noise of each.
+    """
     rows = np.array([row for row, _, _ in found], dtype=np.int64)
     ratio = np.log(np.array([value for _, value, _ in found], dtype=np.float64)) - np.log(predicted[rows])
     return _observations(context, rows, ratio, np.array([noise for _, _, noise in found]))
 
 
 def predicted_times(context: SearchContext) -> FloatArray:
-    """Return the predicted step times of all rows: the median for unknown ones, one second if all are unknown."""
+    """Return the predicted step time of every candidate, in seconds.
+
+    Unknown times are replaced by the median of the known ones, or by one second if all are unknown.
+    """
     step = context.predictions.step_time_s
     known = np.isfinite(step)
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
 def _expected_times(context: SearchContext, known: Observations, rows: IntArray) -> FloatArray:
-    """Return the expected log-ratios of the step times of `rows`, given `known` observations."""
+    """Return the expected log ratio of the step time of each candidate in `rows`, given `known` observations."""
     return _expected_ratios(context, (context.past.time, known), rows, time_scales(context.predictions))
 
 
@@ -183,14 +201,14 @@ def _expected_ratios(
 
 
 def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
-    """Return the trials, and the probes of candidates that did not run, with their rows."""
+    """Return each trial with its row in the space, and each probe of a candidate that has not run."""
     candidates_with_runs = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
     trials = (*context.trials, *(probe for probe in context.probes if probe.candidate not in candidates_with_runs))
     return [(trial, row) for trial in trials if (row := context.space.find(trial.candidate)) is not None]
 
 
 def _timed(trial: Trial) -> Measurement | None:
-    """Return the measurement of a trial with a known step time, else None."""
+    """Return the measurement of a trial if it has a known step time, else None."""
     measured = trial.measurement if trial.state in (TrialState.MEASURED, TrialState.STOPPED) else None
     return measured if measured and 0 < measured.step_time_s < math.inf else None
 
@@ -202,28 +220,30 @@ def _observations(context: SearchContext, rows: IntArray, ratio: FloatArray, noi
 
 
 def _spread(measured: Measurement) -> float:
-    """Return the spread of a trial's step times relative to their median."""
+    """Return the spread of a trial's step times, relative to their median."""
     return measured.spread_s / measured.step_time_s
 
 
 def _noise(trial: Trial, measured: Measurement, least: float) -> float:
     """Return the relative noise of a trial's step time.
 
-    The spread is at least `least`, the median of the run's trials, because few steps give a poor estimate.
+    The spread is at least `least`, the median spread of the run's trials, because a few steps give a poor estimate of
+    it.
     """
     spread = max(_spread(measured), least) / math.sqrt(max(len(measured.step_times_s), 1))
     return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
 
 
 def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
-    """Return the seconds of a complete trial: its overhead and its steps.
+    """Return the duration of complete trials in seconds: their overhead and their steps.
 
-    All probes are assumed to take the same time, because they run few micro-batches. It is 1 before the first probe.
+    `log_time`: logarithms of step times in seconds. All probes are assumed to take the same time, because they run few
+    micro-batches. Their duration is one second before the first probe.
     """
     if context.task.spec.control.fidelity == PROBE:
         return np.full_like(log_time, _median_duration(context, (TrialState.MEASURED,)) or 1.0)
     control = context.task.spec.control
-    step = np.minimum(np.exp(log_time), control.max_step_time or math.inf)  # longer ones are shortened
+    step = np.minimum(np.exp(log_time), control.max_step_time or math.inf)  # longer steps are shortened
     seconds: FloatArray = overhead_seconds(context) + control.train_iters * step
     return seconds
 
@@ -231,10 +251,11 @@ def full_trial_seconds(context: SearchContext, log_time: FloatArray) -> FloatArr
 def expected_seconds(
     context: SearchContext, log_time: FloatArray, full: FloatArray, fits: FloatArray, success: FloatArray
 ) -> FloatArray:
-    """Return the expected seconds of a trial, given the probabilities that it fits and that it succeeds.
+    """Return the expected duration of trials in seconds.
 
-    `full` are the seconds of a complete trial. A failed trial takes the median time of earlier trials that failed in
-    the same way; before the first one, the overhead and one step.
+    `log_time`: logarithms of step times in seconds. `full`: durations of complete trials. `fits`: probabilities that
+    trials fit. `success`: probabilities that they succeed if they fit. A failed trial takes the median time of earlier
+    trials that failed in the same way; before the first one, the overhead and one step.
     """
     is_probe = context.task.spec.control.fidelity == PROBE
     one_step = full if is_probe else overhead_seconds(context) + np.exp(log_time)
@@ -245,26 +266,26 @@ def expected_seconds(
 
 
 def _median_duration(context: SearchContext, states: Collection[TrialState]) -> float | None:
-    """Return the median duration of the trials with some states, None without such trials."""
+    """Return the median duration of the trials in one of `states`, in seconds, or None if there are none."""
     return median([trial.duration_s for trial in context.trials if trial.state in states] or [0.0]) or None
 
 
 SUCCESS_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 PRIOR_FAILURES, PRIOR_SUCCESSES = 0.001, 0.2
-"""The beta prior of a knob's value, as numbers of failed and successful trials. Chosen: half a percent of trials
-fail per value, and one failure outweighs the prior."""
+"""The beta prior of the probability that a knob's value makes a trial fail, as numbers of failed and successful trials.
+Chosen: half a percent of trials fail per value, and one failure outweighs the prior."""
 
 ITERATIONS = 50
-"""The number of iterations of expectation-maximization. Chosen: they converge."""
+"""The number of iterations of expectation-maximization. Chosen: the estimates converge."""
 
 
 def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the probability that a trial of each row does not fail for other reasons than memory.
+    """Return the probability that a trial of each row does not fail for a reason other than memory.
 
-    Each value of a knob, and a common cause, fail a trial independently (noisy-OR; Pearl 1988). Their probabilities are
-    estimated by expectation-maximization with a beta prior: failures are attributed to values without successful
-    trials. Before the first failure, all probabilities are 1.
+    Each knob value, and a cause common to all trials, can make a trial fail independently (noisy-OR; Pearl 1988).
+    Expectation-maximization with a beta prior estimates their probabilities: failures are attributed to values without
+    successful trials. Before the first failure, all probabilities are 1.
     """
     failed_rows = np.array([row for trial, row in trial_rows(context) if trial.state in FAILED_STATES], dtype=np.int64)
     if not failed_rows.size:
@@ -285,9 +306,9 @@ def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
 
 
 def _value_indices(context: SearchContext, rows: IntArray) -> tuple[IntArray, int]:
-    """Return an index for each value of each row, and the number of values.
+    """Return an index for each knob value of each row, and the number of different indices.
 
-    The first column is the common cause, which all rows have. The others are the knobs that vary.
+    The first column is the common cause, which has the same index in all rows. The others are the knobs that vary.
     """
     indices, count = [np.zeros(rows.size, dtype=np.int64)], 1
     for column in context.space.columns(rows).values():
@@ -299,14 +320,14 @@ def _value_indices(context: SearchContext, rows: IntArray) -> tuple[IntArray, in
 
 
 MIN_FIGURE = 1e-9
-"""The lower bound of predicted figures, in seconds. Chosen: it keeps logarithms finite."""
+"""The lower bound of predicted figures, in seconds. Chosen to keep logarithms finite."""
 
 
 def feasibility_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
-    """Return the probability that each row meets all limits, which are assumed to be independent.
+    """Return the probability that each row meets all limits. The limits are assumed to be independent.
 
-    `found` are the features of `rows`. The error of a figure is learned like that of the step time. Figures without a
-    prediction are ignored.
+    `features` are the features of `rows`. The error of a figure is learned like the error of the step time. Figures
+    without a prediction are ignored.
     """
     probability = np.ones(rows.size)
     for name, limit in context.task.spec.limits.items():
@@ -320,9 +341,10 @@ def feasibility_probability(context: SearchContext, rows: IntArray, features: Fe
 
 
 def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> FloatArray:
-    """Return the expected improvement of each candidate over `best` (Jones et al. 1998).
+    """Return the expected improvement of each candidate over `best`, as a logarithm of time (Jones et al. 1998).
 
-    `log_predicted` and `best` are logarithms of seconds, `ratio` is the posterior of the prediction's error.
+    `log_predicted` and `best` are logarithms of seconds. `ratio` is the posterior of the log ratio of measured to
+    predicted.
     """
     spread = np.maximum(ratio.deviations, 1e-9)
     z = (best - log_predicted - ratio.means) / spread
@@ -334,12 +356,13 @@ def expected_gain(log_predicted: FloatArray, ratio: Posterior, best: float) -> F
 def improvement_probability(
     log_times: FloatArray, fits: FloatArray, success: FloatArray, best: float, min_gain: float
 ) -> tuple[float, float]:
-    """Return the probability that a candidate succeeds and is faster than `best` by more than `min_gain`, and the gain
-    that is exceeded with a probability of 5%.
+    """Return how likely a candidate improves on `best`, and by how much at most.
 
-    `log_times` are joint samples of all candidates, one per row. `fits` are the probabilities that candidates fit,
-    which are independent. `success` are the probabilities that they do not fail otherwise, which are fully correlated:
-    if a candidate fails, all less reliable ones fail, too. The result is deterministic.
+    The first value is the probability that a candidate succeeds and is faster than `best` by more than `min_gain`. The
+    second is the gain that is exceeded with a probability of 5%. `log_times`: joint samples of the logarithms of step
+    times, with one sample per row and one candidate per column. `fits`: probability that each candidate fits; these are
+    independent. `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate
+    fails, all less reliable ones fail, too. The result is deterministic.
     """
     rng = np.random.default_rng(1)
     succeeds = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < success)
@@ -355,8 +378,8 @@ QUANTILE_95 = 1.6448536269514722
 def min_memory_share(ratios: Sequence[float]) -> float:
     """Return the 95% lower bound of a candidate's memory, as a share of its predicted memory.
 
-    `ratios` are the logarithms of used over predicted memory of measured trials. They are assumed to be normal with the
-    variances of `MEMORY`. Without trials, the result is 1.
+    `ratios`: logarithms of measured over predicted memory, one per measured trial. They are assumed to be normal with
+    the variances of `MEMORY`. The result is 1 if there are no trials.
     """
     if not ratios:
         return 1.0

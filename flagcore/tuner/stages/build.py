@@ -24,8 +24,11 @@ SHARED_PREFIXES = ("settings.", "engine_args.")
 
 
 def legality(platform: Platform) -> Legality:
-    """Return the axes, rules and merges of a task: those of the engine, of plugins' knobs, and of values that plugins
-    reject. Raises SpecError for an invalid space."""
+    """Return the axes, rules and merges of a task.
+
+    They come from the engine, from plugins' knobs, and from the values that plugins reject. Raises SpecError for an
+    invalid space.
+    """
     task, workload = platform.task, platform.workload
     engine_axes = workload.axes(engine_task(task))
     axes = (*engine_axes, *plugin_axes(task))
@@ -37,7 +40,7 @@ def legality(platform: Platform) -> Legality:
 
 
 def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield a rule for each knob that the engine release does not have: it must be neutral."""
+    """Yield a rule for each knob that the engine release does not support: it must have its neutral value."""
     knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in engine_axes:
         if knob := knobs.get(axis.knob):
@@ -57,10 +60,10 @@ def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
 def rejection_rules(
     axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec: Spec | None = None
 ) -> tuple[Rule, ...]:
-    """Return a rule for each value that does not work on the chip, of a knob or of a key of `spec`.
+    """Return a rule for each knob value or job setting that plugins reject on the chip.
 
     Values that a knob does not have are ignored, because a plugin may support other releases of the engine. Raises
-    NoDevice for a name that is neither a knob nor a key of a job.
+    NoDevice if a plugin names something that is neither a knob nor a key of a job.
     """
     by_knob = {axis.knob: axis for axis in axes}
     rules = []
@@ -106,7 +109,7 @@ def _job_rule(first: Axis, name: str, key: str, value: object, broken: bool, rea
 
 
 def _value_of(spec: Spec, key: str) -> object:
-    """Return the value of a key of a job or of a shared setting; None if the spec does not have it."""
+    """Return the value of a job's key or of a shared setting in `spec`, or None if the spec does not set it."""
     section, _, name = key.partition(".")
     if not name:
         return getattr(spec.work, section, None)
@@ -122,7 +125,7 @@ def _value_of(spec: Spec, key: str) -> object:
 def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator[Rule]:
     """Yield a rule for each requirement of a knob with effects that candidates can violate.
 
-    A requirement on a missing knob is met only by the same setting of the spec.
+    If the required knob is not in the space, only the same setting in the spec meets the requirement.
     """
     by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
     if knob.experts_only and task.spec.model.num_moe_experts is None:
@@ -162,7 +165,7 @@ CHUNK = 1 << 15
 MAX_ROWS = 20_000_000
 
 _RowFunction: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
-"""A function from row numbers to one value per row."""
+"""A function that takes row numbers and returns one value per row."""
 
 
 def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:
@@ -180,13 +183,16 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
-    """Return the canonical form of one candidate (columns of one row), and the rules that the given form breaks."""
+    """Return the canonical form of one candidate, and the rules that its given form breaks.
+
+    `columns` has one row.
+    """
     broken = [rule for rule in rules if bool(rule.broken(columns).any())]
     return canonical(columns, merges), broken
 
 
 def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
-    """Return the canonical form of each row."""
+    """Return the columns with each row in its canonical form."""
     result = dict(columns)
     for merge in merges:
         result |= merge.canonical(result)
@@ -195,7 +201,10 @@ def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
 
 @dataclass(slots=True)
 class _Crossing:
-    """The rows of the first `crossed` axes, and the counts of illegal and merged combinations."""
+    """Builds a space axis by axis.
+
+    `rows` are the legal rows of the first `crossed` axes. `illegal` and `merged` count combinations that are removed.
+    """
 
     axes: tuple[Axis, ...]
     crossed: int = 0
@@ -205,7 +214,7 @@ class _Crossing:
     merged: int = 0
 
     def cross(self, rules: Sequence[Rule], merges: Sequence[Merge]) -> None:
-        """Cross the next axis, merge equal rows and drop illegal ones."""
+        """Cross the rows with the next axis, merge equal rows and drop illegal ones."""
         axis = self.axes[self.crossed]
         stride = prod(int(codes.size) for codes in self.codes)
         self.codes.append(_codes(axis))
@@ -252,13 +261,13 @@ class _Crossing:
 
     @property
     def _remaining(self) -> int:
-        """The number of combinations that one row represents."""
+        """The number of full combinations that one row represents, because some axes are not crossed yet."""
         return prod(len(axis.values) for axis in self.axes[self.crossed :])
 
     def _tabulate(self, knobs: Collection[str], function: _RowFunction, rows: int) -> _RowFunction:
-        """Return a table lookup for `function`, which depends only on `knobs`.
+        """Return a table lookup that replaces `function`, which depends only on `knobs`.
 
-        If the knobs have more combinations than `rows`, return `function`.
+        If the knobs have more combinations than `rows`, `function` itself is returned.
         """
         grid, stride = np.zeros(1, dtype=np.int64), 1
         offsets: dict[str, IntArray] = {}
@@ -282,7 +291,10 @@ class _Crossing:
         return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.crossed]], knobs)
 
     def _shift(self, merge: Merge, rows: IntArray) -> IntArray:
-        """Return the offset from each row number to that of the canonical row, 0 if an axis does not have its value."""
+        """Return the offset from each row number to the number of its canonical row.
+
+        The offset is 0 if an axis does not have the value of the canonical row.
+        """
         columns = merge.canonical(self._columns(rows, merge.knobs))
         if not set(merge.knobs).issuperset(columns):
             raise ValueError(f"merge {merge.name} returns {', '.join(columns)}, not only {', '.join(merge.knobs)}")
@@ -319,13 +331,13 @@ class _Crossing:
 
 
 def _codes(axis: Axis) -> IntArray:
-    """Return the codes of an axis: those of the crossed values first, then those of other valid values."""
+    """Return the codes of an axis: first those of the values to cross, then those of other valid values."""
     values = (*axis.values, axis.neutral, *axis.extra_values)
     return np.array(list(dict.fromkeys(axis.encode(value) for value in values)), dtype=np.int64)
 
 
 def _distinct(rows: IntArray) -> IntArray:
-    """Return the same as `np.unique(rows)`, ten times as fast as NumPy's hash table."""
+    """Return the same as `np.unique(rows)`, ten times as fast as NumPy with its hash table."""
     ordered = np.sort(rows)
     first = np.ones(ordered.shape, dtype=np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])

@@ -23,20 +23,20 @@ from flagcore.tuner.stages.discover import costs, discover
 
 
 def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Platform:
-    """Return the platform of `spec`: its task with all that the spec leaves open, and what plugins provide for it.
+    """Return the platform of `spec`: the completed task, and what plugins provide for it.
 
-    The order of the steps matters: each sees the values of those before it. None replaces a value of the spec.
-    `plan` is whether no trial will run. Raises SpecError for values that the engine or its release does not have;
+    The order of the steps matters, because each uses the values of earlier steps. No step replaces a value of the spec.
+    `plan`: whether no trial will run. Raises SpecError for values that the engine or its release does not support;
     NoDevice if no device is found, if a chip is unknown, or if the engine cannot run on it.
     """
     workload.check_release(spec)
     platform = complete_by_plugins(spec, plugins, workload, engine_version(spec, workload))
-    # 5. For a plan of a job that cannot run here: the defaults of production on its chips.
+    # 5. If the job is only planned and cannot run here: the defaults of production on its chips.
     if plan and not _runs_here(platform, plugins):
         platform = workload.as_in_production(platform)
-    # 6. The defaults of the software of this machine.
+    # 6. The defaults of the software that is installed on this machine.
     platform = workload.as_installed(platform)
-    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied around the engine.
+    # 7. The knobs of plugins and the settings that the space compares. Their effects are applied outside the engine.
     platform = with_plugin_knobs(platform)
     # 8. Values that the engine derives from the costs of the completed task, such as splits over node groups.
     return workload.with_derived_values(platform, plan=plan)
@@ -45,18 +45,18 @@ def complete(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = F
 def complete_by_plugins(spec: Spec, plugins: Plugins, workload: Workload, version: str | None = None) -> Platform:
     """Return the platform of `spec` after the steps of `complete` that ask only plugins.
 
-    `version` is the release of the engine, None if unknown. With several chips, the platform has only the knobs that
-    all of them have.
+    `version`: the engine release, None if unknown. If the cluster has several kinds of chips, the platform has only the
+    knobs that all of them support.
     """
     # 1. Chips and node groups: those that the spec names, or the best chip of this machine.
     hardware = discover(spec, plugins, version)
-    # 2. `train.precision: auto`: the fastest that all chips compute.
+    # 2. `train.precision: auto` becomes the fastest precision that all chips support.
     value_rules, pruning_rules = plugins.pruning_rules(Task(spec=spec, cluster=hardware.cluster), version)
     spec, precision_reason = _with_precision(spec, hardware.groups, hardware.supports, value_rules)
     # 3. Settings without which the engine does not run on the chips.
     forced = [rule for rule in value_rules if isinstance(rule, ForcedSetting)]
     requested = Task(spec=_with_settings(spec, forced), cluster=hardware.cluster)
-    # 4. What plugins say about this task: faster settings, and the warm-up of its trials.
+    # 4. The plugins' advice on this task: faster settings, and the warm-up of its trials.
     task, support = _advised(requested, hardware.support, plugins.check_task(requested, version))
     engine, groups, spec = task.spec.work.engine, hardware.groups, task.spec
     chips = [group.chip for group in groups]
@@ -101,10 +101,10 @@ def complete_by_plugins(spec: Spec, plugins: Plugins, workload: Workload, versio
 def _with_precision(
     spec: Spec, groups: Sequence[NodeGroup], supports: Sequence[EngineSupport], value_rules: Sequence[ValueRule]
 ) -> tuple[Spec, str]:
-    """Return `spec` with a precision instead of `auto`, and the reason for it.
+    """Return `spec` with a concrete precision instead of `auto`, and the reason for it.
 
-    It is the first of bf16, fp16 and fp32 that all chips compute at least as fast as fp32. A chip without known rates
-    is assumed to compute all of them. fp16 does not train on devices that are shared, which are CPU cores.
+    The precision is the first of bf16, fp16 and fp32 in which all chips compute at least as fast as in fp32. A chip
+    without known rates is assumed to do so in each of them. fp16 is excluded on shared devices, which are CPU cores.
     """
     if not isinstance(spec.work, TrainSpec) or spec.work.precision != AUTO:
         return spec, ""
@@ -131,7 +131,10 @@ def _with_precision(
 
 
 def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -> tuple[Task, EngineSupport]:
-    """Return both with what plugins say about the task. Raises NoDevice if one says that it cannot run."""
+    """Apply the plugins' advice to the task and the support.
+
+    Raises NoDevice if a plugin reports that the task cannot run.
+    """
     for each in advice:
         if each.impossible:
             arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
@@ -148,7 +151,7 @@ def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -
 
 
 def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
-    """Return `spec` with a setting that the user does not set. In a space, it replaces `auto`."""
+    """Return `spec` with a setting that a plugin prefers, unless the user sets it. In a space, it replaces `auto`."""
     knob = preferred.setting.partition(".")[2].replace("-", "_")
     if knob not in spec.space:
         return _with_settings(spec, [preferred])
@@ -158,7 +161,7 @@ def _with_preferred(spec: Spec, preferred: PreferredSetting) -> Spec:
 
 
 def _with_warmup(spec: Spec, warmup: int) -> Spec:
-    """Return `spec` with at least `warmup` training steps, or requests of each load, that do not count."""
+    """Return `spec` with at least `warmup` unmeasured training steps, or unmeasured requests for each load."""
     if isinstance(spec.work, ServeSpec):
         loads = tuple(replace(load, warmup=max(load.warmup, warmup)) for load in spec.work.loads)
         return replace(spec, work=replace(spec.work, loads=loads))
@@ -170,7 +173,7 @@ def _with_warmup(spec: Spec, warmup: int) -> Spec:
 
 
 def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting]) -> Spec:
-    """Return `spec` with settings of plugins, unless the spec sets them.
+    """Return `spec` with the settings of plugins that the spec does not set itself.
 
     They apply to servers and to the user's command, but not to flagcore's trial program.
     """
@@ -187,7 +190,7 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
 
 
 def _of_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables of plugins, with the values of this shell for those that it sets."""
+    """Return the plugins' environment variables. A variable that this shell sets keeps the shell's value."""
     return {name: os.environ.get(name, value) for name, value in environment.items()}
 
 
@@ -201,10 +204,10 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
 
 
 def with_plugin_knobs(platform: Platform) -> Platform:
-    """Return `platform` with the task's knobs with effects: the plugins' knobs and the compared engine settings that
-    the spec names. Raises SpecError for an unknown knob or an invalid value.
+    """Return `platform` with the task's knobs with effects.
 
-    A plugin's knob is left out if the engine has a knob with the same name.
+    These are the plugins' knobs and the compared engine settings that the spec names. A plugin's knob is left out if
+    the engine has a knob with the same name. Raises SpecError for an unknown knob or an invalid value.
     """
     task, spec, workload = platform.task, platform.task.spec, platform.workload
     engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
@@ -237,7 +240,10 @@ def with_plugin_knobs(platform: Platform) -> Platform:
 
 
 def _compared_setting(task: Task, knob: Knob) -> Knob:
-    """Return the knob of a setting with the values that the spec compares. Raises SpecError for an undefined `auto`."""
+    """Return the knob of an engine setting with the values that the spec compares.
+
+    Raises SpecError if the value is `auto` and the knob does not define it.
+    """
     listed, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
     if isinstance(listed, str) and knob.auto is None:
         problem, fix = "cannot be auto", "list the values to compare"
@@ -268,9 +274,9 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
 
 
 def engine_version(spec: Spec, workload: Workload) -> str | None:
-    """Return the engine release that trials of `spec` run: the one in the spec, or the installed one.
+    """Return the engine release that trials of `spec` run: the one in the spec, or else the installed one.
 
-    None if the engine is not installed, or if trials run the user's command and the spec names no release.
+    Returns None if the engine is not installed, or if trials run the user's command and the spec names no release.
     """
     work = spec.work
     if work.engine_version or work.command is not None:

@@ -1,4 +1,4 @@
-"""devices: check that a task's devices are there, divide them for parallel trials, and wait until they are free."""
+"""devices: check that a task's devices exist, divide them among parallel trials, and wait until they are free."""
 
 import os
 import time
@@ -23,9 +23,9 @@ Unit: TypeAlias = str | int | Device
 
 
 def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
-    """Return the platforms of up to `control.parallel_trials` disjoint groups of devices.
+    """Divide the devices into up to `control.parallel_trials` disjoint groups, and return the platform of each group.
 
-    If there is only one group although the spec asks for several, also return the reason, else an empty string.
+    If there is only one group although the spec asks for several, the second value is the reason; else it is empty.
     """
     control = platform.task.spec.control
     if control.parallel_trials == 1 or control.fidelity != RUN:
@@ -40,13 +40,13 @@ def divide(platform: Platform) -> tuple[tuple[Platform, ...], str]:
         return (platform,), Message(text, needed=needed, count=len(units))
     count = count if control.parallel_trials == AUTO else min(count, int(control.parallel_trials))
     groups = [units[index * needed : (index + 1) * needed] for index in range(count)]
-    if on_hosts:  # the other hosts are spares
+    if on_hosts:  # distribute the other hosts as spares
         groups = [(*group, *units[count * needed :][index::count]) for index, group in enumerate(groups)]
     return tuple(_platform_on(platform, group) for group in groups), ""
 
 
 def _problem(platform: Platform) -> str:
-    """Return why the devices cannot be divided; empty if they can."""
+    """Return why the devices cannot be divided, or an empty string if they can."""
     task, support = platform.task, platform.support
     if task.spec.on_each_host:
         return ""
@@ -60,7 +60,7 @@ def _problem(platform: Platform) -> str:
 
 
 def _units(platform: Platform) -> tuple[tuple[Unit, ...], int]:
-    """Return the hosts, cores or devices for trials, and the number that a trial needs."""
+    """Return the hosts, cores or devices that trials can use, and how many of them one trial needs."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
         return spec.cluster.hosts, max(spec.trial_nodes)
@@ -71,7 +71,7 @@ def _units(platform: Platform) -> tuple[tuple[Unit, ...], int]:
 
 
 def _platform_on(platform: Platform, units: Sequence[Unit]) -> Platform:
-    """Return the platform of trials on some hosts, cores or devices."""
+    """Return the platform of trials that run on `units`: hosts, cores or devices."""
     if platform.task.spec.on_each_host:
         return platform.on_hosts(tuple(each for each in units if isinstance(each, str)))
     if platform.support.shared_devices:
@@ -81,15 +81,15 @@ def _platform_on(platform: Platform, units: Sequence[Unit]) -> Platform:
 
 FREE_SHARE = 0.95
 """A device counts as free if at least this share of a trial's memory budget is free, because displays use up to a few
-percent. Chosen. It is also free if only as much is in use as the memory model expects without tensors, because the
-drivers of some chips use more."""
+percent. Chosen. It also counts as free if no more memory is in use than the memory model expects without tensors,
+because the drivers of some chips use more."""
 
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0
 """The time that a driver may need to free the memory of a process that has ended."""
 
 MAX_PROCESSES = 3
-"""The maximum number of processes that are named for a device."""
+"""The maximum number of processes that a message names for one device."""
 
 GIB = 2**30
 
@@ -101,10 +101,11 @@ def wait_for_devices(
     on_wait: Callable[[str], object] = lambda busy: None,
     pause: Callable[[float], object] = time.sleep,
 ) -> str:
-    """Wait at most `seconds` until the devices of a trial are free. Return why they are not free then, empty if free.
+    """Wait at most `seconds` until the devices of a trial are free.
 
-    `need_bytes` is the memory that the trial needs if devices share the memory of the machine. `on_wait` is called once
-    if the trial has to wait, `pause` to sleep for some seconds. Devices without readings count as free.
+    Return why they are still busy, or an empty string if they are free. `need_bytes`: memory that the trial needs,
+    which counts only if devices share the memory of the machine. `on_wait`: called once with the reason if the trial
+    has to wait. `pause`: called to sleep for a number of seconds. Devices without readings count as free.
     """
     deadline, has_waited = time.monotonic() + seconds, False
     while busy := "; ".join(_busy_devices(platform, need_bytes)):
@@ -119,12 +120,12 @@ def wait_for_devices(
 
 
 def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
-    """Yield a line for each device that a trial cannot use."""
+    """Yield a line for each device that a trial cannot use, or for each host if devices share its memory."""
     trial_devices = _trial_devices(platform)
     if platform.support.shared_devices:
         of_hosts = {
             device.host: reader for device, reader in reversed(trial_devices)
-        }  # a reader reads the whole machine
+        }  # each reader reports the memory of the whole machine
         for host, reader in of_hosts.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
@@ -147,27 +148,27 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
 
 
 def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
-    """Return the devices of a trial that can be read, with their telemetry."""
+    """Return the devices of a trial that have telemetry, each with its reader."""
     hosts, readers = dict.fromkeys(device.host for device in platform.devices), platform.telemetry
     return [(device, readers[device]) for host in hosts for device in platform.devices_of(host) if device in readers]
 
 
 def _read(reader: Telemetry) -> dict[str, float] | None:
-    """Return the figures of a device: None if it does not respond, empty if its telemetry fails."""
+    """Return the figures of a device. Returns None if it does not respond, and an empty dict if its telemetry fails."""
     try:
         return dict(reader.sample())
     except LookupError:
         return None
-    except NoDevice as error:  # raised by the proxy of a plugin
+    except NoDevice as error:  # raised by a plugin's proxy, with the plugin's error as its cause
         return None if isinstance(error.__cause__, LookupError) else {}
     except Exception:
         return {}
 
 
 def busy_reason(device: Device, reader: Telemetry, used: float, budget: float, idle: float) -> str:
-    """Return why a trial that needs `budget` bytes cannot use a device with `used` bytes in use; empty if it can.
+    """Return why a trial that needs `budget` bytes cannot use a device, or an empty string if it can.
 
-    `idle` is the memory in use on a device without tensors.
+    `used`: bytes in use on the device. `idle`: bytes in use on a device without tensors.
     """
     total = float(device.memory_bytes or nan)
     if used < 0 or used > total:
@@ -189,9 +190,9 @@ def _use(reader: Telemetry) -> DeviceUse:
 
 
 def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
-    """Raise NoDevice unless this machine has the devices that trials need.
+    """Raise NoDevice unless this machine, or the hosts of the spec, have the devices that trials need.
 
-    `needed` is the number of devices, by default those of a node.
+    `devices`: all detected devices. `needed`: the required number of devices; by default, the devices of a node.
     """
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     section = "serve" if isinstance(work, ServeSpec) else "train"
@@ -231,8 +232,9 @@ def _first_hosts(platform: Platform) -> list[str]:
 
 
 def parallel_probe_ranks(platform: Platform) -> int:
-    """Return the number of ranks that can be probed in parallel on a host: one per device, one in all if devices share
-    memory, as on a CPU.
+    """Return the number of ranks that can be probed in parallel on a host.
+
+    It is one per device, or one in total if devices share memory, as on a CPU.
     """
     first = [each for each in platform.devices if each.host == platform.devices[0].host]
     usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]

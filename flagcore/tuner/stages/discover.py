@@ -1,4 +1,4 @@
-"""discover: find the hardware of a spec, and the cost models that plugins provide for it."""
+"""discover: find the hardware of a spec, and the cost models for it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from flagcore.physics.roofline import Roofline
 from flagcore.vendorkit.machine import cores
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""The run slowdown of the core's roofline for a chip without measurements: the median over published sources of the
-median ratio of measured to predicted times (0.94 to 1.7), without fitted curves."""
+"""The ratio of measured to predicted times on a chip without measurements. Each published source has a median ratio
+without fitted curves (0.94 to 1.7); this is the median over the sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The node groups of a spec in order, with the engine support of their chips, alone and joined.
+    """The hardware of a spec.
 
-    `devices` are all that were detected on this machine and on the hosts of the spec.
+    `groups`: the node groups in the order of the spec. `supports`: the engine support of each group's chip. `support`:
+    the engine support of all groups together. `devices`: all devices that were detected on this machine and on the
+    hosts of the spec.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -36,7 +38,7 @@ class Hardware:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the node groups."""
+        """The cluster that consists of the node groups."""
         return Cluster(groups=self.groups)
 
 
@@ -69,7 +71,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
 
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
-    """Return the cost models for `cluster`, from plugins or else from the core."""
+    """Return the cost models for `cluster`: those of plugins, or of the core where plugins have none."""
     supports = [plugins.engine_support(group.chip, engine) for group in cluster.groups]
     costs_of_groups = [_costs_of(*each, plugins, engine) for each in zip(cluster.groups, supports, strict=True)]
     first, *others = costs_of_groups
@@ -83,7 +85,10 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
 
 
 def _network(group: NodeGroup, plugins: Plugins) -> Level:
-    """Return the network level of a node group. A group within one link domain is extended beyond it."""
+    """Return the network level of a node group.
+
+    A group that lies within one link domain is enlarged, so that its topology has a network level.
+    """
     linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
     extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
     return (plugins.topology(extended) or topology_of(extended)).levels[-1]
@@ -116,8 +121,9 @@ def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: 
 
 
 def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:
-    """Return the support for an engine on all node groups. On several chips, it has no device type, so that trials need
-    the user's command.
+    """Return the engine support of all node groups together.
+
+    If there are several kinds of chips, it has no device type, so that trials need the user's command.
     """
     if len(set(chips)) == 1:
         return supports[0]
@@ -133,9 +139,10 @@ def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> E
 
 
 def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:
-    """Return the devices of the vendor that `envs` select; all devices if they select none, or if chips are named.
+    """Return the devices of the vendor that the spec's `envs` select.
 
-    Raises NoDevice if no plugin has chips of the vendor, or if this machine has none of them.
+    Returns all devices if `envs` select no vendor, or if the spec names chips. Raises NoDevice if no plugin has chips
+    of the vendor, or if this machine has none of them.
     """
     is_named = all(requested.chip != AUTO for requested in spec.cluster.groups or (spec.cluster,))
     vendor = None if is_named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
@@ -168,9 +175,9 @@ def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
-    """Return the most common chip of this machine, and a CPU only if there is no accelerator.
+    """Return the most common chip of this machine. A CPU is returned only if there is no accelerator.
 
-    Raises NoDevice without a known chip, or if there is only a CPU and the detection of an accelerator failed.
+    Raises NoDevice if no chip is known, or if only a CPU is found and the detection of other devices failed.
     """
     counts = Counter(device.chip for device in devices)
     chip_counts = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]

@@ -14,7 +14,7 @@ from flagcore.errors import LaunchError
 
 
 def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
-    """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
+    """Return `platform` with the hosts of the next trial. Raises FlagError if too few usable hosts are left."""
     spec = platform.task.spec
     if not spec.on_each_host:
         return platform
@@ -22,7 +22,7 @@ def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
 
 
 def nodes_left(platform: Platform, launcher: Launcher) -> int | None:
-    """Return the number of nodes of the next trial if too few usable hosts are left for a trial on all; else None."""
+    """Return the number of nodes for the next trial if hosts were lost, or None if enough usable hosts are left."""
     spec = platform.task.spec
     if spec.cluster.min_nodes is None:
         return None
@@ -43,8 +43,8 @@ def launch(
     """Start a trial of `candidate` in `folder`, and return the running launch.
 
     The launcher ends it after `limit` or, if devices share the memory of the machine, if it exceeds the memory budget.
-    The engine gets the target of `limit`, if there is one, as `max_time_per_task`.
-    A `cold` trial starts as a new process. Raises FlagError if it cannot be started.
+    The engine gets the target of `limit` as `max_time_per_task`, or else the limit itself. A `cold` trial starts as a
+    new process. Raises FlagError if it cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.target_s or limit.seconds)).selecting()
     planned = platform.prepared(planned_launch(platform, candidate, folder))
@@ -53,7 +53,10 @@ def launch(
 
 
 def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-    """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects."""
+    """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects.
+
+    With `for_real`, it is the launch of the user's complete job instead of a trial.
+    """
     task = platform.task
     effects = effects_of(task, candidate.as_dict())
     engine_platform = replace(platform, task=with_flags(task_to_start(task, effects), effects))
@@ -68,7 +71,10 @@ def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for
 
 
 def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
-    """Return the lines of a host file for some of the task's hosts, with the type of each if there are several."""
+    """Return the host file's lines for `hosts`, which are some of the task's hosts.
+
+    Each line contains the type of the host if the task has several node groups.
+    """
     groups, requested = task.cluster.groups, task.spec.cluster
     kinds = [f" type={each.kind}" for each in requested.groups] or [""]
     rows = [f"slots={group.devices_per_node}{kind}" for group, kind in zip(groups, kinds, strict=True)]
@@ -80,7 +86,7 @@ def host_lines(task: Task, hosts: Sequence[str]) -> list[str]:
 
 
 def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], folder: str) -> tuple[str, ...]:
-    """Return a command with HOSTFILE replaced by the path of a file in `folder` with the lines `hosts`."""
+    """Write the lines `hosts` to a file in `folder`, and return the command with HOSTFILE replaced by its path."""
     if not hosts or not any(HOSTFILE in word for word in argv):
         return argv
     file = Path(folder, "hostfile")

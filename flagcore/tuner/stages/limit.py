@@ -21,15 +21,15 @@ from flagcore.i18n import N_, Message
 from flagcore.tuner.learning.trials import expected_step_times, fastest_open_rows, overhead_seconds
 
 SLACK = 3.0
-"""The time limit of steps relative to the upper bound of their prediction, because of other jobs, slow file systems and
-compilation. Chosen: the limit ends trials that hang, not slow ones."""
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen: the limit ends trials that hang, not slow ones."""
 
 START_SLACK = 2.0
-"""The time limit of a start relative to the longest start of the run so far. Chosen."""
+"""The time limit of a trial's start, relative to the longest start of the run so far. Chosen."""
 
 RESERVE = 0.05
-"""The share of a trial's time limit for what follows its steps: writing results, and the end of its processes.
-Chosen."""
+"""The share of a trial's time limit that is reserved for the time after its steps: writing results, and the end of its
+processes. Chosen."""
 
 UNKNOWN_SECONDS = 3600.0
 """The limit of a trial whose step time is not predicted. Chosen."""
@@ -38,8 +38,9 @@ UNKNOWN_SECONDS = 3600.0
 def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
     """Return the time limit of a trial with `launches` consecutive launches.
 
-    It is `control.max_time_per_task` or, for each launch, the time to start plus SLACK times the upper bound of the
-    steps. Both are increased if `earlier` trials took longer, also those that ended before they were measured.
+    It is `control.max_time_per_task` if this is set. Otherwise, each launch gets the time to start plus SLACK times the
+    upper bound of its steps. Both are increased if `earlier` trials took longer, including trials that ended before
+    they were measured.
     """
     task, control = platform.task, platform.task.spec.control
     if (given := control.max_time_per_task) is not None:
@@ -59,10 +60,11 @@ def time_limit(platform: Platform, trial: Trial, earlier: Sequence[Trial], launc
 
 
 def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earlier: Sequence[Trial]) -> TimeLimit:
-    """Return `limit` with the time after which a training trial ends with fewer steps.
+    """Return `limit` with a target, the time after which a training trial ends with fewer steps.
 
-    It is `share_s`, the trial's share of the remaining time of the search, but not less than the trial is predicted to
-    take, and it leaves RESERVE of the limit for the end of the trial.
+    The target is `share_s`, the trial's share of the remaining time of the search. It is at least the time that the
+    trial is predicted to take, and leaves RESERVE of the limit for the end of the trial. `earlier` trials give the time
+    to start.
     """
     if not isinstance(task.spec.work, TrainSpec):
         return limit
@@ -73,9 +75,9 @@ def with_target(limit: TimeLimit, task: Task, trial: Trial, share_s: float, earl
 
 
 def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
-    """Return `limit`, or a limit of `seconds_left` if that is less, but at least a second.
+    """Return `limit`, reduced to `seconds_left` if that is less, but to no less than a second.
 
-    `key` describes the option that limits the remaining time.
+    `key` names the option that limits the remaining time; the reason of the limit quotes it.
     """
     if seconds_left >= limit.seconds:
         return limit
@@ -105,7 +107,7 @@ def search_time(problem: Problem) -> SearchTime:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
         rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]
     max_step = control.max_step_time or math.inf
-    # if steps are shortened, the finalists run again with whole steps
+    # if steps are shortened, the best candidates run again with whole steps
     is_shortened = bool((predictions.step_time_s[rows] > max_step).any())
     rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
     repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
@@ -134,26 +136,26 @@ def search_time(problem: Problem) -> SearchTime:
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:
-    """Return the seconds that earlier calls of a run took, including the time between trials."""
+    """Return the seconds that earlier calls of a run took, including the time between its trials."""
     ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
     return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])
 
 
 MIN_TRIALS = 4
-"""The number of trials, with the baseline, that share the time of a search with slow steps, and for which the advised
-time is enough. Chosen: fewer trials compare too little."""
+"""The number of trials, including the baseline, that share the time of a search with slow steps. Messages advise enough
+time for this number. Chosen: fewer trials compare too little."""
 
 MAX_WITHOUT_STEP = 2
-"""The search ends if its first trials, this number, reach their time limit without a step. Chosen."""
+"""The search ends if this number of trials reach their time limit, and no trial has finished a step. Chosen."""
 
 SUGGESTED_SLACK = 1.2
-"""The time that a message advises, relative to the expected time. Chosen."""
+"""The time that messages advise, relative to the expected time. Chosen."""
 
 
 def share_of_time(control: Control, state: SearchState, role: Role, candidates: int, left: float | None) -> float:
-    """Return the share of the `left` seconds of a search for its next trial; infinite without a limit.
+    """Return the share of the `left` seconds of a search for its next trial; infinite if `left` is None.
 
-    `candidates` is the number of candidates, those with a trial among them.
+    `candidates`: the number of candidates, including those that already have a trial.
     """
     if left is None:
         return math.inf
@@ -166,16 +168,16 @@ def share_of_time(control: Control, state: SearchState, role: Role, candidates: 
 
 
 def why_no_trial(context: SearchContext) -> Message | None:
-    """Return why no further trial can be measured in its time, and what to change; None if one can.
+    """Return why no further trial can be measured in its time, and what to change. Returns None if one can.
 
-    This is decided after a trial that ended before its last step. If fp32 is much faster than the precision, the search
-    ends then; otherwise it ends if nothing is measured, and two steps of no open row are expected to fit in a trial, or
-    MAX_WITHOUT_STEP trials had no step.
+    A decision is made only after a trial that ended before its last step. The search ends if fp32 is much faster than
+    the precision of the job. It also ends if nothing is measured, and either no open candidate is expected to finish
+    two steps in a trial, or MAX_WITHOUT_STEP trials finished no step.
     """
     task, control = context.task, context.task.spec.control
     trials = [trial for trial in context.trials if not trial.source]
     if not isinstance(task.spec.work, TrainSpec) or not trials or not is_cut_short(trials[-1]):
-        return None  # asked after every trial, so this comes first
+        return None  # this function is called after every trial, so the cheap test comes first
     last, start = trials[-1], overhead_seconds(context)
     found = context.space.find(last.candidate)
     rows = fastest_open_rows(context)
@@ -211,12 +213,15 @@ def is_cut_short(trial: Trial) -> bool:
 
 
 def joined(texts: Sequence[str], template: str) -> str:
-    """Return one message from several; `template` has the fields `first` and `second`."""
+    """Join several messages to one with `template`, which contains the fields `first` and `second`."""
     return reduce(lambda first, second: Message(template, first=first, second=second), texts)
 
 
 def _faster_precision(task: Task) -> tuple[Message, Message] | None:
-    """Return the rates of the task's precision and of fp32 if that is much faster on its chip, and the change to it."""
+    """Return a message with the rates of the task's precision and of fp32, and the change to fp32.
+
+    Returns None unless fp32 is much faster on the chip.
+    """
     chip, name = task.cluster.groups[0].chip, task.spec.train.precision
     if (factor := slowness(chip, name)) < MUCH_SLOWER:
         return None
@@ -227,7 +232,7 @@ def _faster_precision(task: Task) -> tuple[Message, Message] | None:
 
 
 def _more_time(control: Control, step: float, start: float) -> list[str]:
-    """Return the changes of time limits with which trials finish their steps."""
+    """Return the changes of time limits that let trials finish their steps."""
     trial = 10 * math.ceil(SUGGESTED_SLACK * (start + control.train_iters * step) / 10.0)
     changes = list[str]()
     if control.max_time_per_task is not None and control.max_time_per_task < trial:
@@ -239,7 +244,10 @@ def _more_time(control: Control, step: float, start: float) -> list[str]:
 
 
 def _shorter_steps(context: SearchContext, row: int, step: float, fits: float) -> Message | None:
-    """Return the change with which steps of about `fits` seconds run fewer micro-batches, if the row can."""
+    """Return the change that shortens steps to about `fits` seconds, with fewer micro-batches.
+
+    `step`: seconds of a whole step. Returns None if the candidate's steps cannot be shortened.
+    """
     if fits <= 0.0:
         return None
     task, candidate = engine_task(context.task), engine_candidate(context.task, context.space.candidate(row))

@@ -26,15 +26,15 @@ from flagcore.domain.trial import MIN_STEPS, Measurement, Trial, TrialState, ste
 from flagcore.errors import FlagError
 
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
-"""A trial is stopped early if its steps take longer than those of the best by this ratio, and by this multiple of the
-noise of the best. Chosen: in 434 pairs of trials on two busy CPU cores, they stop 50% of the slower trials and no
-faster one."""
+"""A trial is stopped early if its steps take longer than the best trial's by the factor EARLY_STOP_RATIO, or by NOISES
+times the relative noise of the best, whichever is larger. Chosen: in 434 pairs of trials on two busy CPU cores, they
+stop 50% of the slower trials and no faster one."""
 FEW_STEPS = 0.15
-"""Half of the relative 80% interval of a step time from a single step; it shrinks with the root of their number, and a
-wider spread of the steps counts instead. Chosen."""
+"""Half the width of the relative 80% interval of a step time that is measured in a single step. It shrinks with the
+square root of the number of steps. If the steps spread more widely, their spread is used instead. Chosen."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
-"""Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
+"""The values of `Exit.ended_by` with which a trial still counts as measured if it finished its steps."""
 
 
 def measure(
@@ -45,17 +45,17 @@ def measure(
     best: Trial | None,
     on_poll: Callable[[], object] = lambda: None,
 ) -> Trial:
-    """Wait for a running trial, and return it with a measurement or the reason of its failure.
+    """Wait for a running trial, and return it with a measurement or with the reason for its failure.
 
-    `best` is the best trial so far; None: the trial is not stopped early. `on_poll` is called while the trial runs. On
-    an exception such as KeyboardInterrupt, the processes of the trial are ended.
+    `best`: the best trial so far; if it is None, the trial is not stopped early. `on_poll`: called repeatedly while the
+    trial runs. On an exception such as KeyboardInterrupt, the processes of the trial are ended.
     """
     return _Watch(platform, trial, folder, best).finished(running, on_poll)
 
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A trial that runs in `folder`, and the `best` trial so far."""
+    """Watches a trial that runs in `folder`, and compares it with the `best` trial so far."""
 
     platform: Platform
     trial: Trial
@@ -71,7 +71,7 @@ class _Watch:
         return isinstance(self.platform.task.spec.work, TrainSpec)
 
     def finished(self, running: RunningLaunch, on_poll: Callable[[], object]) -> Trial:
-        """Wait for the trial, and return its outcome."""
+        """Wait until the trial ends, or stop it, and return it with its outcome."""
         readings, workload = Readings(self.platform), self.platform.workload
         progress, limit = workload.progress(self.platform.task, self.folder), workload.step_limit(self.platform.task)
         start, warmup, wanted = time.monotonic(), self.control.warmup_iters, limit
@@ -109,7 +109,7 @@ class _Watch:
         return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
 
     def _steps_to_run(self, steps: Sequence[float], planned: int, elapsed: float) -> int:
-        """Return the number of steps after which the trial is stopped: those that end before the target of its time."""
+        """Return the number of steps after which the trial is stopped: the steps that end before its target time."""
         target = self.trial.time_limit.target_s if self.trial.time_limit else None
         if target is None or len(steps) < MIN_STEPS:
             return planned
@@ -122,9 +122,10 @@ class _Watch:
         return scale * min(timed_steps) > early_stop_ratio(self.best) * self.best.measurement.step_time_s
 
     def _is_too_long(self, steps: Sequence[float], elapsed: float) -> bool:
-        """Return whether the trial has finished its first step, and the second one would end after its time limit.
+        """Return whether only the first step is finished, and the second one would end after the trial's time limit.
 
-        On an accelerator, the first step compiles kernels, so the second one may take only as long as predicted.
+        On an accelerator, the first step compiles kernels, so the second one is assumed to take at most the predicted
+        time.
         """
         limit = self.trial.time_limit
         if not self.is_training or len(steps) != 1 or self.control.train_iters < MIN_STEPS or limit is None:
@@ -134,7 +135,7 @@ class _Watch:
         return elapsed + next_s > limit.seconds
 
     def _measurement(self, *, partial: bool) -> Measurement:
-        """Return the measurement, scaled to whole steps. Raises FlagError."""
+        """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""
         task, trial = engine_task(self.platform.task), self.trial
         measured = self.platform.workload.read(task, trial.candidate, self.folder, partial=partial)
         return replace(trial.shortened.scaled(measured) if trial.shortened else measured, partial=partial)
@@ -192,7 +193,7 @@ class _Watch:
         return replace(trial, state=TrialState.MEASURED)
 
     def _end_remark(self, ended: Exit, steps: int, wanted: int) -> str | None:
-        """Return a remark if a measured trial ended too early or failed after its steps, else None."""
+        """Return a remark if a measured trial ended too early, or failed after its steps. Otherwise, return None."""
         if steps < wanted:
             return f"it ended after {steps} of {wanted} steps"
         if ended.code == 0 and ended.ended_by is None:
@@ -201,7 +202,11 @@ class _Watch:
         return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
 
     def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:
-        """Return the outcome of a trial that ended before its last step with its interval, or with its step times."""
+        """Return `outcome` with what is known from fewer steps than planned.
+
+        A measured trial gets a wider interval and a reason. A trial without a measurement gets the times of its
+        finished steps.
+        """
         measured, planned, count = outcome.measurement, self.control.train_iters, len(steps)
         # On an accelerator, the first step takes longer than later ones: it compiles kernels.
         steps = steps if self.platform.support.shared_devices else steps[1:]
@@ -210,7 +215,7 @@ class _Watch:
         timed = len(measured.step_times_s)
         if outcome.state is not TrialState.MEASURED or measured.warmup_steps is None or count >= planned:
             return outcome
-        if timed >= planned - self.control.warmup_iters:  # its warm-up ended early
+        if timed >= planned - self.control.warmup_iters:  # all timed steps ran, because the warm-up ended early
             return outcome
         spread = (max(steps) - min(steps)) * outcome.scale / measured.step_time_s / 2.0 if steps else 0.0
         share = min(max(FEW_STEPS / math.sqrt(timed), spread), 1.0)
@@ -222,7 +227,7 @@ class _Watch:
         )
 
     def _timeout_reason(self, reason: str, steps: Sequence[float]) -> str:
-        """Return why the trial ended without a measurement, with its only finished step if it has one."""
+        """Return why the trial ended without a measurement, with the time of its only finished step if it has one."""
         limit = self.trial.time_limit
         if not steps or limit is None:
             return f"no step finished: {reason}"[:LONGEST_REASON]
@@ -230,33 +235,34 @@ class _Watch:
         return f"{line}: {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON]
 
     def _few_steps(self, count: int, step_s: float) -> str:
-        """Return the number of steps of the trial, and their measured and predicted time."""
+        """Return a phrase with the number of the trial's steps, and their measured and predicted time."""
         predicted = _predicted_step(self.trial)
         text = f"{count} of {self.control.train_iters} steps: {step_s:.3g} s"
         return f"{text}, predicted {predicted:.3g} s" if predicted else text
 
 
 def _predicted_step(trial: Trial) -> float | None:
-    """Return the predicted seconds of a step of a trial, which may be shortened; None if unknown."""
+    """Return the predicted seconds of a step as the trial runs it, which may be shortened. Returns None if unknown."""
     return trial.predicted_step_s / trial.scale if trial.predicted_step_s else None
 
 
 def early_stop_ratio(best: Trial) -> float:
-    """Return the ratio of a trial's fastest step to the step of `best` above which the trial is stopped early."""
+    """Return the ratio above which a trial is stopped early: its fastest step to the step time of `best`."""
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
 LOG = logging.getLogger("flagcore")
 POWER, STEP_POWER, JOULES = "power_watts", "step_power_watts", "joules_per_output_token"
-"""The names of the power of a device in telemetry, of its power after the warm-up steps, and of a figure of a load."""
+"""The names of figures: the power of a device, its power after the warm-up steps, and the energy per output token of a
+load."""
 POWER_LIMIT = "power_limit_watts"
-"""The name of the power limit in telemetry. It is a setting, for which no peak is reported."""
+"""The name of the power limit in telemetry. It is a setting, so no peak is reported for it."""
 MAX_SHARE_BEFORE = 0.1
-"""Readings of the memory in use are ignored if other programs used more than this share of it before the trial."""
+"""The memory in use is unknown if other programs used more than this share of its peak before the trial."""
 
 
 class Readings:
-    """Collects telemetry about once per second, and returns means and peaks of all devices and of each."""
+    """Collects telemetry of a trial's devices about once per second, and returns its means and peaks."""
 
     def __init__(self, platform: Platform) -> None:
         self._groups = groups = platform.task.cluster.groups
@@ -270,15 +276,15 @@ class Readings:
         ]
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._power: dict[int, list[tuple[float, float]]] = {}
-        """Times and readings of the power of each device."""
+        """For each device, the times in seconds and the readings of its power in watts."""
         self._next_time = 0.0
         self._used_before = math.inf
-        """The maximum memory in use of a device at the first reading."""
+        """The memory in use at the first reading, of the device that uses most."""
 
     def take(self, *, in_steps: bool) -> None:
         """Read all devices, at most once per second. A reader that raises is not called again.
 
-        With `in_steps`, power counts as that of measured steps.
+        With `in_steps`, power readings also count as the power of measured steps.
         """
         if time.monotonic() < self._next_time:
             return
@@ -299,14 +305,17 @@ class Readings:
             self._used_before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the maximum memory in use of a device; None without readings, or if other programs used much of it."""
+        """Return the memory in use of the device that uses most, in bytes.
+
+        Returns None if there are no readings, or if other programs used much of the memory before the trial.
+        """
         readings = self._memory()
         if not readings or self._used_before > MAX_SHARE_BEFORE * max(readings):
             return None
         return int(max(readings))
 
     def watts(self, device: int, windows: Sequence[tuple[float, float]]) -> float | None:
-        """Return the mean power of a device in `windows`, None without readings."""
+        """Return the mean power of a device in watts during `windows`, or None if there are no readings in them."""
         readings = self._power.get(device, ())
         inside = [watts for at, watts in readings if any(start <= at <= end for start, end in windows)]
         return statistics.fmean(inside) if inside else None
@@ -315,8 +324,10 @@ class Readings:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return the means by name, and the peaks with the prefix `peak_`, over all devices. With several node groups,
-        the power of measured steps is the mean of a device of all groups, and is left out if a group has no readings.
+        """Return the means over all devices by name, and the peaks with the prefix `peak_`.
+
+        With several node groups, the power of measured steps is the mean per device over all groups. It is left out if
+        a group has no readings.
         """
         values_by_name: dict[str, list[float]] = {}
         for samples in self._samples.values():
@@ -328,7 +339,7 @@ class Readings:
         return {name: value for name, value in found.items() if value is not None}
 
     def _mean_step_watts(self) -> float | None:
-        """Return the mean power of a device in measured steps, None if a node group has no readings."""
+        """Return the mean power per device in measured steps, in watts, or None if a node group has no readings."""
         total, first = 0.0, 0
         for group in self._groups:
             own = range(first, first + group.devices)
@@ -339,7 +350,7 @@ class Readings:
         return total / first
 
     def by_device(self) -> dict[int, dict[str, float]]:
-        """Return the means and peaks of each device by its number over all nodes."""
+        """Return the means and peaks of each device. The key is the number of the device in the whole cluster."""
         return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
 
 
@@ -349,12 +360,12 @@ def _means_and_peaks(samples: Mapping[str, Sequence[float]]) -> dict[str, float]
 
 
 def with_readings(measured: Measurement, readings: Readings, platform: Platform) -> Measurement:
-    """Return a measurement with the telemetry of its devices, and the slow devices.
+    """Return a measurement with the telemetry of its devices, and with the slow devices.
 
-    The memory in use is from the telemetry if the trial did not report it.
+    The memory in use comes from telemetry only if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
-    if not platform.support.shared_devices:  # otherwise readings are of the whole machine
+    if not platform.support.shared_devices:  # on shared devices, readings are of the whole machine
         for number, figures in readings.by_device().items():
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
@@ -377,7 +388,7 @@ def with_readings(measured: Measurement, readings: Readings, platform: Platform)
 
 
 def _energy(measured: Measurement, readings: Readings) -> dict[str, float]:
-    """Return the joules per output token of a load; nothing if the power of one of its devices is unknown."""
+    """Return the joules per output token of a load, or an empty dict if the power of one of its devices is unknown."""
     rate, per_device = measured.figures.get("output_tokens_per_s"), measured.figures.get(PER_DEVICE)
     if not rate or not per_device:
         return {}
@@ -389,7 +400,7 @@ def _energy(measured: Measurement, readings: Readings) -> dict[str, float]:
 def _of_groups(
     devices: Sequence[Mapping[str, float]], platform: Platform
 ) -> Iterator[tuple[Sequence[Mapping[str, float]], int, Sequence[str]]]:
-    """Yield the devices of each node group, numbered from 0, the number of a node, and the hosts of the group."""
+    """Yield the devices of each node group, numbered from 0, the number of devices per node, and the group's hosts."""
     groups, hosts = platform.task.cluster.groups, platform.task.spec.cluster.hosts
     if len(groups) == 1:
         yield devices, groups[0].devices_per_node, hosts

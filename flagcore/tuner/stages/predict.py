@@ -1,4 +1,4 @@
-"""predict: predict memory and time of the whole space in chunks of columns."""
+"""predict: predict memory and time of all candidates of a space, in chunks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ CHUNK = 1 << 17
 GIB = 2**30
 
 LIMIT_SHARE = 0.1
-"""The largest part of a step except compute is the bottleneck if it takes at least this share of the step."""
+"""The largest part of a step, other than compute, is the bottleneck if it takes at least this share of the step."""
 FULL_SHARE = 0.9
-"""Otherwise, memory is the bottleneck if at least this share of the capacity is in use."""
+"""If no part of the step is the bottleneck, memory is, if at least this share of the capacity is in use."""
 
 
 def predict(platform: Platform, space: Space) -> Predictions:
@@ -29,7 +29,7 @@ def predict(platform: Platform, space: Space) -> Predictions:
 
 
 def predict_columns(platform: Platform, columns: Columns) -> Predictions:
-    """Return the engine's predictions of all rows, with the effects of the task's knobs."""
+    """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs."""
     task, workload, costs = platform.task, platform.workload, platform.costs
     parts, order = [], []
     for effects, group_columns, rows in rows_by_effects(task, columns):
@@ -42,7 +42,11 @@ def predict_columns(platform: Platform, columns: Columns) -> Predictions:
 
 
 def predict_components(platform: Platform, columns: Columns, stages: IntArray) -> dict[str, dict[str, FloatArray]]:
-    """Return the figures of the model's components for each row. Factors of effects are not applied."""
+    """Return the figures of the model's components, each with one value per row.
+
+    `stages`: the pipeline stage of each row for which the figures are wanted. Factors of knobs' effects are not
+    applied.
+    """
     found: dict[str, dict[str, FloatArray]] = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         task = engine_task(platform.task, effects)
@@ -54,7 +58,7 @@ def predict_components(platform: Platform, columns: Columns, stages: IntArray) -
 
 
 def predict_stage_layers(platform: Platform, columns: Columns) -> dict[int, Sequence[int]]:
-    """Return the numbers of layers per stage by row, for rows whose split the engine derives."""
+    """Return the numbers of layers per pipeline stage by row, for rows whose split the engine derives."""
     found = {}
     for effects, group_columns, rows in rows_by_effects(platform.task, columns):
         layers = platform.workload.stage_layers(engine_task(platform.task, effects), group_columns, platform.costs)
@@ -73,7 +77,7 @@ def limit(prediction: Prediction) -> str:
 
 
 def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
-    """Return the parts of a model as plain data with their numbers of parameters."""
+    """Return the parts of a model as plain data, with their numbers of parameters."""
     return [
         {
             "component": part.name,
@@ -86,9 +90,9 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
 
 
 def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
-    """Return a prediction as plain data in the format of job records, in GiB and seconds, without unknown figures.
+    """Return a prediction as plain data in the format of job records, in GiB and seconds.
 
-    `layers` are the numbers of layers per stage if the engine derived them.
+    Unknown figures are left out. `layers`: the numbers of layers per pipeline stage if the engine derived them.
     """
     if isinstance(task.spec.work, ServeSpec):
         return _serving_record(task, prediction)
@@ -136,7 +140,7 @@ def _memory(prediction: Prediction) -> dict[str, object]:
 
 
 def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures by name with bytes converted to GiB."""
+    """Return the figures with each name that ends in `_bytes` changed to `_gib`, and its value converted."""
     return {
         name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
         for name, value in figures.items()
@@ -144,7 +148,7 @@ def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:
-    """Return the prediction of a rank as plain data, in GiB and seconds, without unknown figures."""
+    """Return the prediction of a rank as plain data, in GiB and seconds. Unknown figures are left out."""
     data: dict[str, object] = {"rank": figures.rank}
     for name in ("static", "peak_allocated", "reserved", "device_used"):
         data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB

@@ -29,7 +29,8 @@ PARALLEL_POLL_SECONDS = 0.1
 class _RunningRank:
     probe: RankProbe
     process: Future[RunningLaunch]
-    """Done once the rank is started: a host may take long to answer, while others need their heartbeats."""
+    """Done once the rank has started. A future, because a slow host must not delay the heartbeats of the other
+    ranks."""
     folder: str
 
 
@@ -46,12 +47,12 @@ def probe(
     finish: bool = True,
     devices: int = 1,
 ) -> Probe:
-    """Probe `ranks` of `candidate`, by default those of `Workload.probe_ranks`, in parallel on `devices` of each host.
+    """Probe `ranks` of `candidate`, in parallel on `devices` devices of each host.
 
-    Each rank has its own folder in `folder`. `limit` is the time limit of all ranks together. `on_rank` is called
-    before each rank starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. Without `finish`,
-    the probe ends when a rank fails, and ranks that still run are dropped. Raises FlagError if a rank cannot be
-    started. On an exception, all processes are ended.
+    `ranks`: by default those that `Workload.probe_ranks` returns. Each rank has its own folder in `folder`. `limit`:
+    the time limit of all ranks together. `on_rank`: called before each rank starts. Ranks that succeeded in the folders
+    of `earlier` probes are not repeated. Without `finish`, the probe ends when a rank fails, and ranks that still run
+    are dropped. Raises FlagError if a rank cannot be started. On an exception, all processes are ended.
     """
     chosen = tuple(ranks) or ranks_to_probe(platform, candidate)
     predicted = _predict_ranks(platform, candidate, chosen)
@@ -97,14 +98,14 @@ def _predict_ranks(platform: Platform, candidate: Candidate, ranks: Sequence[int
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
-    """Return the task for calling the engine, with the effects of a candidate's knobs."""
+    """Return the task for calling the engine, which includes the effects of a candidate's knobs."""
     return engine_task(task, effects_of(task, candidate.as_dict()))
 
 
 def _earlier_result(
     folders: Sequence[str], rank: int, predicted: RankPrediction, platform: Platform
 ) -> RankProbe | None:
-    """Return the first result of a successful probe of a rank in `folders`, or None."""
+    """Return the first successful result of a rank in the folders of earlier probes, or None."""
     for folder in folders:
         rank_folder = os.path.join(folder, f"rank-{rank}")
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
@@ -116,7 +117,10 @@ def _earlier_result(
 
 
 def _places(platform: Platform, devices: int) -> list[tuple[tuple[str, ...], int]]:
-    """Return host and device of each rank that runs in parallel: different hosts first; no host for this machine."""
+    """Return the host and the device for each rank that runs in parallel, with different hosts first.
+
+    The host is an empty tuple for this machine.
+    """
     spec = platform.task.spec
     hosts = [(host,) for host in spec.cluster.hosts] if spec.on_each_host else [()]
     return [(host, device) for device in range(devices) for host in hosts]
@@ -135,7 +139,7 @@ def _planned(
     except OSError as error:
         raise LaunchError(f"{rank_folder} cannot be created: {error.strerror or error}") from None
     hosts, device = place
-    if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees its device only
+    if not hosts and platform.devices and platform.support.visible_devices:  # the rank sees only its own device
         platform, device = platform.selecting(platform.devices[device : device + 1]), 0
     effects = effects_of(platform.task, candidate.as_dict())
     planned = platform.workload.probe_launch(
@@ -180,8 +184,8 @@ real jobs on shared cores (docs/plan.md)."""
 def combine(prediction: Prediction, probe: Probe, platform: Platform) -> Prediction:
     """Return `prediction` with probed memory, compute and optimizer times, and predicted communication and bubble.
 
-    The bubble is scaled with the `work_parts` of the engine. The memory is that of the rank that needs most, the time
-    that of the slowest rank. Without a measurement, the prediction stays as it is.
+    The bubble is scaled with the `work_parts` of the engine. The memory is the maximum over the ranks, and so are the
+    times. Without a measurement, these figures are unchanged. If a rank ran out of memory, the candidate does not fit.
     """
     return _memory(_time(prediction, probe, platform.workload.work_parts), probe, platform.costs.memory)
 
@@ -212,7 +216,7 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel, buffers: float) -> tuple[float, float]:
-    """Return the reserved memory and the memory in use of a rank, including `buffers` of communicators."""
+    """Return the reserved memory of a rank and its memory in use, in bytes, including `buffers` of communicators."""
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     return reserved, max(_device_used(reserved, memory), float(rank.device_used_bytes)) + buffers
@@ -248,7 +252,7 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
 
 
 def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial:
-    """Return the finished `trial` of a probe with the measurement from `combined`, or with the reason of the failure.
+    """Return the finished `trial` of a probe, with the measurement from `combined` or with the reason for the failure.
 
     The trial fails if a rank failed. It is out of memory if a rank ran out of memory, or needs more than a device has.
     """

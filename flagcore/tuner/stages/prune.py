@@ -1,4 +1,4 @@
-"""prune: remove candidates by predictions, by rules, and by what trials proved."""
+"""prune: remove candidates because of predictions, rules, or earlier trials."""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from flagcore.errors import FlagError
 from flagcore.tuner.learning.trials import min_memory_share
 
 CHUNK = 1 << 16
-"""Candidates per call of a rule."""
+"""The number of candidates per call of a rule."""
 
 
 def prune(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
-    """Return the rows that predictions and `rules` remove."""
+    """Return which rows predictions and `rules` remove."""
     return _by_prediction(space, predictions, rules, _exceeds_memory(space, predictions, ()))
 
 
 def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[Trial] = ()) -> Pruned:
-    """Return the rows of a problem that predictions, rules and `trials` remove.
+    """Return which rows of a problem predictions, rules and `trials` remove.
 
-    The memory of trials corrects the predicted memory of all candidates. Of `probes`, only the memory is used; a probe
-    that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`, unless the
-    corrected memory now excludes other candidates.
+    The measured memory of trials corrects the predicted memory of all candidates. Only the memory of `probes` is used;
+    a probe that ran out of memory also removes its own candidate. Only new trials are applied to `problem.pruned`,
+    unless the corrected memory now excludes other candidates.
     """
     exceeds_memory = _exceeds_memory(problem.space, problem.predictions, (*trials, *probes))
     pruned = problem.pruned
@@ -49,7 +49,10 @@ def _exceeds_memory(space: Space, predictions: Predictions, trials: Sequence[Tri
 
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
-    """Return the lower bound of a candidate's memory as a share of its predicted memory, learned from `trials`."""
+    """Return the lower bound of a candidate's memory, as a share of its predicted memory.
+
+    It is learned from `trials`.
+    """
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
@@ -72,7 +75,7 @@ def _by_prediction(
             pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
             masks = [_evaluate(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
             pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
-        except Exception as error:  # a rule of a plugin that fails is disabled
+        except Exception as error:  # a plugin's rule that raises is disabled
             reason = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
             message = f"pruning rule {rule.name} is disabled: {reason}"
             pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
@@ -80,7 +83,7 @@ def _by_prediction(
 
 
 def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
-    """Return which rows a rule removes. Raises TypeError unless the result is one boolean per row."""
+    """Return a mask of the rows that a rule removes. Raises TypeError unless the rule returns one boolean per row."""
     mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
     if mask.dtype != np.bool_ or mask.shape != shape:
         raise TypeError(f"returned {mask.dtype} of shape {mask.shape} instead of bool of shape {shape}")
@@ -104,7 +107,7 @@ def _by_trial(pruned: Pruned, problem: Problem, trial: Trial) -> Pruned:
 def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool = True) -> Pruned:
     """Remove the rows that need at least as much memory as a trial that ran out of memory.
 
-    `itself` is whether the candidate of the trial is removed, too.
+    `itself`: whether the candidate of the trial is removed, too.
     """
     rows, space = pruned.open_rows, problem.space
     if not rows.size:
@@ -119,7 +122,7 @@ def _by_memory(pruned: Pruned, problem: Problem, trial: Trial, *, itself: bool =
 
 
 def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
-    """Return which rows have a predicted value of at least that of `row`; True if either is unknown."""
+    """Return a mask of the rows whose predicted value is at least that of `row`. It is True where either is unknown."""
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
     less: BoolArray = predicted[rows] < predicted[row]
@@ -127,7 +130,7 @@ def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) 
 
 
 def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolArray:
-    """Return which rows have the values of `candidate` on some axes; True if there are none."""
+    """Return a mask of the rows that have the values of `candidate` on `axes`. It is True if there are no axes."""
     values = candidate.as_dict()
     same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in axes]
     equal: BoolArray = np.logical_and.reduce(same)

@@ -18,10 +18,10 @@ TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
-    """Return the state of a search of a fidelity after its finished trials.
+    """Return the state of the search after its finished trials.
 
-    Trials of another fidelity, and trials with the role IMPORTED, are not results of a candidate. A trial of this run
-    replaces one from another tool. If parallel trials disturb each other, those that were timed are inconclusive.
+    Only trials of `fidelity` are results of a candidate; imported trials are not. A trial of this run replaces one from
+    another tool. If parallel trials disturb each other, those that were timed are marked inconclusive.
     """
     trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
@@ -52,7 +52,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
 
 
 def rank(strategy: Strategy, context: SearchContext) -> Choice:
-    """Return the next candidate: an interrupted one, or the choice of `strategy`."""
+    """Return the next candidate: an interrupted one if there is any, or else the choice of `strategy`."""
     if not context.open_rows.size:
         return Choice(row=None, because=N_("all candidates have been tried or pruned"))
     for trial in context.trials:
@@ -68,7 +68,7 @@ def search_context(
     seconds_left: float | None = None,
     pending: Sequence[Trial] = (),
 ) -> SearchContext:
-    """Return the input of a strategy while `pending` trials run."""
+    """Return the input for a strategy. `pending` are the trials that still run."""
     return SearchContext(
         problem=problem,
         open_rows=untried(problem, search_state, pending),
@@ -81,7 +81,7 @@ def search_context(
 
 
 def untried(problem: Problem, search_state: SearchState, pending: Sequence[Trial] = ()) -> IntArray:
-    """Return the rows that were neither pruned nor tried."""
+    """Return the rows of the candidates that were neither pruned nor tried."""
     tried = search_state.settled.union(trial.candidate for trial in pending)
     tried_rows = [row for candidate in tried if (row := problem.space.find(candidate)) is not None]
     not_pruned = problem.pruned.open_rows

@@ -26,15 +26,15 @@ from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.stages.predict import predict_columns
 
 QUANTILE = 1.2816
-"""Standard deviations to each side of an 80% interval."""
+"""The number of standard deviations on each side of an 80% interval."""
 MIN_RUN_NOISE = 0.02
-"""Minimum standard deviation of step times between runs, as a share."""
+"""The minimum relative standard deviation of step times between runs."""
 MIN_SCALE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The distribution of k and u: its mean and covariance."""
+    """The joint distribution of k and u: its mean and covariance."""
 
     mean: FloatArray
     covariance: FloatArray
@@ -45,8 +45,10 @@ PRIOR = Growth(np.array([1.0, 0.0]), np.diag([0.6**2, 0.02**2]))
 
 
 class Scale(NamedTuple):
-    """The factor from a step on some nodes to one on more nodes, its 80% interval, and `own`, the half width of the
-    interval that the candidate does not share with others.
+    """The factor from the step time on some nodes to the step time on more nodes.
+
+    `low`, `high`: its 80% interval. `own`: the relative half width of the interval that the candidate does not share
+    with others.
     """
 
     factor: float
@@ -56,9 +58,10 @@ class Scale(NamedTuple):
 
 
 def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Scale:
-    """Return the factor from a step on `nodes` nodes to one on `of_nodes` nodes; `predicted` is the predicted factor.
+    """Return the factor from the step time on `nodes` nodes to the step time on `of_nodes` nodes.
 
-    Growth that the model does not include is the same for all candidates, so it does not change their order.
+    `predicted`: the predicted factor. Growth that the model does not include is the same for all candidates, so it does
+    not change their order.
     """
     x = np.array([predicted - 1.0, math.log2(of_nodes / nodes)])
     factor = 1.0 + float(x @ growth.mean)
@@ -69,15 +72,15 @@ def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Sca
 
 
 def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Return trials whose scaled step times are corrected by candidates that ran on several numbers of nodes."""
+    """Return `trials` with scaled step times corrected by candidates that ran on several numbers of nodes."""
     growth = _learned(trials)
     return tuple(trials) if growth is None else tuple(_scaled(trial, growth) for trial in trials)
 
 
 def _learned(trials: Sequence[Trial]) -> Growth | None:
-    """Return the growth learned from all pairs of runs; None without a pair.
+    """Return the growth learned from all pairs of runs, or None if there is no pair.
 
-    A pair is the run of a candidate on the fewest nodes, and one on more nodes.
+    A pair consists of the run of a candidate on the fewest nodes, and its run on more nodes.
     """
     of_nodes = next((trial.shortened.of_nodes for trial in trials if trial.shortened), 0)
     by_candidate: dict[Candidate, list[tuple[int, float, float, float]]] = {}
@@ -85,7 +88,7 @@ def _learned(trials: Sequence[Trial]) -> Growth | None:
     for trial in trials:
         measured = trial.measurement
         if of_nodes and trial.state is TrialState.MEASURED and measured and not trial.inconclusive:
-            deviation = measured.spread_s / measured.step_time_s / 1.35  # the quartiles of a normal distribution
+            deviation = measured.spread_s / measured.step_time_s / 1.35  # normal quartiles are 1.35 deviations apart
             nodes = trial.shortened.nodes if trial.shortened else of_nodes
             run = (nodes, measured.scaled_from or measured.step_time_s, trial.scale, max(MIN_RUN_NOISE, deviation))
             by_candidate.setdefault(trial.candidate, []).append(run)
@@ -111,7 +114,7 @@ def _posterior(x: FloatArray, y: FloatArray, noise: FloatArray) -> Growth:
 
 
 def _scaled(trial: Trial, growth: Growth) -> Trial:
-    """Return a trial with its measurement scaled by `growth` instead of the prediction."""
+    """Return a trial whose measurement is scaled by `growth` instead of by the prediction."""
     short, measured = trial.shortened, trial.measurement
     if not (short and short.nodes and measured and measured.scaled_from):
         return trial
@@ -135,18 +138,18 @@ def _scaled(trial: Trial, growth: Growth) -> Trial:
 
 
 FIXED_FACTOR = 2.0
-"""The uncertainty of the fixed part of a step (pipeline fill, gradient exchange, optimizer): its time is between
-1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen; docs/accuracy.md has errors of parts of a step."""
+"""The uncertainty of the fixed part of a step (pipeline fill, gradient exchange, optimizer). Its time is between
+1/FIXED_FACTOR and FIXED_FACTOR times the predicted time. Chosen; docs/accuracy.md lists errors of parts of a step."""
 
 UNMODELLED_SHARE = 0.05
-"""The share of a shortened step that unmodelled work may take, such as data loading, logging, or the host.
+"""The share of a shortened step that work outside the model may take, such as data loading, logging, or the host.
 Chosen."""
 
 
 def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: float | None) -> Shortened | None:
-    """Return how to shorten the steps of a candidate; None if they are short enough or cannot be shortened.
+    """Return how to shorten the steps of a candidate, or None if they are short enough or cannot be shortened.
 
-    `columns` are the row of the candidate, `step_s` is the expected time of a step.
+    `columns`: the candidate as columns with one row. `step_s`: the expected seconds of a step.
     """
     task, max_step = platform.task, platform.task.spec.control.max_step_time
     if max_step is None or step_s is None or step_s <= max_step:
@@ -162,11 +165,12 @@ def shorten(platform: Platform, candidate: Candidate, columns: Columns, step_s: 
 
 
 def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) -> Shortened:
-    """Return the scale from steps of `batch` samples to whole steps, from the predicted times of both.
+    """Return the scale from steps of `batch` samples to whole steps, given the predicted times of both.
 
-    A step has a fixed part F and a part V that is proportional to the batch: t = F + V, T = F + (B/b) V. The measured t
-    is scaled by T/t. The interval follows from the uncertainty of F: at most FIXED_FACTOR times as long, or longer by
-    UNMODELLED_SHARE of the step, and at least 1/FIXED_FACTOR times as long.
+    A step has a fixed part F and a part V that is proportional to the batch. A short step takes t = F + V, a whole step
+    T = F + (B/b) V. The measured t is scaled by T/t. The interval follows from the uncertainty of F: F is at least
+    1/FIXED_FACTOR of the predicted time. It is at most FIXED_FACTOR times the predicted time, or longer than predicted
+    by UNMODELLED_SHARE of the step.
     """
     ratio = whole_batch / batch
     variable = (whole_s - short_s) / (ratio - 1.0)
@@ -178,7 +182,7 @@ def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) ->
 
 @dataclass(frozen=True, slots=True)
 class SmallerTask:
-    """The task of trials on `nodes` of the nodes of `whole`."""
+    """The task as trials run it on `nodes` of the nodes of `whole`."""
 
     whole: Platform
     nodes: int
@@ -188,19 +192,19 @@ class SmallerTask:
         return replace(self.whole, task=self.whole.task.on_nodes(self.nodes))
 
     def columns(self, columns: Columns) -> Columns:
-        """Return the columns of candidates as they run in trials."""
+        """Return the columns of the candidates as they run in trials, with fewer replicas."""
         return canonical(self._fewer(columns), self._rules_and_merges[1])
 
     def predictions(self, columns: Columns) -> Predictions:
-        """Return the predictions of candidates as they run in trials."""
+        """Return the predictions of the candidates as they run in trials."""
         return predict_columns(self.platform, self.columns(columns))
 
     def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
-        """Return the candidate of one row as it runs in trials."""
+        """Return the candidate as it runs in trials. `columns` has one row."""
         return as_candidate(axes, self.columns(columns))
 
     def rule(self) -> Rule:
-        """Return the rule that a candidate can run in trials."""
+        """Return the rule that removes candidates that cannot run on the nodes of trials."""
         rules, replicas, share = self._rules_and_merges[0], self._replicas, self._share
 
         def broken(columns: Columns) -> BoolArray:
@@ -216,9 +220,10 @@ class SmallerTask:
         )
 
     def shortened(self, columns: Columns, whole: Prediction) -> Shortened | None:
-        """Return the scale from the steps of a trial of one row to `whole`; None if it runs on all nodes.
+        """Return how the steps of a trial are scaled to `whole`, the prediction on all nodes.
 
-        Raises SpecError if a step has no prediction.
+        `columns` has one row. Returns None if the trial runs on all nodes. Raises SpecError if a step has no predicted
+        time.
         """
         if self._share == 1:
             return None
@@ -243,7 +248,7 @@ class SmallerTask:
         )
 
     def runs(self, columns: Columns) -> BoolArray:
-        """Return which candidates can run in trials whose steps can be scaled."""
+        """Return a mask of the candidates that can run in trials, and whose steps can be scaled."""
         small = self.predictions(columns)
         runs: BoolArray = ~self.rule().broken(columns) & small.fits & np.isfinite(small.step_time_s)
         return runs
@@ -271,7 +276,7 @@ class SmallerTask:
 
 
 class TrialMemory:
-    """Candidates that are predicted to fit on all nodes, but not on those of trials."""
+    """Prunes candidates that are predicted to fit on all nodes, but not on the nodes of trials."""
 
     name = "trial_memory"
     message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
@@ -284,12 +289,15 @@ class TrialMemory:
 
 
 def rules_of_trials(platform: Platform) -> tuple[Rule, ...]:
-    """Return the rules that a candidate can run on each number of nodes of trials."""
+    """Return a rule for each number of nodes of trials, which removes candidates that cannot run on them."""
     return tuple(each.rule() for each in _sizes(platform))
 
 
 def pruning_of_trials(platform: Platform) -> tuple[PruningRule, ...]:
-    """Return the rule that a candidate fits on the fewest nodes of trials."""
+    """Return the rule that prunes candidates that do not fit on the fewest nodes of trials.
+
+    Returns no rule if all trials use all nodes.
+    """
     sizes = sorted(_sizes(platform), key=lambda each: each.nodes)
     return tuple(TrialMemory(each) for each in sizes[:1])
 

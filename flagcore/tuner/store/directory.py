@@ -1,4 +1,4 @@
-"""The run directory, which is locked by one process and belongs to one task."""
+"""The run directory. One process locks it, and it belongs to one task."""
 
 import errno
 import fcntl
@@ -44,9 +44,11 @@ class RunDirectory:
             self._lock = None
 
     def identity(self) -> dict[str, Any] | None:
-        """Return the stored identity of this run, or None: `run`, its unique name, and `task` and `fixed`.
+        """Return the stored identity of this run, or None if nothing is stored.
 
-        Secrets are redacted in the task, so that the task is the same with a new token. Raises RunError.
+        The identity contains `run`, the unique name of the run, and `task` and `fixed` as `claim` stored them. Secrets
+        in the task are redacted, so that a new token does not change the task. Raises RunError if the file cannot be
+        read.
         """
         file = self.path / IDENTITY
         try:
@@ -88,7 +90,7 @@ class RunDirectory:
         return str(identity["run"])
 
     def _rename_earlier_run(self) -> None:
-        """Add a timestamp to the name of the folder, and a number if that name exists."""
+        """Append a timestamp to the name of the folder, and a number if that name exists."""
         name = f"{self.path.resolve().name}.{time.strftime('%Y%m%d-%H%M%S')}"
         target = self.path.resolve().with_name(name)
         number = 1
@@ -132,7 +134,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def write(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file of a run with `flagcore.domain.files.replace`. Raises RunError."""
+    """Write a text file of a run atomically. Raises RunError if it cannot be written."""
     with writable(file):
         replace(file, text, private=private)
 

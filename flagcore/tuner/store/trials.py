@@ -1,4 +1,4 @@
-"""Stores trials in an Optuna study, which Optuna's tools can read."""
+"""Stores trials in an Optuna study, so that Optuna's tools can read them."""
 
 import dataclasses
 import json
@@ -29,9 +29,9 @@ FIGURES = {
     for name, kind in get_type_hints(Measurement).items()
     if kind in (int, float, int | None, float | None)
 }
-"""The fields of a measurement with a single figure, and whether it may be unknown."""
+"""The fields of a measurement that contain a single number, each with whether the number may be unknown."""
 ENDED = ("source", "inconclusive", "lost_host", "warm", "finished_steps_s", "telemetry")
-"""The fields of a trial that its end may set, besides its state, reason, duration, log and measurement."""
+"""The fields of a trial that are set when it ends, besides its state, reason, duration, log and measurement."""
 MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
@@ -39,8 +39,8 @@ STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaS
 class OptunaStore:
     """The trials of one run. The process must have locked the run directory.
 
-    A trial has one journal entry when it starts, one with all its data when it ends, and one for Optuna's tools. If the
-    process was killed while a trial was running, the trial becomes interrupted when the store is opened again.
+    Three journal entries are written for a trial: when it starts, when it ends (with all its data), and for Optuna's
+    tools. If the process is killed while a trial runs, the trial becomes interrupted when the store is opened again.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OptunaStore:
         objective: str = "tokens_per_second_per_device",
         url: str | None = None,
     ) -> None:
-        """Open or create the study `run`. `choices` has all values of each knob.
+        """Open or create the study `run`. `choices` contains all values of each knob.
 
         The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
         """
@@ -118,7 +118,7 @@ class OptunaStore:
 
     @contextmanager
     def _errors_as_run_error(self) -> Iterator[None]:
-        """Convert errors of the storage, such as a corrupt journal, to a RunError."""
+        """Convert errors of the storage, such as a corrupt journal, to RunError."""
         with writable(self._path):
             try:
                 yield
@@ -153,9 +153,9 @@ class OptunaStore:
 
 
 def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
-    """Return the finished trials of the study `run` in the folder `path` or in the storage `url`. Raises RunError.
+    """Return the finished trials of the study `run` in the folder `path`, or in the Optuna storage at `url`.
 
-    The study is only read, so the run may still be active. Without a journal, there are no trials.
+    The study is only read, so the run may still be active. Returns no trials if there is no journal. Raises RunError.
     """
     optuna.logging.set_verbosity(logging.ERROR)
     file = path / JOURNAL
@@ -181,7 +181,10 @@ def _finished(study: optuna.Study) -> tuple[Trial, ...]:
 
 
 def _drop_incomplete_line(file: Path) -> None:
-    """Remove an incomplete last line of a journal, after a kill or on a full disk, and the lock of its writer."""
+    """Remove an incomplete last line from a journal, and the lock of its writer.
+
+    Such a line remains if the writer was killed or the disk was full.
+    """
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
         data = read_regular(file, max_bytes=1 << 40)
@@ -192,7 +195,7 @@ def _drop_incomplete_line(file: Path) -> None:
 
 
 def open_journal(file: Path) -> JournalStorage:
-    """Return the storage of a journal, which is created if it is missing."""
+    """Open the storage of a journal. The file is created if it is missing."""
     return JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))))
 
 
@@ -209,7 +212,7 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 
 def from_frozen(frozen: FrozenTrial) -> Trial:
-    """Return a trial from its entry in the study. Raises ValueError, KeyError for an invalid entry."""
+    """Convert an entry of the study to a trial. Raises ValueError or KeyError if the entry is invalid."""
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     for knob, value in attributes["candidate"].items():
         if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):

@@ -1,6 +1,7 @@
 """Search strategies, which choose the order of trials. Only this package and the store may import optuna.
 
-Here are those that learn nothing: the order of predictions, and random search, the reference for all others.
+This module has the strategies that do not learn: the order of predictions, and random search, the reference for all
+others.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from flagcore.contracts import Choice, SearchContext, Strategy
 
 @dataclass(slots=True)
 class Simple:
-    """Tries the row that a function chooses, for a constant reason."""
+    """A strategy that tries the row that `choose` returns, and always gives the same reason."""
 
     name: str
     because: str
@@ -24,14 +25,14 @@ class Simple:
 
 
 def _fastest(context: SearchContext) -> np.int64:
-    """Return the row with the fastest prediction. Ties are broken by memory; unknown times come last."""
+    """Return the row with the fastest prediction. Ties are broken by memory. Unknown times come last."""
     rows = context.open_rows
     time = np.nan_to_num(context.predictions.step_time_s[rows], nan=np.inf)
     return rows[np.lexsort((context.predictions.device_used_bytes[rows], time))[0]]  # type: ignore[no-any-return]
 
 
 def _any(context: SearchContext) -> np.int64:
-    """Draw a row. The seed is the number of trials, so that a resumed run makes the same choices."""
+    """Return a random open row. The seed is the number of trials, so that a resumed run makes the same choices."""
     generator = np.random.default_rng(len(context.trials) + len(context.pending))
     return generator.choice(context.open_rows)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Bayesian search: maximizes the expected gain per expected cost, and stops when no gain is likely."""
+"""Bayesian search. It maximizes the expected gain per expected cost, and stops when no gain is likely."""
 
 import math
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ from flagcore.tuner.learning.trials import (
 )
 
 JOINT_ROWS = 256
-"""The maximum number of candidates whose joint distribution decides whether the search stops, highest expected gain
-first. Chosen to limit the time between two trials."""
+"""The maximum number of candidates whose joint distribution decides whether the search stops. Those with the highest
+expected gain are used. Chosen to limit the time between two trials."""
 
 SAMPLES = 2000
 """The number of samples of the joint distribution. Chosen: the standard error of a probability of 5% is half a
@@ -47,25 +47,26 @@ MIN_MEASURED = 3
 Chosen."""
 
 MIN_CONFIRMED = 2
-"""MIN_MEASURED if this run confirms the earlier ones. Chosen on 48 published sweeps (vTrain, 2 and 4 devices)."""
+"""The same minimum if this run's measurements confirm the earlier runs. Chosen on 48 published sweeps (vTrain, 2 and 4
+devices)."""
 
 MAX_DEVIATIONS = 2.0
-"""A measurement confirms earlier runs if they predicted it within this number of standard deviations. Chosen:
+"""A measurement confirms earlier runs if it is within this number of standard deviations of their prediction. Chosen:
 95% of a normal distribution."""
 
 MIN_SHARE_RATIO, MAX_PART_ERROR = 4.0, 0.5
-"""A part of the step of an open candidate counts as not measured if its share is MIN_SHARE_RATIO times its share in all
-measured candidates. It may be shorter than predicted by MAX_PART_ERROR. Chosen: with two thirds, the search finds the
-same, but needs more trials."""
+"""A part of an open candidate's step counts as not measured if its share of the step is more than MIN_SHARE_RATIO times
+its share in every measured candidate. Such a part may be shorter than predicted by the share MAX_PART_ERROR. Chosen:
+with two thirds, the search finds the same candidates, but needs more trials."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     """The posterior of some open rows.
 
-    `log_predicted` and `log_time` are logarithms of seconds. `fits` is the probability that a trial fits, `success`
-    that it succeeds if it fits, and `feasible` that it meets the limits if it succeeds. `full_s` is the duration of
-    a trial that succeeds, `cost_s` the expected duration, both in seconds.
+    `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds. `fits`: probability
+    that a trial fits. `success`: probability that it succeeds if it fits. `feasible`: probability that it meets the
+    limits if it succeeds. `full_s`: seconds of a trial that succeeds. `cost_s`: expected seconds of a trial.
     """
 
     rows: IntArray
@@ -82,7 +83,7 @@ class _Evaluation:
 
 
 class Learned:
-    """Corrects predictions with the measurements of this run and of earlier runs on the same chip."""
+    """A strategy that corrects predictions with the measurements of this run and of earlier runs on the same chip."""
 
     name = "learned"
 
@@ -142,7 +143,7 @@ def _evaluate(context: SearchContext) -> _Evaluation:
 
 
 def _fit_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
-    """Return the probability that each row fits, 1 if the capacity is unknown."""
+    """Return the probability that each row fits into memory. It is 1 if the capacity is unknown."""
     share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
@@ -157,7 +158,8 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
 def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, best: float) -> tuple[bool, Message]:
     """Return whether the search ends, and a message about the remaining gain.
 
-    With planned steps, it ends if no trial saves more time than it takes. Otherwise, it ends if a gain is improbable.
+    If the spec gives a number of planned steps, the search ends when no trial saves more time than it takes. Otherwise,
+    it ends when a gain is improbable.
     """
     probability, max_gain = _remaining_gain(found, gain, best)
     message = Message(
@@ -181,7 +183,7 @@ def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, b
 
 
 def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
-    """Return whether earlier runs predicted all measurements, and no part that is not measured could hide a gain."""
+    """Return whether earlier runs predicted all measurements, and no unmeasured part of a step could hide a gain."""
     observed, parts = observed_times(context), context.predictions.time_s
     if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
         return False
@@ -201,14 +203,14 @@ def _confirms(context: SearchContext, found: _Evaluation, best: float) -> bool:
 
 
 def _remaining_gain(found: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:
-    """Return the probability that an open row gains more than MIN_GAIN, and the 95% bound of the gain."""
+    """Return the probability that an open candidate gains more than MIN_GAIN, and the 95% bound of the gain."""
     top = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
     samples = found.log_predicted[top] + found.ratios.sample(found.features.take(top), SAMPLES)
     return improvement_probability(samples, found.fits[top] * found.feasible[top], found.success[top], best, MIN_GAIN)
 
 
 def believed(context: SearchContext, row: int) -> Mapping[str, object]:
-    """Return the posterior of any row: its step time and its probability to fit."""
+    """Return what the strategy expects of any row: its step time in seconds, and its probability to fit."""
     return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 

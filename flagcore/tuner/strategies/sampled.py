@@ -24,9 +24,9 @@ OUT_OF_MEMORY_FACTOR = 2.0
 
 @dataclass(slots=True)
 class Sampled:
-    """Tries the open row nearest to the suggestion of a sampler.
+    """A strategy that tries the open row nearest to the suggestion of a sampler.
 
-    The parameters of the study are the indices of knob values, and its objective is the step time.
+    The parameters of the study are the indices of knob values. Its objective is the step time.
     """
 
     name: str
@@ -59,9 +59,10 @@ class Sampled:
 
 
 def _varying_axes(space: Space, indices: Columns) -> list[Axis]:
-    """Return axes that identify each row. Axes that depend on the others are left out, to avoid illegal suggestions.
+    """Return a set of axes that is enough to identify each row.
 
-    `indices` are the indices of the rows' values in their axes.
+    Axes that depend on the others are left out, to avoid illegal suggestions. `indices`: for each axis, the index of
+    each row's value.
     """
     axes, keys, stride = list(space.axes), space.rows, 1
     for axis, codes in zip(space.axes, space.codes, strict=True):
@@ -85,7 +86,7 @@ def _used_codes(space: Space, axis: Axis, indices: IntArray) -> IntArray:
 
 
 def _distribution(axis: Axis, count: int) -> BaseDistribution:
-    """Return the distribution of the index of a value. Numbers are ordered, words are not."""
+    """Return the distribution of the index of a knob value. Numbers are ordered; words are categories."""
     return CategoricalDistribution(tuple(range(count))) if _is_word(axis) else IntDistribution(0, count - 1)
 
 

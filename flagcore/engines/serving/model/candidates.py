@@ -1,8 +1,8 @@
 """Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space.
 
-The closed form is the steady state of a closed loop for all candidates at once. A request needs its prompt and then one
-iteration per token. A mean iteration decodes `decoding` sequences and computes the prompt tokens that replace ended
-sequences. Little's law is iterated until it holds.
+The closed form is the steady state of a closed loop, computed for all candidates at once. A request takes the time of
+its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences, and computes as many prompt
+tokens as are needed to replace the sequences that end. `decoding` is iterated until Little's law holds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from flagcore.engines.serving.space.placement import InstanceKinds
 from flagcore.engines.serving.space.settings import Settings
 
 MAX_SIMULATED = 4096
-"""Maximum number of simulated candidates: the best ones in closed form. Their median ratio scales the others."""
+"""Maximum number of simulated candidates: the best ones in closed form. The median ratio of their simulated to their
+closed-form metrics scales the metrics of the others."""
 
 MAX_WORK = 150_000
-"""Maximum number of simulated requests, as far as it allows `MIN_SIMULATED` candidates."""
+"""Maximum number of simulated requests in total. `MIN_SIMULATED` candidates are simulated even if they exceed it."""
 MIN_SIMULATED = 64
 
 FIRST_LOAD = 8.0
-"""The clients or requests per second that a search for the highest load starts with."""
+"""The number of clients, or of requests per second, with which a search for the highest load starts."""
 
 UNLIMITED_TOKENS = 1e15
 """Size of an unlimited cache in tokens."""
@@ -47,15 +48,15 @@ FIGURE_NAMES = (
 )
 
 Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
-"""The inputs that determine the simulation of a kind of instance: its count, its lanes and its costs."""
+"""Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates and their kinds of instances, with settings, split, memory and costs of iterations.
+    """All inputs of the metrics: the candidates' kinds of instances, with settings, split, memory and iteration costs.
 
-    `transfer` are the seconds for the cache of a prompt token if the instances of a kind only prefill or decode.
-    `encoder` are the costs of the vision tower, None without one.
+    `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode. `encoder`:
+    the costs of the vision tower; None if there is none.
     """
 
     kinds: InstanceKinds
@@ -81,9 +82,9 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the metrics of each candidate by name; NaN if its costs are unknown or the host computes layers.
+    """Return the metrics of each candidate by name. They are NaN if costs are unknown or the host computes layers.
 
-    Equal candidates are simulated once. With several load points, one point determines the metrics, as in a
+    Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
     """
     loads = [context.draw(load) for load in context.serve.loads]
@@ -127,7 +128,10 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
 
 
 def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
-    """Return the metrics of a load on a candidate's `kinds` of instances: the row and the count of each kind."""
+    """Return the metrics of a load on one candidate.
+
+    `kinds`: the row and the number of instances of each of its kinds.
+    """
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     prices = [
         (Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row)), count)
@@ -141,7 +145,7 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
-    """Return the figures at each load that the search for the highest load tries."""
+    """Return the metrics at each load that the search for the highest load tries."""
     points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
     def meets_limits(value: float) -> bool:
@@ -172,7 +176,7 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     """Return the limits of one lane of a candidate, without limits that the load cannot reach.
 
-    A cache that is too small for one request counts as unlimited: the memory already excludes the candidate.
+    A cache that is too small for one request is treated as unlimited: the memory check already excludes the candidate.
     """
     settings, stages = context.settings, float(context.split.pipeline[row])
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
@@ -210,10 +214,10 @@ def _select(points: Sequence[Mapping[str, float]], slo: Mapping[str, float], obj
 
 
 def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Return the mean seconds of a request by part, weighted by the counts of the kinds of instances.
+    """Return the mean seconds of a request by part (see PARTS), averaged over all instances of a candidate.
 
-    A request visits one instance that prefills and one that decodes, if a candidate has such. `figures` are the metrics
-    of the candidates. The parts add up to the mean seconds of a request; the rest is the queue.
+    If a candidate has prefill and decode instances, a request visits one of each. `figures`: the metrics of the
+    candidates. The parts add up to the mean time of a request; what the other parts do not explain is the queue.
     """
     kinds = context.kinds
     load = context.draw(context.serve.loads[0])
@@ -234,7 +238,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
-    """Return the closed loop of one lane of each candidate with its mean share of the load."""
+    """Return the closed loop of one lane of each candidate, with the lane's mean share of the load."""
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
@@ -256,14 +260,14 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
-    """Return the metrics of the steady state, with means in place of percentiles."""
+    """Return the metrics of the steady state by name, with means in place of percentiles."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.lanes
     state = steady_state(loop)
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)
 
     def mean(values: FloatArray) -> FloatArray:
-        """Return the mean latencies of candidates, weighted by the rates of their kinds of instances."""
+        """Average a latency over the kinds of instances of each candidate, weighted by their rates."""
         return kinds.total(state.rate * share * values) / rate
 
     ttft, tpot = mean(state.ttft), mean(state.tpot)
@@ -290,21 +294,25 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
 
 
 ROUNDS = 30
-"""Number of damped iterations: the number of decoding sequences moves half of the way each time.
-Chosen: the iteration converges."""
+"""Number of damped iterations. Each moves the number of decoding sequences half of the way to its new value. A choice:
+after as many, the iteration has converged."""
 
 MAX_BUSY = 0.95
-"""Upper limit of the share of time with prompts, for a finite queue. Chosen."""
+"""Maximum share of the time that iterations with prompts may take; it keeps the queue finite. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """One lane of each candidate and its load: `flight` requests of `prompt` and `output` tokens.
+    """One lane of each candidate, and its load in a closed loop. A lane is one instance.
 
-    `costs` and `overheads` are those of the iterations and of the engine.
-    `budget` (tokens of an iteration), `running` (sequences) and `cache_tokens` are totals over all `ranks` and
-    `stages`. A lane whose `role` is 1 only computes prompts, with role 2 it only decodes. The vision tower takes
-    `encode` seconds for the images of a request.
+    - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
+    - `flight`: requests in flight.
+    - `prompt`, `output`: tokens of a prompt and of an answer.
+    - `budget`, `running`, `cache_tokens`: maximum numbers of tokens and of sequences in an iteration, and tokens of the
+      cache. They are totals over all `ranks` and `stages`.
+    - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
+    - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
+    - `encode`: seconds of the vision tower for the images of a request.
     """
 
     costs: IterationCosts
@@ -322,11 +330,11 @@ class ClosedLoop:
 
     @property
     def front_end(self) -> FloatArray:
-        """The seconds that a request takes to reach the scheduler."""
+        """The seconds that a request takes to pass the front end and reach the scheduler."""
         return self.costs.crowding * (self.overheads.request + self.overheads.entry)
 
     def reads(self, decoding: FloatArray) -> FloatArray:
-        """Return the seconds in which an iteration of `decoding` sequences reads their cache."""
+        """Return the seconds that an iteration of `decoding` sequences takes to read their cache."""
         ranks, context = self.ranks * self.stages, self.prompt + 0.5 * self.output
         return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
 
@@ -353,7 +361,8 @@ class SteadyState:
 def steady_state(loop: ClosedLoop) -> SteadyState:
     """Return the mean latencies and the rate of a closed loop.
 
-    Lanes that only compute prompts have the rate of output tokens that their prompts lead to, and no TPOT.
+    For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
+    0.
     """
     overheads = loop.overheads
     decodes_only = np.asarray(loop.role) == 2
@@ -364,7 +373,7 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
     decode_steps = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
         plain, mixed, prompt_tokens = _iterations(loop, decoding)
-        # iterations with prompts for each that decodes
+        # the number of iterations with prompts per iteration that decodes
         prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
         tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
@@ -379,7 +388,7 @@ def steady_state(loop: ClosedLoop) -> SteadyState:
 
 
 def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
-    """Return the state with that of lanes that only compute prompts, one after the other."""
+    """Return `state` with new values for lanes that only compute prompts: they compute one prompt after the other."""
     _, mixed, tokens = _iterations(loop, np.full_like(loop.flight, 1e-9))
     seconds, prefills = np.maximum(loop.prompt / tokens, 1.0) * mixed, np.asarray(loop.role) == 1
     return SteadyState(
@@ -390,7 +399,7 @@ def _with_prompts_only(loop: ClosedLoop, state: SteadyState) -> SteadyState:
 
 
 def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of an iteration without and with prompts, and the prompt tokens of the latter."""
+    """Return the seconds of an iteration without and of one with prompts, and the prompt tokens of the latter."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
@@ -410,14 +419,14 @@ def _iterations(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, Flo
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
-"""Parts of a request's time in the order of reports."""
+"""Parts of a request's time, in the order in which reports list them."""
 
 
 def parts(loop: ClosedLoop, decoding: FloatArray) -> dict[str, FloatArray]:
-    """Return the seconds that a request spends in each part on its lane, without waits for a slot and other prompts.
+    """Return the seconds that a request spends in each part on its lane, without waits for a slot or for other prompts.
 
-    `decoding` is the mean number of decoding sequences of a lane. The time of a prompt assumes that it runs alone, the
-    time of an answer that it runs only with decoding sequences.
+    `decoding`: the mean number of decoding sequences of a lane. A prompt is assumed to run alone, and an answer to run
+    only with other decoding sequences.
     """
     role = np.asarray(loop.role)
     costs, batch, per_rank = loop.costs, decoding / loop.stages, decoding / (loop.ranks * loop.stages)

@@ -1,12 +1,12 @@
-"""Simulates an instance that only decodes, behind the instances that prefill and the transfer of their caches.
+"""Simulates a decode instance, together with the prefill instances and the transfer of their caches.
 
-A request waits for an instance that prefills, which computes the waiting prompts together up to its limit of tokens.
-Their caches then go over the link of this instance, one after the other. The instance that decodes gives the request a
-slot when its cache has room; the first token comes from its next iteration, which computes the last token of the prompt
-(vllm 0.32 `kv_connector/v1/nixl`; the proxy drops the token of the instance that prefills).
+A request waits for a prefill instance, which computes the waiting prompts together, up to its limit of tokens. Their
+caches then go over the link of the prefill instance, one after the other. The decode instance gives the request a slot
+when its cache has room. The first token comes from its next iteration, which computes the last token of the prompt
+(vllm 0.32 `kv_connector/v1/nixl`; the proxy drops the token of the prefill instance).
 
-Source of the stages: DistServe (Zhong et al. 2024, arXiv 2401.09670, section 3); of the match of rates:
-ai-dynamo/aiconfigurator @095f58a5 `README.md`.
+The stages follow DistServe (Zhong et al. 2024, arXiv 2401.09670, section 3). How the rates of both kinds are matched
+follows ai-dynamo/aiconfigurator @095f58a5 `README.md`.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ from flagcore.engines.serving.model.vision import ImageWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """The instances that prefill, as one instance that decodes has them: `per_decode` of them.
+    """The prefill instances that serve one decode instance.
 
-    `price` has their times; the cache of a prompt token takes `transfer` seconds on the link of one of them.
+    - `price`: their iteration times.
+    - `per_decode`: their number per decode instance, which may be a fraction.
+    - `transfer`: seconds that the cache of one prompt token takes on the link of one prefill instance.
     """
 
     price: Price
@@ -32,7 +34,7 @@ class Prefill:
 
 @dataclass(slots=True)
 class _Batch:
-    """Prompts that an instance computes together; `done` is when their caches are at the instance that decodes."""
+    """Prompts that a prefill instance computes together. At the time `done`, the decode instance has their caches."""
 
     start: float
     link_free: float
@@ -47,7 +49,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Server:
-    """One instance that prefills: when it and its link are free, and its last batch."""
+    """One prefill instance: the times at which it and its link become free, and its last batch."""
 
     free: float = 0.0
     link_free: float = 0.0
@@ -55,10 +57,10 @@ class _Server:
 
 
 class Disaggregated(Simulation):
-    """A simulation of an instance that decodes with the times `price`.
+    """A simulation of a decode instance with the iteration times `price`, and of its share of the prefill instances.
 
-    The lane has a share of the instances that prefill: `per_decode`, rounded to at least one. The rest of the time of
-    an instance belongs to other lanes, so that a batch of t seconds occupies it for t x rounded / `per_decode`.
+    The share is `prefill.per_decode`, rounded, and at least one instance. Prefill instances also serve other decode
+    instances, so a batch of t seconds occupies one of them for t x rounded share / `per_decode` seconds.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Disaggregated(Simulation):
         super()._add_images(self.prefill.price, images)
 
     def _enter(self, index: int) -> None:
-        """Add a request to the next batch of the instance that is free first."""
+        """Add a request to the next batch of the prefill instance that becomes free first."""
         request = self.requests[index]
         overheads, lane = self.prefill.price.overheads, self.prefill.price.lane
         arrival = request.arrival + overheads.request + overheads.entry + request.read
@@ -105,7 +107,7 @@ class Disaggregated(Simulation):
         heappush(self.ready, (batch.done, self.batches, batch))
 
     def _prompt_seconds(self, batch: _Batch) -> float:
-        """Return the seconds of a batch; a prompt beyond the limit of tokens takes several iterations."""
+        """Return the seconds of a batch. A prompt beyond the limit of tokens takes several iterations."""
         price, budget = self.prefill.price, self.prefill.price.lane.budget
         if batch.tokens <= budget:
             return price.mixed(0, batch.tokens, batch.longest, batch.pairs, len(batch.members))
@@ -118,9 +120,9 @@ class Disaggregated(Simulation):
         return seconds + price.mixed(0, rest, rest, pairs, 1)
 
     def _next_done(self) -> float:
-        """Return when the next caches arrive."""
+        """Return the time at which the next caches arrive, infinity if none are on their way."""
         while self.ready and (self.ready[0][0] != self.ready[0][2].done or not self.ready[0][2].members):
-            heappop(self.ready)  # a later prompt of the batch has delayed it
+            heappop(self.ready)  # outdated: a later prompt has delayed this batch
         return self.ready[0][0] if self.ready else inf
 
     def _ready_time(self) -> float:
@@ -134,10 +136,10 @@ class Disaggregated(Simulation):
             batch.members = []
 
     def _prompts(self) -> bool:
-        """Give slots to requests whose caches have arrived; return whether a prompt was computed again."""
+        """Give slots to requests whose caches have arrived. Return False: here no iteration computes prompts."""
         while self._admit(0):
             request = self.partial.popleft()
-            if request.made:  # it lost its cache, and this instance computes it again
+            if request.made:  # it lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)
                 time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
                 self.now += time

@@ -1,7 +1,7 @@
-"""Seconds of one iteration of an engine for a batch of prompts and decoding sequences.
+"""Time of one iteration of an engine for a batch of prompts and decoding sequences.
 
-Matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a table over a
-grid of tokens. Attention adds the time per cached token that is read and per pair of query and key.
+Matrix products, small kernels and messages depend only on the number of tokens, so each candidate has a table of their
+times over a grid of token counts. Attention adds a time per cached token that is read and per query-key pair.
 """
 
 from __future__ import annotations
@@ -24,21 +24,29 @@ NODES: FloatArray = np.array(
     ],
     dtype=np.float64,
 )
-"""Numbers of tokens in the tables; times between them are interpolated linearly."""
+"""The grid of token counts of the tables. Times between them are interpolated linearly."""
 
 REFERENCE_TOKENS = 8192.0
-"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed. Chosen."""
+"""Cached tokens of a sequence, and tokens of a prompt, for which the rates of attention are computed. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCosts:
-    """Seconds by candidate. Tables have one row per candidate and one column per element of `NODES`.
+    """Seconds of the parts of an iteration, by candidate.
 
-    The tables are `local`, the work of an attention rank on its own tokens; `shared`, the work of the experts on the
-    tokens of all ranks; `sampled`, the output head for sequences that get a token; `messages` and `exchanged`, the
-    communication in `local` and `shared`. `cached` is the time per cached token of a sequence, `pair` per query and key
-    of a prompt, both over all layers. `fixed` is added to each iteration, `sequence` for each running sequence.
-    Iterations of more than `captured` tokens take at least `floor`. These three include `crowding` (see `Split`).
+    Tables with one row per candidate and one column per element of `NODES`:
+
+    - `local`: work of an attention rank on its own tokens.
+    - `shared`: work of the experts on the tokens of all ranks.
+    - `messages`, `exchanged`: the communication that `local` and `shared` include.
+    - `sampled`: the output head, for sequences that get a token.
+
+    Arrays with one element per candidate:
+
+    - `cached`, `pair`: seconds per cached token of a sequence and per query-key pair of a prompt, over all layers.
+    - `fixed`, `sequence`: seconds added per iteration and per running sequence, multiplied by `crowding`.
+    - `floor`: minimum seconds of an iteration of more than `captured` tokens, multiplied by `crowding`.
+    - `captured`, `crowding`: as in `Split`.
     """
 
     local: FloatArray
@@ -56,7 +64,7 @@ class IterationCosts:
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
-    """Interpolate a table at token counts, one per candidate; 0 tokens take 0 s."""
+    """Interpolate each candidate's row of a table at its number of tokens. 0 tokens take 0 s."""
     tokens = np.minimum(tokens, NODES[-1])
     index = np.clip(np.searchsorted(NODES, tokens, side="right") - 1, 0, NODES.size - 2)
     rows = np.arange(table.shape[0])
@@ -68,8 +76,8 @@ def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
 def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:
     """Return the iteration costs of each candidate, NaN if facts about the chip are missing.
 
-    Costs are sums over all stages of a pipeline, because each token passes all of them. If the CPU is the device, its
-    launches do not overlap with compute.
+    Costs are sums over all pipeline stages, because each token passes all of them. If the device is the CPU itself,
+    kernel launches do not overlap with compute.
     """
     model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, split.column
     tokens = np.minimum(NODES, column.pass_tokens)
@@ -124,8 +132,8 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
 def _projections(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
     """Return the seconds of the matrix products of one attention layer.
 
-    Latent attention is absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): one product per head in 16 bits
-    projects queries to the rank of the cache, another one projects values back.
+    Latent attention is computed in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): one 16-bit product
+    per head projects queries to the rank of the cache, and another one projects values back.
     """
     model, h = serving.model, float(serving.model.hidden_size)
     query, _, _ = widths(model)
@@ -153,7 +161,7 @@ CHUNK_TOKENS = 64.0
 def _linear_attention(
     layer: LinearAttention, serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
-    """Return the seconds of a layer with linear attention, an estimate: its products, and the traffic of the others.
+    """Estimate the seconds of a layer with linear attention: matrix products, and memory traffic of other kernels.
 
     The convolution reads and writes its channels, the recurrence reads them and writes values, the gated norm reads
     values and gates and writes values. States are written and read once per chunk of a prompt.
@@ -174,9 +182,9 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
 
 
 def _reduce(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of one all-reduce of the tokens' activations among tensor ranks.
+    """Return the seconds of one all-reduce of the tokens' activations among the tensor ranks.
 
-    Engines have their own kernels for small messages, with a lower latency than the library's.
+    For small messages engines have their own kernels, whose latency is lower than that of the communication library.
     """
     overheads = serving.overheads
     ranks, stride = split.tensor.astype(np.int64), np.ones(split.tensor.shape, dtype=np.int64)
@@ -197,9 +205,9 @@ def _stages(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) ->
 
 
 def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds per cached token of a decoding sequence, and per query and key of a prompt, over all layers.
+    """Return the seconds per cached token of a decoding sequence, and per query-key pair of a prompt, over all layers.
 
-    Absorbed latent attention reads one latent vector for all heads, most of it both as key and as value.
+    Absorbed latent attention reads one latent vector for all heads. Most of the vector is both key and value.
     """
     model = serving.model
     heads = model.num_attention_heads / split.tensor
@@ -230,7 +238,7 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
     if layer := model.linear_attention:  # each new token reads and writes the states of its sequence
         states = kernels.memory_seconds(64.0 * 2.0 * layer.state_bytes / split.tensor) / 64.0
         cached = cached + layer.num_layers * states / serving.tokens
-    if index := model.indexer:  # its scores have no values, and 8 bits: a quarter of the time
+    if index := model.indexer:  # it reads no values, and its scores have 8 bits: a quarter of the time
         keys = kernels.memory_seconds(64.0 * REFERENCE_TOKENS * index.token_bytes * np.ones_like(heads))
         cached = cached + model.num_layers * keys / (64.0 * REFERENCE_TOKENS)
         count = np.full_like(heads, index.heads)
@@ -251,9 +259,9 @@ def linear(
 ) -> FloatArray:
     """Return the seconds of Y[tokens, outer] = X[tokens, inner] W[inner, outer].
 
-    `attention` products may have a wider precision than the others, `wide` products have 16 bits. Weights in a storage
-    format are read in that format and computed in a wider one. The engine's overheads include the casts of operands, so
-    the casts of the products are subtracted.
+    Products of `attention` may have a wider precision than others, and `wide` products have 16 bits. Weights in a
+    storage format are read in this format and multiplied in a wider one. The engine's overheads already include the
+    casts of operands, so they are subtracted from the time of the product.
     """
     ones = np.ones_like(tokens)
     precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision
@@ -275,15 +283,15 @@ TILE_ROWS = 8.0
 
 
 def distinct_experts(count: float, chosen: float, tokens: FloatArray) -> FloatArray:
-    """Return the expected number of distinct experts of `count` if each of `tokens` chooses `chosen` at random."""
+    """Return the expected number of distinct experts, of `count`, if each token chooses `chosen` of them at random."""
     return count * (1.0 - (1.0 - chosen / count) ** tokens)
 
 
 def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of the routed experts for `tokens` of all attention ranks together.
+    """Return the seconds of one layer's routed experts for the tokens of all attention ranks together.
 
     Each of the two products of all experts on a device is one kernel, bound by its arithmetic or by reading the weights
-    of the chosen experts. With expert parallelism a device has whole experts, else a slice of all experts.
+    of the chosen experts. With expert parallelism a device holds whole experts, otherwise a slice of every expert.
     """
     model, overheads, precision = serving.model, serving.overheads, serving.precision
     count, chosen, h = float(model.num_moe_experts or 1), float(model.moe_router_topk), float(model.hidden_size)

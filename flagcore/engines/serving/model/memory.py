@@ -21,11 +21,12 @@ GRAPH_BYTES = 12e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingMemory:
-    """Bytes of one device, by candidate.
+    """Memory of one device in bytes, by candidate.
 
-    `cache` is the size of the KV cache, negative if the budget is too small, `token` the bytes of a cached token, on
-    average over a request, `longest_token` over the longest one. `cache_tokens` is the capacity of one instance in
-    tokens, over all its attention ranks.
+    - `cache`: size of the KV cache, negative if the budget is too small.
+    - `token`: bytes per cached token, averaged over a request of mean length.
+    - `longest_token`: the same for the longest request.
+    - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
     """
 
     weights: FloatArray
@@ -38,10 +39,11 @@ class ServingMemory:
 
 
 def serving_memory(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
-    """Return the memory of a device.
+    """Return the memory of one device of each candidate.
 
-    The cache has the rest of the engine's share of memory, which driver and libraries reduce, or the size that is set.
-    With `on_device` in the settings, the host has some layers with their cache, and the embedding tables.
+    The cache has its fixed size if there is one. Otherwise it is what weights, activations, graphs, driver and
+    libraries leave of the engine's share of memory. If `settings.on_device` is below 1, some layers with their cache,
+    and the embedding tables, are in the memory of the host.
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, split)
@@ -82,8 +84,8 @@ def serving_memory(serving: Serving, split: Split, settings: Settings, costs: Co
 def weight_bytes(serving: Serving, split: Split) -> FloatArray:
     """Return the bytes of the weights on the fullest device.
 
-    Matrices are split over tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16 bits.
-    The fullest stage of a pipeline has its share of the layers, rounded up, and either the embedding or the head.
+    Matrices are split over the tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16
+    bits. The fullest pipeline stage holds its share of the layers, rounded up, and either the embedding or the head.
     """
     model, h = serving.model, float(serving.model.hidden_size)
     stored_bytes = serving.weight_bytes
@@ -111,7 +113,7 @@ def table_bytes(model: Model, split: Split) -> FloatArray:
 
 
 def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
-    """Return the number of weights of one attention layer on a device; each tensor rank has at least one KV head."""
+    """Return the number of weights of one attention layer on a device. Each tensor rank has at least one KV head."""
     h, (query, _, _) = float(model.hidden_size), widths(model)
     if model.multi_latent_attention:
         compression, projection = projection_weights(model)
@@ -127,10 +129,10 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
 def token_bytes(
     model: Model, split: Split, tokens: FloatArray | float = 1.0, computed: FloatArray | float = 0.0
 ) -> FloatArray:
-    """Return the bytes of a cached token on a device, on average over a sequence of `tokens`.
+    """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
-    A window also has the tokens of a prompt that are `computed` at once. The latent vector is replicated on the tensor
-    ranks. A state of linear attention counts for all tokens together.
+    `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
+    replicated on the tensor ranks. The states of linear attention are divided among the tokens of the sequence.
     """
     stage_layers = np.ceil(model.num_layers / split.pipeline)
     layers = (
@@ -147,8 +149,9 @@ def token_bytes(
 
 
 def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
-    """Return the peak bytes of an iteration: residual, norm and widest layer in 16 bits, or logits in 16 and 32
-    bits.
+    """Return the peak bytes of activations in an iteration.
+
+    They are the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if they are larger.
     """
     gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
     if model.num_moe_experts is None:

@@ -24,7 +24,8 @@ from flagcore.engines.serving.space.weights import STORED_BYTES, cache_bytes_per
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
-"""Compute formats of such weights, and of formats that the chip does not support; the first supported one is used."""
+"""Compute formats for weights whose own format serves only for storage, or is not supported by the chip. The first one
+that the chip supports is used."""
 
 BOUNDS = {
     "rate": (0.85, 1.39, 2.45),
@@ -33,17 +34,19 @@ BOUNDS = {
     "ttft_s": (0.71, 1.79, 6.6),
     "e2e_s": (0.87, 1.68, 2.53),
 }
-"""80% intervals of times relative to the prediction, and their ends if the CPUs of a host are unknown. They are
-quantiles of three sources of published points with equal weights (benchmarks/README.md); ITL is estimated."""
+"""80% intervals of times, relative to the prediction: the lower end, the upper end, and the upper end if the number of
+CPUs of a host is unknown. They are quantiles over three sources of published points, which have equal weights
+(benchmarks/README.md). The interval of ITL is an estimate."""
 
 NO_GOOD_SHARE = 1e-3
-"""Share of good requests that represents none, so that goodput can be compared."""
+"""Share of good requests that stands for none, so that candidates without good requests can still be ordered."""
 
 NARROW_BYTES = 1.9
-"""A file with fewer bytes per weight has weights of fewer than 16 bits."""
+"""A file with fewer bytes per weight than this stores weights in fewer than 16 bits."""
 
 WIDTH_FACTOR = 2.0
-"""Factor on the intervals if the chip was not measured, or the engine, linear or sparse attention was not fitted."""
+"""Factor on both ends of an interval if the chip was not measured, or the engine or its kind of attention (linear or
+sparse) was not fitted."""
 
 
 def predict(
@@ -56,10 +59,10 @@ def predict(
     untested: bool = False,
     kinds: InstanceKinds | None = None,
 ) -> Predictions:
-    """Return memory and metrics of each candidate; times are NaN if facts about the chip are missing.
+    """Return memory and metrics of each candidate. Times are NaN if facts about the chip are missing.
 
-    `settings` has one row per kind of instance in `kinds`; without `kinds` all instances of a candidate are equal.
-    Memory is that of the fullest device. With several load points, the metrics are those of the point that
+    `settings` has one row per kind of instance in `kinds`. If `kinds` is None, all instances of a candidate are equal.
+    Memory refers to the fullest device. With several load points, the metrics refer to the point that
     `flagcore.engines.serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     kinds = kinds or uniform_kinds(settings.instances)
@@ -93,11 +96,11 @@ def predict(
 
 
 def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Costs) -> FloatArray:
-    """Return the seconds for the cache of one prompt token from an instance that prefills to one that decodes.
+    """Return the seconds to send the cache of one prompt token from a prefill instance to a decode instance.
 
-    Each pair of ranks sends its part at the same time: a link has the bytes of the cache divided by the ranks of the
-    smaller side that hold different parts. The link is that between hosts unless both kinds fit on one host. Zero for
-    other instances.
+    Pairs of ranks send their parts at the same time, so a link carries the bytes of the cache divided by the number of
+    ranks with different parts, on the side that has fewer of them. The link connects hosts unless both kinds fit on one
+    host. The time is 0 for instances that both prefill and decode.
     """
     if not kinds.role.any():
         return np.zeros(kinds.owner.size)
@@ -115,10 +118,11 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, split: Split, costs: Cost
 
 
 def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray:
-    """Return the busy processes per CPU of a host, at least 1; 1 if the CPUs are unknown.
+    """Return the number of busy processes per CPU of a host, at least 1. It is 1 if the number of CPUs is unknown.
 
     An instance has a front end, a scheduler for each attention rank and a process for each device (vLLM,
-    `docs/design/arch_overview.md`). Fewer CPUs delay launches and requests (Chung et al. 2026, arXiv 2603.22774).
+    `docs/design/arch_overview.md`). With fewer CPUs than processes, launches and requests are delayed (Chung et al.
+    2026, arXiv 2603.22774).
     """
     group = task.cluster.groups[0]
     processes = kinds.total(1 + settings.data + settings.devices)
@@ -130,7 +134,7 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
 def _memory_and_times(
     task: Task, serving: Serving, settings: Settings, split: Split, costs: Costs
 ) -> tuple[ServingMemory, IterationCosts]:
-    """Return the memory and iteration costs of candidates with their own format of weights and time of the host."""
+    """Return memory and iteration costs of candidates, with the weight format and the host time that each sets."""
     serve, overheads = task.spec.serve, serving.overheads
     memory, times = serving_memory(serving, split, settings, costs), iteration_costs(serving, split, costs)
     if settings.quantized is not None and settings.quantized.any() and serve.precision in COMPUTE_FORMATS:
@@ -145,7 +149,7 @@ def _memory_and_times(
 
 
 def _selected(rows: BoolArray, chosen: T, others: T) -> T:
-    """Return a dataclass of arrays with the `rows` of `chosen` and the other rows of `others`."""
+    """Merge two dataclasses of arrays: `rows` are taken from `chosen`, all other rows from `others`."""
     arrays = {field.name: (getattr(chosen, field.name), getattr(others, field.name)) for field in fields(others)}
     return replace(
         others, **{name: np.where(rows.reshape(-1, *[1] * (each[1].ndim - 1)), *each) for name, each in arrays.items()}
@@ -153,9 +157,10 @@ def _selected(rows: BoolArray, chosen: T, others: T) -> T:
 
 
 def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
-    """Return the inputs that all candidates share. A format that the chip cannot compute in is only for storage.
+    """Return the inputs that all candidates share. A format in which the chip cannot compute serves only for storage.
 
-    For weights in a file (GGUF), the size of the file counts, and `precision` is the compute format.
+    For weights in a file (GGUF), the bytes per weight follow from its size, and the spec's precision is the format in
+    which they are multiplied.
     """
     model, precision = task.spec.model, task.spec.serve.precision
     ones, file_bytes = np.ones(1), _file_weight_bytes(task)
@@ -178,7 +183,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Servin
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes per weight of a file with fewer than 16 bits per weight; None without such a file."""
+    """Return the bytes per weight of a weights file with fewer than 16 bits per weight; None if there is none."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None
@@ -189,7 +194,10 @@ def _file_weight_bytes(task: Task) -> float | None:
 def split_of(
     settings: Settings, captured_tokens: int = GRAPH_TOKENS, processes_per_cpu: FloatArray | float = 1.0
 ) -> Split:
-    """Return how candidates split the work."""
+    """Return the split of the work for each candidate.
+
+    `captured_tokens`: the largest batch that the engine captures as a graph. `processes_per_cpu`: see `crowding`.
+    """
     names = ("tensor", "data", "expert", "pipeline", "pass_tokens")
     counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
     ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
@@ -209,7 +217,7 @@ def _predictions(
     objective, memory, settings = context.task.spec.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
-    if objective == "goodput_requests_per_s":  # orders candidates without good requests
+    if objective == "goodput_requests_per_s":  # so that candidates without good requests are ordered
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
@@ -217,7 +225,7 @@ def _predictions(
     capacity = costs.memory.capacity_bytes()
     engine_bytes = memory.weights + memory.activations + memory.graphs
     request_bytes = settings.context_len * memory.longest_token
-    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: the cache of one request
+    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: one request
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
     reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
     buffers = context.split.communicators * communicator_bytes(costs.memory)

@@ -1,8 +1,9 @@
-"""Simulates the requests of a load point on its lanes, and computes the metrics of a client.
+"""Simulates the requests of a load point on its lanes (instances), and computes the metrics that a client would
+measure.
 
-A prefix cache has the tokens of earlier turns, and of blocks or texts that requests share. It keeps the most recently
-used parts of prompts up to its size, as vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
-`mem_cache/radix_cache.py`) do. Answers do not count: the next turn has the answer of the trace.
+A prefix cache contains the tokens of earlier turns, and of blocks or texts that requests share. It holds the most
+recently used parts of prompts up to its size, as in vLLM (0.32: `v1/core/kv_cache_manager.py`) and SGLang (0.5:
+`mem_cache/radix_cache.py`). Generated answers are never reused: the next turn contains the answer of the trace instead.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from flagcore.engines.serving.model.simulation import Outcome, Price, Simulation
 from flagcore.engines.serving.model.vision import ImageWork, image_work
 
 Part = tuple[Hashable, int]
-"""A part of a prompt: its identity, which includes everything before it, and its tokens."""
+"""A part of a prompt: its identity, which includes everything before it, and its number of tokens."""
 
 
 def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
-    """Return the parts of each prompt after the common prefix; empty if nothing else is known to be shared."""
+    """Return the parts of each prompt after the common prefix. The list is empty if prompts share nothing else."""
     if requests.blocks:
         return [[(block, BLOCK) for block in blocks] for blocks in requests.blocks]
     if requests.follows is None:
@@ -45,11 +46,11 @@ def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
 
 
 def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
-    """Return the parts of texts between the places where texts with the same beginning diverge."""
+    """Divide texts into parts at the places where texts with the same beginning diverge."""
     cuts: list[set[int]] = [{len(text)} for text in texts]
     order = sorted(range(len(texts)), key=texts.__getitem__)
     for direction in (order, order[::-1]):
-        shared = list[int]()  # with the texts before, in ascending order
+        shared = list[int]()  # lengths shared with earlier texts, in ascending order
         for before, index in pairwise(direction):
             common = _common(texts[before], texts[index])
             shared = [*(each for each in shared if each < common), common]
@@ -64,7 +65,7 @@ def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]
 
 
 def _common(left: str, right: str) -> int:
-    """Return the number of first characters that two texts share, by bisection."""
+    """Return the length of the common prefix of two texts, found by bisection."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -73,7 +74,7 @@ def _common(left: str, right: str) -> int:
 
 
 def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatArray:
-    """Return the tokens of each prompt, in order, that a cache of `capacity` tokens has from those before it."""
+    """Return how many tokens of each prompt a cache of `capacity` tokens has from the prompts before it."""
     cache, used, found = OrderedDict[Hashable, int](), 0, list[float]()
     for parts in prompts:
         hit, matches = 0, True
@@ -89,7 +90,7 @@ def cached_tokens(prompts: Iterable[Sequence[Part]], capacity: float) -> FloatAr
 
 
 def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
-    """Return the lane of each prompt if the router is prefix-aware and the lanes are about equally fast."""
+    """Return the lane to which a prefix-aware router sends each prompt if all lanes are about equally fast."""
     prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
     lane_of = np.zeros(len(prompts), dtype=np.int64)
     for index, parts in enumerate(prompts):
@@ -101,8 +102,8 @@ def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
 def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, IntArray]:
     """Return the order in which a closed loop sends the requests of conversations, and the turn of each request.
 
-    `flight` conversations run at once, each with its next turn after its last one. Requests of the same turn are in
-    random order, because the least busy instance may be any.
+    `flight` conversations run at once; each sends its next turn after the one before. Requests of the same turn are in
+    random order, because any instance may be the least busy one.
     """
     is_first = follows < 0
     conversation = np.cumsum(is_first) - 1
@@ -113,7 +114,7 @@ def turn_order(follows: IntArray, flight: int, seed: int) -> tuple[IntArray, Int
 
 
 MAX_REQUEST_TIMES = 20_000
-"""Maximum number of requests with their own latencies; of more, an evenly spaced sample is kept."""
+"""Maximum number of requests whose latencies are stored. Of more requests, an evenly spaced sample is stored."""
 
 OVERLOAD_GROWTH = 0.02
 """An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
@@ -123,8 +124,12 @@ OVERLOAD_GROWTH = 0.02
 class RequestTimes:
     """Latencies of a sample of requests in seconds, and totals of all requests.
 
-    `tpot` is NaN for answers of one token; `gaps` has the format of `Outcome.gaps`. `input_len` and `output_len` are
-    mean numbers of tokens of the `count` requests, `seconds` is the time from the first to the last.
+    - `tpot`: NaN for answers of one token.
+    - `gaps`: as in `Outcome`.
+    - `sent`: the times at which requests were sent.
+    - `input_len`, `output_len`: mean numbers of tokens of all requests.
+    - `count`: the number of all requests.
+    - `seconds`: the time from the first to the last request.
     """
 
     ttft: FloatArray
@@ -156,10 +161,10 @@ class RequestTimes:
         )
 
     def endless(self, simulated: int, flight: int, first: int, last: int) -> RequestTimes:
-        """Return the times of `flight` requests in flight; `simulated` of them were simulated, and the `first` and
-        `last` ones do not count unless there are few others.
+        """Return the times of a load without end, with `flight` requests in flight of which `simulated` were simulated.
 
-        Rates follow from `flight` and the mean duration (Little's law); the requests beyond `simulated` wait.
+        The `first` and the `last` requests do not count unless there are few others. Rates follow from `flight` and the
+        mean duration (Little's law). The requests beyond `simulated` wait.
         """
         rows = slice(first, self.count - last) if self.count > 2 * simulated else slice(None)
         ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
@@ -170,18 +175,18 @@ class RequestTimes:
     def extrapolate(
         self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
     ) -> RequestTimes:
-        """Return the times of all requests of these lengths; the first ones were simulated.
+        """Return the times of all requests with these lengths, of which only the first ones were simulated.
 
-        The other requests repeat the simulated ones without both ends. In a closed loop with `flight` requests in
-        flight, those beyond `simulated` wait, and the first wave starts `delay` seconds later. In an overloaded open
-        loop (`simulated` is None) each request waits longer than the previous one.
+        The others repeat the simulated ones, without those at both ends. In a closed loop with `flight` requests in
+        flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If `simulated` is
+        None, the loop is open; if it is overloaded, each request waits longer than the one before.
         """
         count, sample, ends = input_len.size, self.count, simulated or 0
         low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
         index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
         source = np.where(index < low, index, low + index % (high - low))
         if simulated is not None:
-            gap = float(self.e2e[low:high].mean()) / simulated  # from one end to the next (Little's law)
+            gap = float(self.e2e[low:high].mean()) / simulated  # between the ends of two requests (Little's law)
             wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
             seconds = self.seconds + (count - sample) * gap + delay
         else:
@@ -204,31 +209,37 @@ class RequestTimes:
 
 
 HIT_RATE = "cache_hit_rate"
-"""The share of prompt tokens that the prefix cache had."""
+"""The share of prompt tokens that were in the prefix cache."""
 
 WAVES_IN_FLIGHT = 10
-"""Simulated requests of a steady state per request in flight, as in published measurements."""
+"""Number of requests that are simulated for a steady state, per request in flight, as in published measurements."""
 
 STEADY_RATIO = 0.9
-"""Minimum length of a simulated request in a steady state, relative to the load's length: requests of equal length
-would stay in phase."""
+"""Minimum length of a simulated request in a steady state, relative to the load's length. Lengths vary, because
+requests of equal length would start and end together."""
 
 
 MAX_REQUESTS = 6000
-"""Maximum number of simulated requests of one lane, at least three times those in flight; others are extrapolated."""
+"""Maximum number of simulated requests of one lane; the times of the others are extrapolated. In a closed loop, at
+least three times as many as are in flight are simulated."""
 
 MIN_WAITING = 64
-"""Minimum number of waiting requests if more are in flight than can run."""
+"""Minimum number of simulated requests that wait, if more are in flight than can run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
     """The requests of a load, drawn once for all candidates.
 
-    `input_len` includes the tokens of images, and `images` is the other work for them. `parts` are those of each prompt
-    that a prefix cache may have. `turn` is the turn of each request in its
-    conversation, `think_s` the time before a turn after the first one. `prefix_aware` is as in ServeSpec. `hits`
-    stores cached tokens by the lanes and the size of a cache, `rows` the requests of a lane by the lanes.
+    - `input_len`: prompt tokens, including the tokens of images.
+    - `is_text`: whether prompts are texts, which servers must tokenize.
+    - `images`: the other work for the images of each request.
+    - `parts`: the parts of each prompt that a prefix cache may have.
+    - `turn`: the turn of each request in its conversation; None if there are no conversations.
+    - `think_s`: seconds before each turn except the first one.
+    - `prefix_aware`: as in ServeSpec.
+    - `hits`: results of `_hits_of` before rounding, by number of lanes and size of the cache.
+    - `rows`: results of `_rows`, by number of lanes.
     """
 
     load: Load
@@ -246,8 +257,9 @@ class SimulatedLoad:
 
     @classmethod
     def draw(cls, load: Load, vision: Vision | None = None, *, prefix_aware: bool = False) -> SimulatedLoad:
-        """Draw the requests of `load`. Images need the `vision` tower. Raises SpecError for an invalid load or an
-        unreadable trace.
+        """Draw the requests of `load`. Images count only if the model has a `vision` tower.
+
+        Raises SpecError for an invalid load or an unreadable trace.
         """
         drawn_load = load = in_flight(load)
         if load.num_prompts is None and load.trace is None:
@@ -270,7 +282,7 @@ class SimulatedLoad:
         return drawn if requests.follows is None else drawn._with_turns(requests)
 
     def _with_turns(self, requests: Traffic) -> SimulatedLoad:
-        """Return the load with the requests of conversations in the order in which they are sent."""
+        """Return the load of conversations with its requests in the order in which they are sent."""
         assert requests.follows is not None
         flight = min(self.load.concurrency or self.input_len.size, int((requests.follows < 0).sum()))
         order, turn = turn_order(requests.follows, flight, self.load.seed)
@@ -278,7 +290,7 @@ class SimulatedLoad:
         return replace(self._ordered(order, self.arrivals), load=load, turn=turn[order], think_s=load.think_time_s)
 
     def _spread(self, between_s: float) -> SimulatedLoad:
-        """Return an open loop of conversations with `between_s` seconds from the arrival of a turn to the next one."""
+        """Return an open loop of conversations in which each turn arrives `between_s` seconds after the one before."""
         assert self.turn is not None
         assert self.arrivals is not None
         arrivals = self.arrivals + self.turn * between_s
@@ -294,7 +306,7 @@ class SimulatedLoad:
         )
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
-        """Return the prompt tokens in the cache of one of `lanes` lanes, for each of its requests."""
+        """Return, for each request of one of `lanes` lanes, how many of its prompt tokens are in the lane's cache."""
         key = lanes, price.lane.retained
         if not self.parts or not price.lane.retained:
             return np.zeros(self._rows(lanes).size)
@@ -304,7 +316,10 @@ class SimulatedLoad:
         return np.asarray(self.hits[key] // page * page)
 
     def _rows(self, lanes: int) -> IntArray:
-        """Return the requests on one of `lanes` equal lanes; with prefixes, on the one with the median number."""
+        """Return the indices of the requests on one of `lanes` equal lanes.
+
+        A prefix-aware router divides requests unevenly; then it is the lane with the median number of requests.
+        """
         if lanes not in self.rows:
             self.rows[lanes] = np.arange(0, self.input_len.size, lanes)
             if self.prefix_aware and self.parts and lanes > 1:
@@ -314,13 +329,13 @@ class SimulatedLoad:
         return self.rows[lanes]
 
     def _hit_rate(self, price: Price, lanes: int) -> float:
-        """Return the share of the prompt tokens that the prefix caches of `lanes` equal lanes have."""
+        """Return the share of the prompt tokens that are in the prefix caches of `lanes` equal lanes."""
         inputs = self.input_len[self._rows(lanes)]
         shared = np.minimum(price.lane.shared_prefix + self._hits_of(price, lanes), inputs - 1.0)
         return float(shared.sum() / inputs.sum())
 
     def at(self, value: float) -> SimulatedLoad:
-        """Return the load with other clients, or at another rate if it has one."""
+        """Return the load at another request rate or, if it has none, with another number of clients."""
         if self.load.request_rate is None or self.arrivals is None:
             return replace(self, load=replace(self.load, concurrency=int(value)))
         arrivals = self.arrivals * (self.load.request_rate / value)
@@ -345,27 +360,27 @@ class SimulatedLoad:
     def figures(
         self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None
     ) -> dict[str, float]:
-        """Return the metrics of the load on `lanes` equal lanes; rates are totals over all lanes.
+        """Return the metrics of the load on `lanes` equal lanes. Rates are totals over all lanes.
 
-        With `prefill`, the lanes only decode. Later turns of an open loop arrive after the mean time of an answer,
-        which a first simulation finds.
+        If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
+        answer, which a first simulation determines.
         """
         if self.turn is not None and self.arrivals is not None:
             figures = self._spread(self.think_s).figures(price, lanes, slo, prefill)
             return self._spread(self.think_s + figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
         flight, lane_flight = self._in_flight, self.flight(lanes)
         times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
-        if self.arrivals is not None:  # the last request runs on another lane
+        if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
-        figures = figures_of(times, flight / lane_flight, slo)  # the number of full lanes
+        figures = figures_of(times, flight / lane_flight, slo)  # the number of lanes, as if all were full
         return figures | {HIT_RATE: self._hit_rate(price, min(lanes, flight))} if self.parts else figures
 
     def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
 
-        Requests that arrive while all slots are busy only wait, so a closed loop and a burst are simulated with fewer
-        requests in flight, and the others get additional wait time. Of more than `MAX_REQUESTS`, the first ones
-        represent all.
+        Requests that arrive while all slots are busy only wait. A closed loop and a burst are therefore simulated with
+        fewer requests in flight, and a wait is added for the others. Of more than `MAX_REQUESTS` requests, the first
+        ones represent all.
         """
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
@@ -389,7 +404,7 @@ class SimulatedLoad:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         times = RequestTimes.from_outcome(simulation.run())
         if self.load.num_prompts is None and self.load.trace is None and self.arrivals is None:
-            # The first wave found free slots: it counts only in measurements that include it. If requests wait for
+            # The first wave found free slots, so it counts only if measurements include it, too. If requests wait for
             # slots, neither the first wave nor the last one counts.
             is_crowded = price.lane.running < flight
             return times.endless(
@@ -397,13 +412,13 @@ class SimulatedLoad:
             )
         if count < inputs.size:
             accepted_s = price.overheads.entry + price.overheads.prompt_token * float(inputs.mean())
-            delay = (flight - simulated) * accepted_s  # the front end parses the first wave together
+            delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
 
 
 def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
-    """Return latencies by statistic and rates, as `flagcore.engines.serving.load.figures` defines them."""
+    """Return rates and statistics of latencies by name, as `flagcore.engines.serving.load.figures` defines them."""
     rate = lanes * times.count / max(times.seconds, 1e-9)
     has_tpot = ~np.isnan(times.tpot)
     good_share = float(_meets_limits(times, has_tpot, slo).mean())
@@ -424,7 +439,7 @@ def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> d
 
 
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles; 0 without values, such as the ITL of one-token answers."""
+    """Return mean and percentiles. They are 0 if there are no values, such as for the ITL of one-token answers."""
     if not values.size:
         return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:
@@ -437,7 +452,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
 
 
 def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:
-    """Return which requests meet all limits; the widest of several limits on one latency counts."""
+    """Return which requests meet all limits. Of several limits on one latency, the widest counts."""
     widest = widest_limits(slo)
     is_good = np.ones(times.ttft.size, dtype=np.bool_)
     tpot = np.where(has_tpot, times.tpot, 0.0)

@@ -2,8 +2,8 @@
 
 Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
 iterations between them in one step: its run time depends on the number of requests, not of tokens. It is deterministic.
-Source: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang
-(`managers/scheduler.py`). `Price` has plain Python numbers, because the simulation asks millions of times.
+Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang
+(`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
 """
 
 from bisect import bisect_right
@@ -22,12 +22,18 @@ GRID: list[float] = NODES.tolist()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Limits of one lane of one candidate: tokens of an iteration, sequences and cached tokens over all ranks.
+    """Limits of one lane of one candidate. A lane is one instance with its share of the load.
 
-    `ranks` is the number of attention DP ranks. Each of the `stages` works on another batch and waits for the slowest:
-    an iteration is the time in which each sequence gets one token. The first `shared_prefix` tokens of each prompt are
-    cached; a prefix cache keeps `retained` tokens of other prompts, in blocks of `page` tokens. With `drafted` tokens
-    per sequence, an iteration of decoding sequences only gives each `gain` tokens.
+    - `budget`, `running`, `cache_tokens`: maximum numbers of tokens and of sequences in an iteration, and tokens of the
+      cache, in total over all ranks.
+    - `block`: tokens of one block of the cache.
+    - `ranks`: the number of attention DP ranks.
+    - `stages`: the number of pipeline stages. Each works on another batch and waits for the slowest, so an iteration is
+      the time in which each sequence gets one token.
+    - `shared_prefix`: the first tokens of each prompt, which are always cached.
+    - `retained`: tokens of other prompts that the prefix cache can hold, in blocks of `page` tokens.
+    - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
+      that only decodes.
     """
 
     budget: float
@@ -44,9 +50,10 @@ class Lane:
 
 
 class Price:
-    """The iteration times of one candidate (a row of `costs`) on its lane, with the engine's overheads.
+    """The iteration times of one candidate on its lane, with the engine's overheads.
 
-    `encoding` returns the seconds of the vision tower for the images of each request.
+    `row`: the row of the candidate in `costs`. `encoding`: a function that returns the seconds of the vision tower for
+    the images of each request.
     """
 
     def __init__(
@@ -68,11 +75,11 @@ class Price:
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the seconds per cached token of `sequences`, which are spread evenly over ranks and stages."""
+        """Return the seconds per cached token if `sequences` sequences are spread evenly over ranks and stages."""
         return self._cached / (min(self._parts, max(sequences, 1)) * self.lane.gain)
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds per token of iterations that decode `sequences`, without reading their context."""
+        """Return the seconds per token of iterations that decode `sequences` sequences, without their context."""
         seconds = self._decode.get(sequences)
         if seconds is None:
             batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
@@ -93,9 +100,10 @@ class Price:
     ) -> float:
         """Return the seconds of an iteration of `tokens` prompt tokens and `sequences` decoding sequences.
 
-        The time to read the context of the sequences is not included. `longest` is the largest piece of one prompt,
-        `pairs` the number of query-key pairs, `ended` the number of prompts that end, `encode` the seconds of the
-        vision tower for their images. The slowest rank or batch has an even share of the tokens, or the longest piece.
+        The time to read the context of the sequences is not included. `longest`: tokens of the largest piece of one
+        prompt. `pairs`: the number of query-key pairs. `ended`: the number of prompts that end. `encode`: seconds of
+        the vision tower for their images. The slowest rank or stage has an even share of the tokens, or the largest
+        piece.
         """
         stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
@@ -106,22 +114,25 @@ class Price:
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
-        """Return the seconds of `count` iterations of `tokens` tokens of one long prompt while `sequences` decode.
+        """Return the seconds of `count` iterations with `tokens` tokens each of one long prompt.
 
-        `pairs` are the query-key pairs of the first iteration; each iteration adds `tokens` squared.
+        `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; each
+        further iteration has `tokens` squared more than the one before.
         """
         first, last = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
         growth = self.pair * tokens**2
         if count < 3 or growth <= 0.0:
             return 0.5 * count * (first + last)
-        host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations bound by the host
+        host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations that wait for the host
         remaining = count - host_bound
         return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
 
 
 def tokens_per_iteration(acceptance: float, drafted: float) -> float:
-    """Return the expected tokens of a sequence in one iteration if each of `drafted` tokens is accepted with the
-    probability `acceptance` once those before it are (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
+    """Return the expected number of tokens that a sequence gets in one iteration with speculation.
+
+    Each of the `drafted` tokens is accepted with the probability `acceptance` if all drafted tokens before it are
+    (Leviathan et al. 2023, arXiv 2211.17192, equation 1).
     """
     return drafted + 1.0 if acceptance >= 1.0 else (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
 
@@ -135,14 +146,18 @@ def _interpolate(table: list[float], tokens: float) -> float:
 
 
 MIN_PIECES = 4
-"""Minimum number of iterations filled by one prompt that are computed in one step. Chosen."""
+"""Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request: lengths in tokens, of which the prefix cache has the first `hit`, and its times in seconds. Its
-    images take `read` seconds in the front end and `encode` seconds in the vision tower. The fields from `done` on are
-    internal to the simulation.
+    """One request: lengths in tokens, and times in seconds.
+
+    - `hit`: tokens at the start of the prompt that the prefix cache has.
+    - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
+    - `first`, `end`: times of the first and the last token; -1 if there is none yet.
+
+    The fields from `done` on are internal to the simulation.
     """
 
     arrival: float
@@ -162,7 +177,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """The simulated requests in order, and the gaps between pieces of answers: (seconds, count)."""
+    """The simulated requests in order, and gaps between tokens as (seconds, number of such gaps)."""
 
     requests: list[Request]
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -171,14 +186,17 @@ class Outcome:
 
 
 class Simulation:
-    """A simulation of requests of `lengths` (prompt, output).
+    """A simulation of requests on one lane.
 
-    Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
-    request `think_s` after another one ends. `hits` are the prompt tokens in the prefix cache, besides the prefix that
-    all requests share. `images` is the work for the images of each request.
+    - `lengths`: (prompt tokens, output tokens) of each request.
+    - `arrivals`: times at which requests are sent. If None, `concurrency` requests are sent at once, and then one
+      request `think_s` seconds after the end of another one.
+    - `hits`: prompt tokens in the prefix cache, besides the prefix that all requests share.
+    - `images`: the work for the images of each request.
 
-    `used` is the number of cached tokens, `offset` + running x `step` the context of all running sequences, `finish` -
-    running x `step` the number of their remaining tokens, and `promised` the number of tokens of admitted prompts.
+    Sums over sequences are kept as attributes: `used` is the number of cached tokens, `offset` + running x `step` the
+    number of context tokens of all running sequences, `finish` - running x `step` the number of their remaining tokens,
+    and `promised` the number of output tokens of admitted requests whose prompts are not yet computed.
     """
 
     def __init__(
@@ -216,7 +234,7 @@ class Simulation:
             self._enter(index)
 
     def _add_images(self, price: Price, images: Sequence[ImageWork]) -> None:
-        """Set the times of images, with the vision tower of an instance with the times `price`."""
+        """Set the seconds that images take, with the vision tower of an instance whose times are `price`."""
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
@@ -233,8 +251,9 @@ class Simulation:
         return self.outcome
 
     def _enter(self, index: int) -> None:
-        """Pass a request through the front end, which parses simultaneous requests together: all are ready when the
-        last one is.
+        """Pass a request through the front end.
+
+        It parses simultaneous requests together: all are ready when the last one is.
         """
         arrival = self.requests[index].arrival
         if not self.parse_ends or arrival != self.group_arrival:
@@ -244,7 +263,7 @@ class Simulation:
         self.parse_groups[index] = len(self.parse_ends) - 1
 
     def _tokenized_time(self) -> float:
-        """Return when one thread has tokenized the next request after the previous ones."""
+        """Return the time at which the next request is tokenized; one thread tokenizes all requests in order."""
         parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
         request = self.requests[self.next]
         return parsed + self.overheads.prompt_token * request.prompt + request.read
@@ -253,7 +272,7 @@ class Simulation:
         return self._tokenized_time() + self.overheads.request
 
     def _receive(self) -> None:
-        """Receive new requests; a busy engine polls every `receive` iterations."""
+        """Move requests that are ready to the queue. A busy engine polls only every `receive` iterations."""
         if self.running and self.step % self.overheads.receive:
             return
         while self.next < self.sent and self._ready_time() <= self.now:
@@ -262,11 +281,14 @@ class Simulation:
             self.next += 1
 
     def _cached_tokens(self, request: Request) -> float:
-        """Return the cached tokens of a request, with the unused part of its last block."""
+        """Return the number of tokens that a request occupies in the cache, with the unused part of its last block."""
         return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
 
     def _admit(self, ended: int) -> bool:
-        """Admit the first request of the queue if a slot and enough cache are free, or nothing else runs."""
+        """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted.
+
+        If nothing else runs, the cache does not matter.
+        """
         if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
             return False
         request = self.queue[0]
@@ -283,7 +305,7 @@ class Simulation:
         return True
 
     def _prompts(self) -> bool:
-        """Compute an iteration with pieces of prompts; return False without prompts."""
+        """Compute an iteration with pieces of prompts; return False if there are no prompts to compute."""
         decoding = self.running if self.overheads.mixes else 0
         budget = self.lane.budget - decoding
         if self.partial and self._pieces(self.partial[0], decoding, budget):
@@ -315,9 +337,10 @@ class Simulation:
         return True
 
     def _pieces(self, request: Request, decoding: int, budget: float) -> bool:
-        """Compute the iterations that a long prompt fills in one step; return False for fewer than `MIN_PIECES`.
+        """Compute all iterations that one long prompt fills in one step; return False for at most `MIN_PIECES`.
 
-        The last piece is excluded, and no sequence ends before the last of these iterations.
+        The last piece of the prompt is left to `_prompts`. No decoding sequence ends before the last of these
+        iterations.
         """
         if budget <= 0.0 or request.prompt + request.made - request.done <= MIN_PIECES * budget:
             return False
@@ -337,8 +360,9 @@ class Simulation:
         return True
 
     def _start(self, request: Request) -> None:
-        """Start decoding a request whose prompt is computed: it has its first token or, after a preemption, the
-        next.
+        """Start to decode a request whose prompt is computed.
+
+        The prompt's computation gave it its first token or, after a preemption, its next one.
         """
         if request.first < 0:
             request.first = self.now
@@ -362,8 +386,9 @@ class Simulation:
         heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
 
     def _advance(self, steps: int, time: float) -> None:
-        """Add `steps` tokens to all running sequences in `time` seconds; the first gap includes the wait for
-        prompts.
+        """Add `steps` tokens to all running sequences in `time` seconds.
+
+        The first gap includes the time for which sequences waited for prompts.
         """
         gap = time / steps
         self.outcome.gaps.append((gap + self.stalled, self.running))
@@ -415,7 +440,7 @@ class Simulation:
         self._finish()
 
     def _preempt(self) -> None:
-        """Move the most recent sequence back to the front of the queue: it is recomputed."""
+        """Move the sequence that started last back to the front of the queue; it will be computed again."""
         request = self.order.pop()
         while not request.ticket:
             request = self.order.pop()
@@ -427,8 +452,9 @@ class Simulation:
 
 
 def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
-    """Return the number of iterations in `wait` seconds, at most `limit`. Each takes `growth` seconds more than the
-    last.
+    """Return the number of iterations until `wait` seconds have passed, at most `limit`.
+
+    The first one takes `base` seconds, and each takes `growth` seconds more than the one before.
     """
     if base * limit <= wait:
         return limit

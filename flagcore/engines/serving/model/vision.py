@@ -1,4 +1,4 @@
-"""Seconds and memory of the vision tower, which turns images into tokens of the prompt.
+"""Time and memory of the vision tower, which turns images into tokens of the prompt.
 
 A tower is a transformer without a cache (Qwen2.5-VL, arXiv 2502.13923, section 2.1; Qwen2-VL, arXiv 2409.12191).
 Engines run it without captured graphs, on the first stage of a pipeline, before the iteration that computes the prompt.
@@ -17,13 +17,14 @@ from flagcore.engines.serving.load.images import RequestImages
 from flagcore.engines.serving.model.work import PIXEL, Serving, Split
 
 REFERENCE_PATCHES = 4096.0
-"""Patches for which the rates of a tower are computed. Chosen: an image of 0.8 megapixels."""
+"""Number of patches for which a tower's rates are computed. A choice: an image of 0.8 megapixels has as many."""
 KERNELS = 14.0
-"""Launches of a layer, an estimate: two norms, five products, rotation, attention, activation, two sums, two copies."""
+"""Kernel launches per layer, an estimate: two norms, five products, rotation, attention, activation, two sums, two
+copies."""
 
 
 class ImageWork(NamedTuple):
-    """The work for the images of a request: patches, pairs of query and key over all layers, images, pixels."""
+    """The work for the images of a request: patches, query-key pairs over all layers, images, and pixels."""
 
     patches: float
     pairs: float
@@ -32,12 +33,12 @@ class ImageWork(NamedTuple):
 
     @property
     def read_s(self) -> float:
-        """The seconds in which one thread of the front end decodes and scales the images."""
+        """The seconds that one thread of the front end takes to decode and scale the images."""
         return PIXEL * self.pixels
 
 
 def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
-    """Return the work for the images of each request. In most layers, a patch attends to its window only."""
+    """Return the work for the images of each request. In most layers a patch attends only to its window."""
     found = list[ImageWork]()
     windowed = vision.num_layers - vision.full_layers
     for request in images:
@@ -51,9 +52,10 @@ def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCosts:
-    """Seconds of a tower by candidate: per patch, per pair of query and key, and the least for a request.
+    """Seconds of a tower by candidate.
 
-    `ranks` ranks work on different images at the same time.
+    `patch`, `pair`: seconds per patch and per query-key pair. `floor`: the minimum for a request. `ranks`: the number
+    of ranks that work on different images at the same time.
     """
 
     patch: FloatArray
@@ -73,7 +75,7 @@ class EncoderCosts:
 def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, shares: FloatArray) -> EncoderCosts:
     """Return the costs of a tower whose weights are split over `shares` ranks: all tensor ranks, or one.
 
-    Products have 16 bits. Ranks that share the weights add up their results after attention and after the FFN.
+    Matrix products run in 16 bits. Ranks that split the weights add up their results after attention and after the FFN.
     """
     kernels, precision, hidden = costs.kernels, serving.wide_precision, float(vision.hidden_size)
     shares = np.maximum(np.where(np.isinf(shares), 1.0, shares), 1.0)
@@ -85,7 +87,7 @@ def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, 
     gates, width = 2.0 if vision.gated_linear_unit else 1.0, vision.ffn_hidden_size / shares
     layer = product(tokens, hidden * ones, 3.0 * hidden / shares) + product(tokens, hidden / shares, hidden * ones)
     layer = layer + product(tokens, hidden * ones, gates * width) + product(tokens, width, hidden * ones)
-    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # norms, sums and activation
+    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # read and written by norms, sums and activation
     layer = layer + kernels.memory_seconds(traffic)
     stride = np.ones(shares.shape, dtype=np.int64)
     payload = tokens * 2.0 * hidden
@@ -95,7 +97,7 @@ def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, 
     merger = product(rows, merged, merged / shares) + product(rows, merged / shares, vision.output_size * ones)
     heads, dim = np.maximum(vision.num_heads / shares, 1.0), hidden / vision.num_heads * ones
     shape = AttentionShape(batch=ones, heads=heads, groups=heads, queries=tokens, keys=tokens, head_dim=dim)
-    # the kernel is causal and computes half of the pairs
+    # the modelled kernel is causal and computes only half of the pairs, but a tower needs all
     pair = 2.0 * kernels.attention_seconds(shape, precision) / REFERENCE_PATCHES**2
     floor = KERNELS * vision.num_layers * kernels.launch_seconds() * split.crowding
     return EncoderCosts(
@@ -107,10 +109,11 @@ def encoder_costs(vision: Vision, serving: Serving, split: Split, costs: Costs, 
 
 
 def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the bytes of the weights and of the peak activations of a tower on a device, in 16 bits.
+    """Return the bytes of a tower's weights and of its peak activations on a device, in 16 bits.
 
-    Engines reserve memory for the largest image, or for images of `batched_tokens` (vLLM 0.32:
-    `multimodal/encoder_budget.py`). An infinite number of `shares`: the tower is not loaded.
+    Engines reserve memory for the largest image, or for images of `batched_tokens` tokens (vLLM 0.32:
+    `multimodal/encoder_budget.py`). `shares`: the number of ranks that split the weights; infinity if the tower is not
+    loaded.
     """
     gates = 2.0 if vision.gated_linear_unit else 1.0
     tokens = np.maximum(batched_tokens, float(vision.max_tokens))

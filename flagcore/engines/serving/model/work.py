@@ -18,36 +18,53 @@ from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.space.installed import release
 
 TOKENIZER = 1.25e-6
-"""Seconds per token of a tokenizer: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines serialize
-it, because tokenizers are not safe for threads (vllm-project/vllm pull request 34789)."""
+"""Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
+one prompt after the other, because tokenizers are not thread-safe (vllm-project/vllm pull request 34789)."""
 PIXEL = 25e-9
-"""Seconds per pixel of decoding and scaling an image in one thread: 16 to 29 ns for 256 x 256 to 1920 x 1080 pixels,
-PNG or JPEG, with transformers 5.19 on one core of a Xeon, measured on 2026-11-23. vLLM 0.32 has one such thread."""
+"""Seconds per pixel to decode and scale an image in one thread: 16 to 29 ns for 256 x 256 to 1920 x 1080 pixels, PNG or
+JPEG, with transformers 5.19 on one core of a Xeon, measured on 2026-11-23. vLLM 0.32 has one such thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Overheads of an engine in addition to kernels and messages, in seconds.
+    """Overheads of an engine in addition to large kernels and messages. Times are in seconds.
 
-    Each iteration adds `iteration` for the host, and `sequence` for each running sequence (sampling, streaming,
-    bookkeeping). A request takes `request` to reach the scheduler; the front end accepts one request per `entry`, and
-    then one thread needs `prompt_token` for each token of a prompt.
-    `receive` is the number of iterations between two polls for new requests.
+    Host and front end:
 
-    `attention`, `latent` (latent attention, in addition), `ffn` and `experts` (by precision of the weights) are the
-    small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
-    `reduce`, plus `reduce_doubling` for each doubling of the ranks beyond two. `grouped_share` is the rate of reading
-    experts' weights relative to other matrix products, `grouped_work` the relative rate of their arithmetic. Both are
-    multiplied by `exchanged_share` if attention ranks exchange their tokens. Only the share `spread` of an iteration's
-    tokens chooses experts independently.
+    - `iteration`: time of the host per iteration.
+    - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
+    - `request`: time in which a request reaches the scheduler.
+    - `entry`: time in which the front end accepts one request; it accepts one after the other.
+    - `prompt_token`: time per prompt token in the one thread that tokenizes.
+    - `receive`: number of iterations between two polls for new requests.
 
-    An iteration that is not a captured graph launches `eager_kernels` kernels per layer, plus `eager_experts` and
-    `eager_latent` for such layers; the host may then be slower than the device.
+    Small kernels of one layer (norms, rotation, cache writes, activations, casts, routing), and communication:
 
-    With `mixes` iterations combine prompts and decoding; otherwise prompts have separate iterations, which are never
-    captured. `reserve` is the share of its answer for which the cache must have free space to admit a request. With
-    `activations_beside` the engine's share of memory covers only weights and cache. With `frees_windows` the cache of
-    layers with windows has only their windows.
+    - `attention`, `ffn`: small kernels of an attention layer and of an FFN.
+    - `latent`: additional small kernels of latent attention.
+    - `experts`: small kernels of a layer with experts, by precision of the weights.
+    - `reduce`: time of a small all-reduce among two ranks.
+    - `reduce_doubling`: additional time for each doubling of the ranks.
+
+    Experts:
+
+    - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
+      matrix products.
+    - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
+    - `spread`: share of an iteration's tokens that choose experts independently of each other.
+
+    Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
+
+    - `eager_kernels`: kernels per layer.
+    - `eager_experts`, `eager_latent`: additional kernels per layer with experts, and per layer with latent attention.
+
+    Scheduler and memory:
+
+    - `mixes`: whether iterations combine prompts and decoding. Otherwise prompts have separate iterations, which are
+      never captured.
+    - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
+    - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     """
 
     iteration: float
@@ -75,7 +92,7 @@ class Overheads:
     frees_windows: bool = False
 
     def slowed(self, factor: float) -> Overheads:
-        """Return these overheads with a front end that is slower by a factor."""
+        """Return these overheads with the times of the front end multiplied by `factor`."""
         if factor == 1.0:
             return self
         names = ("request", "entry", "prompt_token")
@@ -84,10 +101,12 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Inputs that all candidates of a task share: the model, the precision of its weights, and the engine's overheads.
+    """Inputs that all candidates of a task share.
 
-    `weight_bytes` is the stored size of a weight if the weights are only stored in this format. Requests have `tokens`
-    tokens, `prompt` of them in the prompt; only windows and linear attention need both.
+    - `precision`: the format in which the weights are multiplied.
+    - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
+    - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and linear attention depend
+      on them.
     """
 
     model: Model
@@ -99,12 +118,12 @@ class Serving:
 
     @property
     def wide_precision(self) -> str:
-        """The 16-bit precision of attention scores and values, the output head and the router."""
+        """The 16-bit format of attention scores and values, the output head and the router."""
         return "fp16" if self.precision == "fp16" else "bf16"
 
     @property
     def attention_precision(self) -> str:
-        """Precision of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
+        """The format of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
         narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
         return self.wide_precision if narrow else self.precision
 
@@ -116,12 +135,15 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The split of the work: float counts, one element per candidate.
+    """The split of the work of one instance: arrays with one element per candidate.
 
-    One instance has `tensor` x `data` x `pipeline` devices; the tensor and data ranks form `expert` groups of experts.
-    Iterations of up to `captured` tokens are graphs, and one pass through the model has at most `pass_tokens`. On CPUs
-    `cores` work together on each rank. `cache_bytes` is the size of a cached value. `crowding` is the number of the
-    engine's busy processes per CPU of a host, at least 1: times of the host are longer by this factor.
+    - `tensor`, `data`, `pipeline`: parallel sizes. Their product is the number of ranks of an instance.
+    - `expert`: the number of groups of experts, among which the tensor and data ranks are divided.
+    - `cores`: CPU cores that work together on each rank; 1 for other devices.
+    - `captured`: the largest iteration, in tokens, that runs as a captured graph; 0 if there are no graphs.
+    - `pass_tokens`: the maximum number of tokens in one pass through the model.
+    - `cache_bytes`: bytes per element of the KV cache.
+    - `crowding`: the engine's busy processes per CPU of a host, at least 1. Times of the host are multiplied by it.
     """
 
     tensor: FloatArray
@@ -136,7 +158,7 @@ class Split:
 
     @property
     def communicators(self) -> FloatArray:
-        """The number of communicators of a rank: of the instance, and of each parallel group with several ranks."""
+        """The number of communicators of a rank: one for each group of several ranks, including the whole instance."""
         ranks = self.tensor * self.data * self.pipeline
         groups = (ranks, self.tensor, self.data, self.pipeline, self.expert)
         count: FloatArray = np.sum([np.where(size > 1.0, 1.0, 0.0) for size in groups], axis=0)
@@ -144,18 +166,18 @@ class Split:
 
     @property
     def column(self) -> Split:
-        """This split with a second axis, which broadcasts over `NODES`."""
+        """This split with arrays of shape (candidates, 1), which broadcast over the columns of `NODES`."""
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
-"""Overheads of an engine that was not fitted: predicted times are lower bounds."""
+"""Overheads of an engine whose overheads were not fitted. Predicted times are then lower bounds."""
 
 
 def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None) -> Overheads:
-    """Return the overheads of a release, without a version those of the newest release.
+    """Return the overheads of the release `version`, or of the newest release if the version is unknown.
 
-    `releases` are the fields of overheads by the first release to which they apply, the newest first.
+    `releases`: fields of `Overheads` by the first release to which they apply, the newest first.
     """
     newest = (sys.maxsize,)
     number, found = release(version or "") or newest, None

@@ -22,9 +22,12 @@ from flagcore.errors import SpecError
 class Hardware:
     """The devices that a candidate may use.
 
-    `cards` is their number, `memory_bytes` the memory of one device, NaN if unknown. With `on_cores` devices are CPU
-    cores, which share the machine's memory; instances are pinned to cores. With `fp8` the chip has a peak rate in fp8.
-    A host has `per_host` of the devices, all if there is one host, or several kinds of them.
+    - `cards`: the number of devices.
+    - `hosts`: the number of hosts; 1 if the cluster has several kinds of devices.
+    - `per_host`: devices of one host; all devices if `hosts` is 1.
+    - `on_cores`: whether devices are CPU cores, which share the machine's memory. Instances are then pinned to cores.
+    - `memory_bytes`: the memory of one device, NaN if unknown.
+    - `fp8`: whether the chip has a peak rate in fp8.
     """
 
     cards: int
@@ -36,7 +39,7 @@ class Hardware:
 
     @classmethod
     def of(cls, task: Task) -> Hardware:
-        """Return the hardware of a task, from its first chip. Raises SpecError for too many cards."""
+        """Return the hardware of a task, based on its first kind of chip. Raises SpecError for too many cards."""
         group, cards = task.cluster.groups[0], task.spec.serve.cards
         if cards is not None and cards > task.cluster.devices:
             problem = f"is more than the {task.cluster.devices} devices of the cluster"
@@ -55,10 +58,10 @@ class Hardware:
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return `count` of the CPU cores that this process may use, from the index `first` on; for other hosts, of all
-        cores.
+        """Return the numbers of `count` CPU cores, from the core at index `first` on.
 
-        The tuple is empty if devices are not cores. If the process may use fewer cores, the last ones are reused.
+        On one host, only the cores that this process may use are counted; if they are too few, the last ones are
+        reused. On several hosts, all cores are counted. The tuple is empty if devices are not cores.
         """
         if not self.on_cores:
             return ()
@@ -68,18 +71,19 @@ class Hardware:
         return tuple(own[first : first + count]) or tuple(own[-count:])
 
     def share(self, instances: IntArray) -> IntArray:
-        """Return the cores of each of `instances`: an even share of those of its host."""
+        """Return the number of cores of each instance: an even share of its host's cores."""
         instances = np.maximum(instances, 1)
         on_host = self.per_host // -(-instances // self.hosts)
         return np.maximum(np.minimum(self.cards // instances, on_host), 1)
 
 
 def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated: bool = True) -> int:
-    """Return the tokens of the longest request, prompt and answer: the upper end of a distribution or a trace.
+    """Return the number of tokens of the longest possible request, prompt and answer.
 
-    Without `estimated`, texts whose tokens are not counted are ignored; otherwise they have at most one token per
-    `MIN_TOKEN_BYTES`, and a chat `CHAT_TOKENS` more. Images have the tokens of the model's `vision` tower. Raises
-    SpecError for an unreadable trace.
+    It is the upper end of the length distribution, or the longest request of a trace. An image counts as the tokens
+    that the model's `vision` tower turns it into. If `estimated`, texts whose tokens are not counted have one token per
+    `MIN_TOKEN_BYTES` bytes, and chats have `CHAT_TOKENS` more; otherwise such texts are ignored. Raises SpecError for
+    an unreadable trace.
     """
     lengths = [1]
     for load in loads:
@@ -96,12 +100,12 @@ def longest_request(loads: tuple[Load, ...], vision: Vision | None, *, estimated
 
 
 CHAT_TOKENS = 64
-"""Tokens of the template of a chat that a context is sized for: Qwen2.5-VL's has 20 with its system prompt."""
+"""Tokens of the context that are reserved for a chat template. Qwen2.5-VL's has 20, including its system prompt."""
 
 
 MIN_TOKEN_BYTES = 2
-"""Fewest bytes of UTF-8 per token that a context is sized for. English has 4 characters per token, Chinese about 1.5
-with 3 bytes each."""
+"""Minimum number of UTF-8 bytes per token, assumed when a context is sized. English has 4 characters per token, Chinese
+about 1.5 with 3 bytes each."""
 
 
 def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated: bool) -> int:
@@ -116,7 +120,7 @@ def _longest_in_trace(load: Load, path: str, vision: Vision | None, *, estimated
 
 
 def most_images(loads: tuple[Load, ...]) -> int:
-    """Return the maximum number of images of a request. Raises SpecError for an unreadable trace."""
+    """Return the maximum number of images in a request. Raises SpecError for an unreadable trace."""
     counts = [0]
     for load in loads:
         if load.images is not None:
@@ -128,7 +132,7 @@ def most_images(loads: tuple[Load, ...]) -> int:
 
 
 def has_images(loads: tuple[Load, ...]) -> bool:
-    """Return whether requests have images. Raises SpecError for an unreadable trace."""
+    """Return whether any request contains images. Raises SpecError for an unreadable trace."""
     return most_images(loads) > 0
 
 
@@ -139,7 +143,8 @@ def max_in_flight(loads: tuple[Load, ...]) -> int:
 
 INSTANCES = "instances"
 PREFILL_DECODE = "prefill_decode"
-"""Instances that only prefill and instances that only decode, such as 2xtp2+1xtp4. It replaces all knobs of layouts."""
+"""The knob for instances that only prefill and instances that only decode, such as 2xtp2+1xtp4. It replaces all other
+knobs of layouts."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -151,6 +156,6 @@ flags count differently."""
 
 
 def count(values: Mapping[str, KnobValue], knob: str) -> int:
-    """Return the value of a knob that is a count, 1 if it is not set."""
+    """Return the value of a numeric knob, or 1 if it is not set."""
     value = values.get(knob)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1

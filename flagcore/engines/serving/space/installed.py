@@ -39,7 +39,7 @@ def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def package_folders(program: str) -> tuple[str, ...]:
-    """Return the package folders of the Python interpreter that runs `program`; empty for a binary."""
+    """Return the folders of installed packages of the Python interpreter that runs `program`; empty for a binary."""
     python = interpreter(program)
     if python is None:
         return ()
@@ -60,7 +60,10 @@ def _sys_path(python: str) -> list[str]:
 
 
 def interpreter(program: str) -> str | None:
-    """Return the Python interpreter that runs `program`: itself, or the one in its first line; None for others."""
+    """Return the Python interpreter that runs `program`; None if it is not a Python program.
+
+    It is `program` itself, or the interpreter that the first line of the script names.
+    """
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
         return program
     try:
@@ -77,7 +80,7 @@ def interpreter(program: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
-    """Return the version of the first of `names` that the Python of `program` has installed; empty if none is."""
+    """Return the version of the first package in `names` that is installed for `program`'s Python; empty if none is."""
     folders = package_folders(program)
     for name in names:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():

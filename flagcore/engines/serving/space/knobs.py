@@ -32,23 +32,25 @@ LAYOUT = (INSTANCES, TP, PP, DP, EP)
 DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 CONTEXT = "context_len"
-"""A spec without a space sets it only if the engine does not start otherwise."""
+"""The knob for the context length. A spec without a space sets it only if the engine would not start otherwise."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((PREFILL_DECODE, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
     "enforce_eager": (None, False),
 }
-"""Knobs that every job record may have, and their values that an engine without the knob accepts."""
+"""Knobs that any job record may contain. An engine without such a knob accepts only these values, which mean no
+change."""
 
 
 def axes(
     task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue], version: str | None = None
 ) -> tuple[Axis, ...]:
-    """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
+    """Return the axis of each knob: its values in the spec's space, or else its fixed or neutral value.
 
-    For a spec without a space, knobs of DEFAULT_SPACE and CONTEXT are `auto` unless fixed. Raises SpecError for a key
-    of the space that is not a knob, and for a value of a knob that the engine release `version` does not have.
+    `fixed`: values that `engine_args` set. If a spec has no space, the knobs of DEFAULT_SPACE and CONTEXT are `auto`
+    unless they are fixed. Raises SpecError for a key of the space or the baseline that is not a knob, and for a value
+    of a knob that the engine release `version` does not support.
     """
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
@@ -76,13 +78,13 @@ def axes(
 
 
 def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
-    """Return the knob values of a spec or a job record. Raises SpecError."""
+    """Parse the knob values of a spec or a job record. Raises SpecError for an unknown knob or an invalid value."""
     knobs_by_key = _knobs_by_key(values, knobs, engine, "")
     return {knob.name: knob.parse(values[key], key) for key, knob in knobs_by_key.items()}
 
 
 def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, prefix: str) -> dict[str, Knob]:
-    """Return the knob of each key. Raises SpecError for an unknown key, and for two keys of one knob."""
+    """Return the knob that each key names. Raises SpecError for an unknown key, and for two keys of one knob."""
     by_name = {name: knob for knob in knobs for name in knob.names}
     result: dict[str, Knob] = {}
     for key, value in values.items():
@@ -102,12 +104,12 @@ def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: s
 
 
 def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue], version: str | None = None) -> tuple[str, ...]:
-    """Return the flags of a candidate's knobs in an engine release."""
+    """Return the command-line arguments that set a candidate's knobs in the engine release `version`."""
     return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral), version))
 
 
 def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return a column of each knob; a missing column has the fixed or the neutral value."""
+    """Return a column for each knob. A missing column is filled with the fixed value, or else the neutral value."""
     column = next(iter(columns.values()), np.zeros(1))
     result = dict(columns)
     for knob in knobs:
@@ -117,25 +119,25 @@ def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, Kno
 
 
 def code(knob: Knob, value: KnobValue) -> int:
-    """Return the code of a value in the columns of a knob."""
+    """Return the integer that represents a value in the column of a knob."""
     words = SHARES if knob.kind == "share" else knob.words
     return words.index(value) + 1 if isinstance(value, str) else value or 0
 
 
 def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
-    """Return the ranks that split the weights of the vision tower, infinity if it is not `loaded`."""
+    """Return the number of ranks that split the vision tower's weights, or infinity if the tower is not `loaded`."""
     tensor = columns[TP].astype(np.float64)
     is_whole = columns[TOWER] == 1 + COMMON[TOWER]["words"].index("data")
     return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
 
 
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
-    """Return the values of a numeric column, `default` where it is not set."""
+    """Return the values of a numeric knob, with `default` where the knob is not set."""
     return np.where(codes > 0, codes, default)
 
 
 def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
-    """Return the shares of a column of codes, `default` where it is not set."""
+    """Convert the codes of a share knob to numbers in (0, 1], with `default` where the knob is not set."""
     return np.where(codes > 0, codes / len(SHARES), default)
 
 
@@ -148,20 +150,21 @@ def divisors(task: Task) -> tuple[int, ...]:
 def tensor_sizes(task: Task) -> tuple[int, ...]:
     """Return the divisors of the number of devices, and the powers of two up to it, in ascending order.
 
-    Attention heads are rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12 cannot.
+    The number of attention heads is rarely a multiple of other sizes: 8 of 12 devices can serve a model that 6 and 12
+    cannot.
     """
     cards = Hardware.of(task).cards
     return tuple(sorted({*divisors(task), *(1 << step for step in range(cards.bit_length()))}))
 
 
 def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
-    """Return the `count` powers of two up to the requests in flight, limited to `maximum`."""
+    """Return the `count` largest powers of two up to `maximum` and to the number of requests in flight, rounded up."""
     limit = min(maximum, 1 << (max(1, max_in_flight(task.spec.serve.loads)) - 1).bit_length())
     return tuple(1 << step for step in range(limit.bit_length()))[-count:]
 
 
 class Auto(NamedTuple):
-    """The values of `auto` for a task, and their description."""
+    """The meaning of `auto` for a knob: a function that returns the values for a task, and a description."""
 
     values: Callable[[Task], Sequence[KnobValue]]
     help: str
@@ -185,7 +188,7 @@ def by_hardware(cores: Auto, devices: Auto) -> Auto:
 
 
 def if_fp8(default: str, fp8: str) -> Auto:
-    """Return an `auto` of cache formats: `default`, and `fp8` if the chip supports it."""
+    """Return an `auto` for cache formats: `default`, and `fp8` if the chip supports it."""
     help_text = f"{default}, and {fp8} if the chip supports it"
     return Auto(lambda task: (default, fp8) if Hardware.of(task).fp8 else (default,), help_text)
 
@@ -194,16 +197,17 @@ NOT_SET = fixed_values(None)
 
 
 def knob(name: str, help: str, *, flags: Sequence[str] | None = None, auto: Auto = NOT_SET, **fields: Any) -> Knob:
-    """Return a knob with its flags, the preferred one first; the default flag is its name with hyphens.
+    """Return a knob.
 
-    `fields` are fields of `Knob`.
+    `flags`: names of its flags, the preferred one first; by default the name of the knob with hyphens. `fields`: other
+    fields of `Knob`.
     """
     rows = tuple(Flag(name=each) for each in (flags if flags is not None else [name.replace("_", "-")]))
     return Knob(name=name, help=help, flags=rows, auto=auto.values, auto_help=auto.help, **fields)
 
 
 class RolesKnob(Knob):
-    """The instances that prefill and those that decode, as a text. The possible values depend on the task."""
+    """The knob PREFILL_DECODE. Its values are texts such as 2xtp2+1xtp4, and the valid ones depend on the task."""
 
     def parse(self, value: object, key: str) -> KnobValue:
         return None if value is None else placement.parse_roles(value, key)
@@ -214,7 +218,8 @@ MOE, BALANCING, QUANTIZATION = "moe_backend", "enable_eplb", "quantization"
 KV, PREFIX, EAGER = "kv_cache_type", "enable_prefix_caching", "enforce_eager"
 TRANSFER, TOWER = "kv_transfer", "mm_encoder_tp_mode"
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION)
-"""Knobs for which builds of an engine register further values: `engine_args` may have them, a space may not."""
+"""Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
+not."""
 AUTOS = {
     "roles": Auto(placement.auto_roles, "not set; for a rate also divisions of all devices between two layouts"),
     "tensor_sizes": Auto(tensor_sizes, "divisors of the devices, and powers of two"),
@@ -236,14 +241,18 @@ AUTOS = {
         "both for a load with images; else not set",
     ),
 }
-"""The values of `auto` by their names in tables of knobs."""
+"""Meanings of `auto` that tables of knobs refer to by name."""
 
 
 def read(rows: Mapping[str, Mapping[str, Any] | None], autos: Mapping[str, Auto] = AUTOS) -> tuple[Knob, ...]:
-    """Return the knobs of a table. A row has the fields of a knob, or those in which it differs from a common knob.
+    """Return the knobs of a table that maps the name of each knob to its fields.
 
-    `flags` are names, or fields of `Flag`; the default is the name of the knob with hyphens. `off_flag` is the flag
-    that means False. `auto` is a list, or a name of `autos`; `on_cores` is that on CPU cores.
+    A knob in COMMON needs only the fields that differ. These fields have a form of their own:
+
+    - `flags`: names, or fields of `Flag`; by default the name of the knob with hyphens.
+    - `off_flag`: the flag that sets False.
+    - `auto`: a list of values, or a key of `autos`.
+    - `on_cores`: what `auto` means if devices are CPU cores, in the same form as `auto`.
     """
     return tuple(_knob(name, {**COMMON.get(name, {}), **(row or {})}, autos) for name, row in rows.items())
 
@@ -264,5 +273,5 @@ def _knob(name: str, row: dict[str, Any], autos: Mapping[str, Auto]) -> Knob:
 COMMON: Mapping[str, Mapping[str, Any]] = yaml.load(
     files(__package__).joinpath("knobs.yaml").read_text("utf-8"), LOADER
 )
-"""The rows of the knobs that engines share."""
+"""The fields of the knobs that engines share, by name of the knob."""
 (INSTANCES_KNOB,) = read({INSTANCES: None})

@@ -1,9 +1,10 @@
-"""The instances of candidates: of which kinds they are, and where they run.
+"""The instances of candidates: their kinds, and the devices on which they run.
 
-All are equal, or some only prefill and the others only decode. A text such as 2xtp2+1xtp4 lists both.
+The instances of a candidate are all equal, or some only prefill and the others only decode. A text such as 2xtp2+1xtp4
+describes the second case: two prefill instances with TP 2 and one decode instance with TP 4.
 
-The terms are those of the planners of Dynamo (ai-dynamo/aiconfigurator `README.md`): workers of each kind with a
-parallelism of their own, whose rates should match.
+The terms are those of Dynamo's planners (ai-dynamo/aiconfigurator `README.md`): each kind of worker has its own
+parallelism, and the rates of both kinds should match.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ KINDS = (PREFILL, DECODE)
 SPLITS = {"tp": TP, "pp": PP, "dp": DP, "ep": EP}
 PREFILL_LIMITS = ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens")
 DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "speculation", "speculative_tokens")
-"""Knobs that act on one kind only; the other kind has the engine's defaults."""
+"""Knobs that affect only instances that prefill, or only instances that decode. The other kind has the engine's
+defaults."""
 MAX_COUNTS = 12
-"""Maximum number of divisions of the devices between two layouts that `auto` tries. Chosen: neighbors differ by less
-than a tenth of the devices."""
+"""Maximum number of divisions of the devices between two layouts that `auto` tries. A choice: with as many, neighboring
+divisions differ by less than a tenth of the devices."""
 _KIND = re.compile(r"(\d{1,6})x(?=[tpde])(?:tp(\d{1,6}))?(?:pp(\d{1,6}))?(?:dp(\d{1,6}))?(?:ep(\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The instances of one kind: their number and the layout of each."""
+    """The instances of one kind: their number, and the parallel sizes of each."""
 
     count: int
     tp: int = 1
@@ -47,7 +49,7 @@ class Role:
 
     @property
     def devices(self) -> int:
-        """The devices of one instance."""
+        """The number of devices of one instance."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -66,7 +68,7 @@ Check: TypeAlias = "Callable[[Pair], bool]"
 
 @lru_cache(maxsize=1 << 16)
 def roles(word: str) -> Pair:
-    """Return both kinds of a value of PREFILL_DECODE. Raises ValueError for another text."""
+    """Parse a value of PREFILL_DECODE. Raises ValueError if it is invalid."""
     found = [_KIND.fullmatch(part) for part in word.lower().replace(" ", "").split("+")]
     if len(found) != 2 or not (found[0] and found[1]):
         raise ValueError(word)
@@ -77,7 +79,7 @@ def roles(word: str) -> Pair:
 
 
 def parse_roles(value: object, key: str) -> str:
-    """Return the value of `key` in its shortest form. Raises SpecError."""
+    """Return a value of PREFILL_DECODE in its shortest form. Raises SpecError, which names `key`, if it is invalid."""
     try:
         return "+".join(map(str, roles(value if isinstance(value, str) else "")))
     except ValueError:
@@ -86,7 +88,10 @@ def parse_roles(value: object, key: str) -> str:
 
 
 def known_roles(task: Task) -> tuple[str, ...]:
-    """Return all values of PREFILL_DECODE for a task in the order of their codes: those of `auto`, then the spec's."""
+    """Return all values of PREFILL_DECODE for a task in the order of their codes.
+
+    The values of `auto` come first, then the values in the spec.
+    """
     listed = list[str]()
     for section, values in (("space", task.spec.space), ("baseline", task.spec.baseline or {})):
         value = values.get(PREFILL_DECODE)
@@ -97,7 +102,10 @@ def known_roles(task: Task) -> tuple[str, ...]:
 
 
 def auto_roles(task: Task) -> tuple[KnobValue, ...]:
-    """Return the values of `auto`: not set, and for a rate the divisions of all devices between two kinds."""
+    """Return the values of `auto` for PREFILL_DECODE.
+
+    They are not set (None) and, if the objective is a rate, the divisions of all devices between two kinds.
+    """
     return (None, *(_divisions(task) if is_rate(task.spec.objective) else ()))
 
 
@@ -109,10 +117,11 @@ def _divisions(task: Task) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool, smallest: int) -> tuple[str, ...]:
-    """Return the divisions of `cards` into instances of two layouts that leave no room for another instance.
+    """Return the divisions of `cards` devices into instances of two layouts that leave no room for another instance.
 
-    An instance has a power of two of devices, at least half of `smallest`, and does not span hosts unless it needs to.
-    With experts it may also split them, and have an attention group on each device.
+    The size of an instance is a power of two and at least half of `smallest`. It spans hosts only if it needs to. If
+    the model has experts, an instance may also split them, with tensor parallelism or with one attention group per
+    device.
     """
     widths = [1 << step for step in range(cards.bit_length()) if 1 << step < cards]
     usual = [each for each in widths if smallest <= 2 * each and each <= max(per_host, smallest)]
@@ -133,12 +142,12 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
 
 
 def _spread(counts: range) -> list[int]:
-    """Return `MAX_COUNTS` of the counts, evenly spaced."""
+    """Return at most `MAX_COUNTS` of the counts, evenly spaced."""
     return sorted({int(each) for each in np.linspace(counts[0], counts[-1], MAX_COUNTS).round()})
 
 
 def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules for PREFILL_DECODE: both kinds fit on the devices, and each obeys `layout_rules`."""
+    """Return the rules for PREFILL_DECODE: both kinds must fit on the devices, and each must obey `layout_rules`."""
     hardware = Hardware.of(task)
     of_layout = [rule for rule in layout_rules if set(rule.knobs) <= set(SPLITS.values())]
 
@@ -167,14 +176,15 @@ def rules(task: Task, layout_rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def _broken_by_code(task: Task, check: Check) -> BoolArray:
-    """Return the result of a check of pairs by the codes of PREFILL_DECODE; no pair breaks none."""
+    """Return the result of `check` for each value of PREFILL_DECODE, by its code. Code 0, not set, gives False."""
     return np.array([False, *(check(roles(word)) for word in known_roles(task))])
 
 
 def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], message: str) -> Rule:
-    """Return the rule of pairs between which a value of the knob `transfer` cannot move caches.
+    """Return the rule against methods of transfer that cannot move caches between two kinds of instances.
 
-    `is_broken` has a predicate of a pair by the code of the value.
+    `transfer`: the knob for the method. `is_broken`: for the code of a method, a function that returns whether the
+    method cannot move caches between a pair of kinds.
     """
     tables = {code: _broken_by_code(task, check) for code, check in is_broken.items()}
 
@@ -188,7 +198,7 @@ def transfer_rule(task: Task, transfer: str, is_broken: Mapping[int, Check], mes
 
 
 def merges(transfer: str) -> tuple[Merge, ...]:
-    """Return the merges of the knobs that PREFILL_DECODE replaces, and of `transfer` without it."""
+    """Return merges that ignore the knobs that PREFILL_DECODE replaces, or `transfer` if PREFILL_DECODE is not set."""
 
     def merge(knob: str, neutral: int) -> Merge:
         return Merge(
@@ -206,10 +216,10 @@ def merges(transfer: str) -> tuple[Merge, ...]:
 
 
 def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:
-    """Return the hosts of each instance, its first device there, and its devices; None if they do not fit.
+    """Return each instance's hosts, its first device there, and its number of devices; None if they do not fit.
 
-    `parts` are the devices of each; CPU cores are divided evenly. Large instances choose first. An instance is on the
-    first host with room for it, or, if it is larger, on whole hosts.
+    `parts`: the number of devices of each instance. CPU cores are divided evenly instead. Large instances are placed
+    first, each on the first host with room for it or, if it is larger than a host, on whole hosts.
     """
     if hardware.on_cores:
         parts = [int(hardware.share(np.array([len(parts)]))[0])] * len(parts)
@@ -228,7 +238,7 @@ def _places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, 
 
 
 def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
-    """Return the knob values of the instances of a kind: its layout, and no limits of the other kind."""
+    """Return the knob values of the instances of one kind: its layout, without the limits of the other kind."""
     pair = roles(str(values[PREFILL_DECODE]))
     other_limits = DECODE_LIMITS if kind == PREFILL else PREFILL_LIMITS
     own = {name: value for name, value in values.items() if name not in other_limits}
@@ -239,7 +249,8 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
 class Placement:
     """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
 
-    An instance on several `hosts` has all their devices. `kind` is PREFILL or DECODE if it does only one of both.
+    An instance on several `hosts` uses all their devices. `kind`: PREFILL or DECODE if the instance does only one of
+    both, else empty.
     """
 
     values: Mapping[str, KnobValue]
@@ -250,7 +261,7 @@ class Placement:
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a legal candidate, each on consecutive devices; those that prefill come first."""
+    """Return the instances of a legal candidate, each on consecutive devices. Instances that prefill come first."""
     pair = values.get(PREFILL_DECODE)
     if isinstance(pair, str):
         own: dict[str, Mapping[str, KnobValue]] = {kind: of_kind(values, kind) for kind in KINDS}
@@ -269,10 +280,12 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
 
 @dataclass(frozen=True, slots=True)
 class InstanceKinds:
-    """Kinds of equal instances, one row of `columns` each.
+    """The kinds of instances of some candidates, one array element per kind, sorted by candidate.
 
-    A kind has `count` instances of candidate `owner`. Rows are sorted by candidate. `role` is 1 for instances that only
-    prefill, which come first, 2 for those that only decode, and 0 for others.
+    - `owner`: the index of the candidate.
+    - `count`: the number of its instances of this kind.
+    - `columns`: the knob values of each kind.
+    - `role`: 1 for instances that only prefill, which come first, 2 for instances that only decode, 0 for others.
     """
 
     owner: IntArray
@@ -291,7 +304,10 @@ class InstanceKinds:
 
     @property
     def lanes(self) -> FloatArray:
-        """The instances among which the requests of each kind are divided: all, or those of its role."""
+        """The number of instances among which requests are divided, by kind.
+
+        It is the number of all instances of the candidate or, if the kind has a role, of the instances of this kind.
+        """
         totals = self.total(np.ones(self.owner.size))[self.owner]
         return np.where(self.role > 0, self.count, totals)
 
@@ -304,19 +320,19 @@ class InstanceKinds:
         return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
 
     def worst(self, values: FloatArray) -> IntArray:
-        """Return the row of each candidate's kind with the largest value."""
+        """Return, for each candidate, the row of its kind with the largest value."""
         order = np.lexsort((values, self.owner))
         return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
 
 
 def uniform_kinds(instances: IntArray) -> InstanceKinds:
-    """Return the kinds of instances of candidates whose instances are all equal."""
+    """Return the kinds of candidates whose instances are all equal: one kind per candidate, without knob values."""
     owner = np.arange(instances.size, dtype=np.int64)
     return InstanceKinds(owner, np.maximum(instances, 1), {}, np.zeros_like(owner))
 
 
 def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
-    """Return the kinds of instances of each row: two if PREFILL_DECODE is set, else one."""
+    """Return the kinds of instances of each candidate: two if PREFILL_DECODE is set, else one."""
     size = next(iter(columns.values())).size
     codes = np.broadcast_to(columns.get(PREFILL_DECODE, np.zeros(1, dtype=np.int64)), size)
     if not codes.any():

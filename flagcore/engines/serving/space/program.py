@@ -33,11 +33,11 @@ RESERVED_FLAGS: Mapping[str, str] = {
         "each host of an instance has its own",
     ),
 }
-"""Flags of several engines that the user cannot set, with the reasons."""
+"""Flags of several engines that the user cannot set, each with the reason."""
 
 
 class EngineArgs(NamedTuple):
-    """`engine_args` of a spec: the knobs that they fix for all candidates, and the other flags."""
+    """The `engine_args` of a spec: knob values that all candidates then have in common, and other flags."""
 
     fixed: dict[str, KnobValue]
     others: dict[str, EngineArg]
@@ -45,11 +45,14 @@ class EngineArgs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """How Dynamo runs an engine: the Python module of its worker, and flags that differ from those of the server.
+    """How Dynamo runs an engine.
 
-    The worker takes the server's flags except `frontend_flags`, and also `flags`. `kind_flag` selects workers that only
-    prefill or decode; empty if it is the server's. Such workers set `own_variables` themselves, and exchange caches by
-    one of `transfers`.
+    - `module`: the Python module of the engine's Dynamo worker.
+    - `transfers`: the methods by which workers that only prefill or only decode can exchange caches.
+    - `frontend_flags`: flags of the engine's own server that the worker does not accept.
+    - `flags`: flags that the worker needs in addition.
+    - `kind_flag`: the flag that makes a worker only prefill or only decode; empty if it is the server's flag.
+    - `own_variables`: environment variables that such workers set themselves.
     """
 
     module: str
@@ -65,20 +68,23 @@ P = TypeVar("P", bound="Program")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """An engine's flags and overheads.
+    """An engine's command, flags, knobs and overheads.
 
-    `program` is the default command, and `commands` are all commands of users. `model_flags` are flags of the model,
-    which may also follow the command; `expert_switch` is the flag of expert parallelism if it is a switch. `packages`
-    are the pip packages that may install the engine, `releases` a PEP 440 specifier of the known releases, empty if
-    knobs do not depend on them. `reserved` are the flags that the user cannot set, with the
-    reasons. The source of the installed engine has its flags as literals in `flag_files` and as fields of a class in
-    `flag_fields`; flags are not checked if both are empty.
-
-    `overheads` are the fields of `Overheads` (model/work.py) by the first release to which they apply, the newest
-    first. `block_sizes` are the supported block sizes of attention backends, `cache_types` the bytes of a cached
-    element by the words of its knob. `word_releases` are the releases that have words, by knob; other words are in all
-    releases. `defaults` are the engine's values of knobs that are not set. `dynamo` is how Dynamo runs the engine;
-    None: it does not.
+    - `program`: the command that starts the engine by default.
+    - `commands`: all commands with which users may start it.
+    - `model_flags`: flags for the model, which may also follow the command without a flag.
+    - `expert_switch`: the flag of expert parallelism if it takes no value.
+    - `packages`: pip packages that may install the engine.
+    - `releases`: a PEP 440 specifier of the known releases; empty if knobs do not depend on the release.
+    - `reserved`: flags that the user cannot set, each with the reason.
+    - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
+      class. Flags are not checked if both are empty.
+    - `overheads`: fields of `Overheads` (model/work.py), by the first release to which they apply, the newest first.
+    - `block_sizes`: supported block sizes, by attention backend.
+    - `cache_types`: bytes per cached element, by word of the knob for the cache type.
+    - `word_releases`: releases that accept a word, by knob and word. Words that are not listed are in all releases.
+    - `defaults`: the engine's own values of knobs that are not set.
+    - `dynamo`: how Dynamo runs the engine; None if it does not.
     """
 
     title: str
@@ -101,10 +107,10 @@ class Program:
 
     @classmethod
     def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
-        """Return the program in `engine.yaml` of an engine's package, whose keys are the fields.
+        """Read the program from `engine.yaml` in an engine's package. The keys of the file are the fields.
 
-        A row of `knobs` may also have `default`, the engine's value if it is not set, and `word_releases`. `autos` are
-        the engine's own values of `auto`, by their names in the rows.
+        Each knob in `knobs` may also contain `default`, the engine's own value, and `word_releases`. `autos`: meanings
+        of `auto` that only this engine has, by the names with which its knobs refer to them.
         """
         data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), knobs.LOADER)
         rows = {name: row or {} for name, row in data.pop("knobs").items()}
@@ -118,7 +124,7 @@ class Program:
         return cls(knobs=table, word_releases=releases, defaults=defaults, reserved=reserved, **data)
 
     def code(self, name: str, value: KnobValue) -> int:
-        """Return the code of a value in the columns of the knob `name`."""
+        """Return the integer that represents a value in the column of the knob `name`."""
         return knobs.code(next(knob for knob in self.knobs if knob.name == name), value)
 
     def values(self, columns: Columns, name: str) -> IntArray:
@@ -126,22 +132,22 @@ class Program:
         return knobs.or_default(columns[name], self.code(name, self.defaults[name]))
 
     def element_bytes(self, columns: Columns) -> FloatArray:
-        """Return the bytes of a cached element; types that are not set have 16 bits."""
+        """Return the bytes per element of the KV cache: 2 where its type is not set."""
         return np.array([2.0, *self.cache_types.values()])[columns[knobs.KV]]
 
     def converts_to_fp8(self, columns: Columns) -> BoolArray:
-        """Return the rows whose weights are converted to fp8."""
+        """Return for which rows the engine converts the weights to fp8."""
         words = next(knob.words for knob in self.knobs if knob.name == knobs.QUANTIZATION)
         return np.isin(columns[knobs.QUANTIZATION], [code for code, word in enumerate(words, 1) if "fp8" in word])
 
     def parse(self, spec: Spec) -> EngineArgs:
-        """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
+        """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for invalid ones."""
         engine_args = self.split(spec)
         self.check(engine_args.others, self.installed_flags(spec) if engine_args.others else ())
         return engine_args
 
     def split(self, spec: Spec) -> EngineArgs:
-        """Return the result of `parse` without a check of the other flags. A knob is set by its name or by its flag."""
+        """Like `parse`, but without a check of the other flags. A key may be the name or a flag of a knob."""
         engine_args, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in self.known_args(spec.serve.engine_args).items():
             name = strip_dashes(key)
@@ -165,11 +171,14 @@ class Program:
         return engine_args
 
     def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """Return arguments with knobs in place of the flags that only together have a knob's meaning."""
+        """Return `args` with knobs in place of flags that express the knob only in combination; here there are none."""
         return dict(args)
 
     def knob_of(self, name: str) -> tuple[Knob | None, Flag | None]:
-        """Return the knob with a name or a flag (without dashes), and the flag; None for others."""
+        """Return the knob with this name or flag (without dashes), and the flag.
+
+        The flag is None if the knob's name matches. Both are None if nothing matches.
+        """
         for knob in self.knobs:
             if knob.name == name.replace("-", "_"):
                 return knob, None
@@ -192,7 +201,7 @@ class Program:
             raise join_errors(problems)
 
     def installed_flags(self, spec: Spec) -> frozenset[str]:
-        """Return the flags of the installed engine without dashes; empty if it is not installed."""
+        """Return the flags of the installed engine, without dashes. The set is empty if the engine is not installed."""
         try:
             command = self.command(spec)
         except NoDevice:
@@ -200,7 +209,10 @@ class Program:
         return _flags_in_source(installed.package_folders(command[0]), tuple(self.flag_files), tuple(self.flag_fields))
 
     def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
-        """Return a column of each knob; a missing column has the value that `engine_args` fix, or the neutral value."""
+        """Return a column for each knob.
+
+        A missing column is filled with the value that `engine_args` fix, or else with the neutral value.
+        """
         return knobs.all_columns(columns, self.knobs, self.parse(task.spec).fixed)
 
     def command(self, spec: Spec) -> tuple[str, ...]:
@@ -208,14 +220,14 @@ class Program:
         return installed.find_command(spec, tuple(self.program))
 
     def start_command(self, spec: Spec) -> tuple[str, ...]:
-        """Return the result of `command`, without a path if the command is not on this machine."""
+        """Like `command`, but without an absolute path if the command does not exist on this machine."""
         try:
             return self.command(spec)
         except NoDevice:
             return tuple(spec.serve.command or self.program)
 
     def version(self, spec: Spec) -> str:
-        """Return the version in the spec, or of the installed package; empty if unknown."""
+        """Return the engine version in the spec, or else that of the installed package; empty if it is unknown."""
         if spec.serve.engine_version:
             return spec.serve.engine_version
         try:
@@ -224,7 +236,7 @@ class Program:
             return ""
 
     def ready(self, spec: Spec) -> None:
-        """Raise SpecError or NoDevice unless a server can be started with the spec's Hugging Face directory."""
+        """Raise SpecError or NoDevice if no server can be started with the spec's Hugging Face directory."""
         check_directory(spec)
         command = self.command(spec)
         version = installed.package_version(command[0], *self.packages)
@@ -242,7 +254,7 @@ _MAX_BYTES = 8 << 20
 
 @lru_cache(maxsize=16)
 def _flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: tuple[str, ...]) -> frozenset[str]:
-    """Return the flags in an engine's source, without importing or running it. Missing files are ignored."""
+    """Extract the flags from an engine's source files, without importing or running it. Missing files are ignored."""
     flags: set[str] = set()
     for folder in folders:
         for names, pattern in ((files, _LITERAL_PATTERN), (fields, _FIELD_PATTERN)):
@@ -256,7 +268,10 @@ def _flags_in_source(folders: tuple[str, ...], files: tuple[str, ...], fields: t
 
 
 def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
-    """Return flags as words. True is a bare flag, false is `--no-` with the flag if `has_negation`, null is omitted."""
+    """Return flags and their values as command-line words.
+
+    True gives the bare flag. False gives `--no-` with the flag if `has_negation`, else nothing. None gives nothing.
+    """
     words: list[str] = []
     for name, value in args.items():
         dashes = "-" if len(name) <= 3 and name.isalpha() else "--"

@@ -1,4 +1,4 @@
-"""Rules and merges that serving engines share."""
+"""Legality rules and merges of candidates that serving engines share."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,10 +17,10 @@ from flagcore.spec.huggingface import MODELS
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
-    """Return the rules for instances and for splits of the model.
+    """Return the rules for the number of instances and the parallel sizes.
 
-    With `data` the engine has attention DP and EP, and splits attention by heads. With `pipeline` it has stages, with
-    `span` an instance may span hosts.
+    `data`: the engine supports attention DP and EP, and splits attention by heads. `pipeline`: it supports pipeline
+    stages. `span`: an instance may span hosts.
     """
     hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
@@ -45,7 +45,10 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = F
 
 
 def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
-    """Return the rule that instances fit on hosts of the cluster. The first of `knobs` is the number of instances."""
+    """Return the rule that each instance must fit on a host, or on whole hosts if it may `span` them.
+
+    There is no such rule for one host or for CPU cores. The first of `knobs` is the number of instances.
+    """
 
     def misplaced(c: Columns) -> BoolArray:
         width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)
@@ -94,11 +97,11 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
 
 
 _TEXT_ONLY = ("language-model-only", "is-embedding", "embedding", "embeddings")
-"""Flags of servers that cannot have images."""
+"""Flags with which a server does not accept images."""
 
 
 def check_images(task: Task, needed_flag: str = "") -> None:
-    """Raise SpecError for requests with images if the model or the server cannot have them.
+    """Raise SpecError if requests contain images that the model or the server cannot process.
 
     `needed_flag` is the flag for the file with the vision tower, if the engine needs one.
     """
@@ -128,7 +131,7 @@ def check_images(task: Task, needed_flag: str = "") -> None:
 
 
 def tower_merge(task: Task) -> Merge:
-    """Return the merge of values of `TOWER` without a vision tower, or with one tensor rank."""
+    """Return the merge that ignores `TOWER` if the model has no vision tower or there is one tensor rank."""
     return Merge(
         name="tower_of_one_rank",
         knobs=(TP, TOWER),
@@ -137,8 +140,10 @@ def tower_merge(task: Task) -> Merge:
 
 
 def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
-    """Return the rules that the context fits the longest request, because engines silently truncate longer answers,
-    and that it does not exceed the context of the model. Raises SpecError for a request that exceeds the latter.
+    """Return the rules for `knob`, the context length.
+
+    It must be at least the longest request, because engines silently truncate longer answers, and must not exceed the
+    context of the model. Raises SpecError if a request exceeds the context of the model.
     """
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
@@ -170,9 +175,10 @@ def context_rules(task: Task, knob: str) -> tuple[Rule, ...]:
 def speculation_rules(
     task: Task, program: Program, need_model: Sequence[str], model_flag: str, own_layers: str
 ) -> tuple[Rule, ...]:
-    """Return the rules of speculation.
+    """Return the rules for speculation.
 
-    The methods `need_model` need the flag `model_flag`; `own_layers` needs a model that predicts several tokens.
+    `need_model`: methods that need the flag `model_flag`. `own_layers`: the method that needs a model with layers for
+    multi-token prediction.
     """
     drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
@@ -193,7 +199,11 @@ def speculation_rules(
 
 
 def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntArray], BoolArray]) -> Rule:
-    """Return the rule for the sizes of blocks that attention backends take; `is_bad` is that of all other backends."""
+    """Return the rule for the block sizes that attention backends support.
+
+    `program.block_sizes` lists the sizes of some backends. For all others `is_bad` returns which sizes are unsupported.
+    `problem`: the end of the rule's message.
+    """
     sizes_by_code = {program.code(BACKEND, name): sizes for name, sizes in program.block_sizes.items()}
 
     def broken(c: Columns) -> BoolArray:
@@ -206,7 +216,7 @@ def block_rule(program: Program, knob: str, problem: str, is_bad: Callable[[IntA
 
 
 def no_drafts() -> Merge:
-    """Return the merge of numbers of drafted tokens without speculation."""
+    """Return the merge that ignores the number of drafted tokens if there is no speculation."""
     return Merge(
         name="no_speculation",
         knobs=(SPECULATION, DRAFTED),
@@ -215,7 +225,10 @@ def no_drafts() -> Merge:
 
 
 def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = None) -> list[Merge]:
-    """Return the merges of the engine's default values with knobs that are not set. `defaults` depend on the task."""
+    """Return merges that treat a knob with the engine's default value as not set.
+
+    `defaults`: default values that depend on the task, in addition to those of `program`.
+    """
 
     def merge(name: str, value: KnobValue) -> Merge:
         default = program.code(name, value)
@@ -228,16 +241,17 @@ def same_as_unset(program: Program, defaults: Mapping[str, KnobValue] | None = N
 
 
 CACHE_SHARE = 0.25
-"""Share of the memory in use that an expert reserves for the cache. With less, an instance gets more devices."""
+"""Minimum share of the memory in use that an expert reserves for the cache. To get it, an instance gets more
+devices."""
 
 
 def usual_space(
     task: Task, program: Program, defaults: Mapping[str, KnobValue]
 ) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the layouts among which an expert chooses, with the engine's defaults for all other knobs.
+    """Return a space of the layouts among which an expert chooses, with the engine's defaults for all other knobs.
 
-    The layouts are those of the spec's space; without a space, all that do not split a matrix over several nodes. On
-    CPU cores the engine's defaults are the only choice: one instance uses all of them.
+    The layouts come from the spec's space. If there is none, they are all that do not split a matrix over several
+    nodes. On CPU cores the engine's defaults are the only choice: one instance that uses all cores.
     """
     space, node = task.spec.space, max(group.devices_per_node for group in task.cluster.groups)
     fixed = program.parse(task.spec).fixed
@@ -256,10 +270,11 @@ def usual_space(
 
 
 def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> int:
-    """Return the row that uses the most devices, then one with enough memory for the cache, then the one with the
-    fewest devices per instance.
+    """Return the row that an expert would choose.
 
-    Ties prefer fewer attention and expert groups, and splits by the knob `split_by` only.
+    The criteria are, in this order: the most devices in use, enough memory for the cache (CACHE_SHARE), the fewest
+    attention DP groups, the fewest expert groups, no split other than by the knob `split_by`, and the smallest such
+    split.
     """
     one = np.ones_like(predictions.worst_stage)
     sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}

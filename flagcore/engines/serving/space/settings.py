@@ -1,4 +1,4 @@
-"""Effective settings of candidates, and defaults of published runs."""
+"""Effective engine settings of candidates, and settings that job records of published runs omit."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from flagcore.engines.serving.space import knobs as common_knobs
 from flagcore.engines.serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
 
 GRAPH_TOKENS = 512
-"""The default of the largest batch that engines capture as a graph, in tokens."""
+"""The largest batch, in tokens, that engines capture as a graph by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Effective settings of candidates as columns, with the engine's defaults for knobs that are not set.
+    """Effective settings of candidates, one array element per candidate or kind of instance.
 
-    Sizes count devices, sequences and tokens. `devices` are those of one instance: tensor x pipeline x data, or its
-    threads if devices are CPU cores. Without `graphs` the engine runs in eager mode. `memory_fraction` is the share of
-    a device's memory for weights, activations and cache, NaN if the cache has a fixed size, `cache_bytes` on each
-    device; `cache_bytes` is NaN otherwise. `max_batched_tokens` limits the prompt tokens of one iteration, or all its
-    tokens, depending on the engine; `max_running` limits its sequences. Both limits are for one attention DP group.
-    `context_len` limits one sequence. `pass_tokens` limits one pass through the model: a larger iteration has several
-    passes. Without `chunked` a prompt is computed in one piece. `on_device` is the share of the layers, with the output
-    head as one layer, that are on devices and not on the host; None: all. `host_s` are the seconds of an iteration on
-    the host if a knob determines them, else NaN. Speculation drafts `drafted` tokens of a sequence per iteration. The
-    weights of `quantized` candidates are converted to fp8. The weights of a vision tower are split over `tower_shares`
-    ranks, infinity if it is not loaded; None: over the tensor ranks. The host keeps `host_tokens` of the prompts of an
-    instance that its cache evicts; None: none.
+    Knobs that are not set have the engine's defaults. Sizes are numbers of devices, sequences or tokens.
+
+    - `devices`: devices of one instance, tensor x pipeline x data, or its threads if devices are CPU cores.
+    - `max_running`: maximum number of sequences in one iteration of one attention DP group.
+    - `max_batched_tokens`: maximum number of tokens in one iteration of one attention DP group. Depending on the
+      engine, it applies to the prompt tokens or to all tokens.
+    - `pass_tokens`: maximum number of tokens in one pass through the model. A larger iteration takes several passes.
+    - `context_len`: maximum number of tokens of one sequence.
+    - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
+    - `graphs`: whether the engine captures graphs; otherwise it runs in eager mode.
+    - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
+    - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
+    - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
+      None means all.
+    - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
+    - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `quantized`: whether the engine converts the weights to fp8.
+    - `tower_shares`: ranks that split the vision tower's weights, infinity if it is not loaded. None means the tensor
+      ranks.
+    - `host_tokens`: evicted prompt tokens of an instance that the host's memory can hold. None means none.
     """
 
     instances: IntArray
@@ -62,7 +70,7 @@ class Settings:
 
     @classmethod
     def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray | BoolArray) -> Settings:
-        """Return the engine's `own` settings completed with those of the common knobs, which `columns` may lack.
+        """Return the engine's `own` settings, completed with the common knobs in `columns` and with defaults.
 
         By default one pass computes a whole iteration, prompts are chunked, no graphs are captured, and the cache takes
         a share of the memory.
@@ -96,9 +104,10 @@ class Settings:
 class PublishedRuns:
     """Settings of published runs that job records omit.
 
-    `cache_type` is the type of the 8-bit cache of runs with narrow weights on chips that compute in 4 bits.
-    `memory_flag` is the flag for the share of memory, which runs raise if the weights fill most of a device. `release`
-    is a release from the time of the measurements. `engine_args` are other flags of the published recipes.
+    - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
+    - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
+    - `release`: an engine release that dates from the time of the measurements, for records without one.
+    - `engine_args`: other flags of the published recipes.
     """
 
     cache_type: KnobValue = None

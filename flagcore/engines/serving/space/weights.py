@@ -22,10 +22,11 @@ _QUANTIZERS = ("quantization", "quantization-config", "torchao-config", "hf-over
 
 
 def check_directory(spec: Spec) -> None:
-    """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec's precision is.
+    """Raise SpecError unless the weights are a directory with a config.json and agree with the spec's precision.
 
-    Engines serve weights as they are stored: for fp8 in the spec and unquantized weights, predictions for fp8 would be
-    compared with measurements in bf16.
+    A quantized precision needs quantized weights, or flags that quantize them. Engines serve weights as they are
+    stored: with fp8 in the spec and unquantized weights, predictions for fp8 would be compared with measurements in
+    bf16.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):
@@ -42,12 +43,14 @@ def check_directory(spec: Spec) -> None:
 _LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")
 """Flags that may extend the context of a model."""
 _ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
-"""Variables that disable the engines' own check of the context."""
+"""Environment variables that disable the engines' own check of the context."""
 
 
 def context_limit(spec: Spec) -> int | None:
-    """Return the tokens that the model of the weights can attend to; None if unknown, or if flags or variables may
-    extend it. Source: `_get_and_verify_max_len` in vLLM 0.32 `config/model.py`.
+    """Return the maximum context of the model in tokens.
+
+    None if it is unknown, or if flags or environment variables may extend it. Source: `_get_and_verify_max_len` in
+    vLLM 0.32 `config/model.py`.
     """
     weights = spec.serve.weights
     names = {strip_dashes(key) for key in spec.serve.engine_args}
@@ -62,7 +65,7 @@ def context_limit(spec: Spec) -> int | None:
 
 
 def _config(weights: str) -> dict[str, Any]:
-    """Return the config.json of a directory or at a path; empty if it cannot be read."""
+    """Return the contents of a config.json, given its path or its directory; empty if it cannot be read."""
     try:
         with open(weights if weights.endswith(".json") else os.path.join(weights, _CONFIG), encoding="utf-8") as file:
             config = json.load(file)
@@ -83,12 +86,13 @@ def has_unknown_format(weights: str) -> bool:
 
 
 MAX_WEIGHT_SHARE = 0.85
-"""Maximum share of a device's memory for weights by default; the rest is for activations, graphs and cache."""
+"""Default maximum share of a device's memory for weights. The rest is for activations, graphs and cache."""
 
 
 STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
-"""Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
+"""Bytes per stored weight in formats that are converted for compute: GGUF formats, which store blocks, and 4-bit
+formats with one scale per 128 weights."""
 
 
 def parameters(model: Model) -> float:
@@ -116,9 +120,10 @@ def parameters(model: Model) -> float:
 
 
 def weight_bytes(task: Task) -> float:
-    """Return the bytes of a task's weights: the size of the file, or their number times the width of the precision.
+    """Return the size of a task's weights in bytes.
 
-    A vision tower that is not in the file has 16 bits.
+    It is the size of the file if the spec names a file. Otherwise it is the number of weights times the width of the
+    precision, plus the weights of a vision tower in 16 bits.
     """
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
@@ -129,9 +134,9 @@ def weight_bytes(task: Task) -> float:
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:
-    """Return the bytes of a token in the KV cache over all devices, without replication, for sequences of `tokens`.
+    """Return the KV cache bytes per token in sequences of `tokens` tokens, in total over all devices.
 
-    Windows also have the tokens of a prompt that are `computed` at once.
+    Replication is not included. `computed`: prompt tokens of one iteration, which sliding windows hold in addition.
     """
     layers = float(cached_layers(model, tokens, computed))
     if model.multi_latent_attention:
@@ -141,9 +146,9 @@ def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.
 
 
 def min_devices(task: Task) -> int:
-    """Return the smallest power of two of devices that the weights fit into, 1 if the memory is unknown.
+    """Return the smallest power of two of devices whose memory can hold the weights; 1 if the memory is unknown.
 
-    It is limited by the number of devices and divides the attention heads.
+    It does not exceed the number of devices, and it divides the number of attention heads.
     """
     hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
     if hardware.on_cores or math.isnan(hardware.memory_bytes):
