@@ -165,8 +165,8 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed since boot because memory ran out; 0 if the kernel does not
-    report it.
+    """Return how many processes the kernel has killed since boot because memory ran out, or 0 if it does not report
+    it.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():

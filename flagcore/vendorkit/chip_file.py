@@ -133,9 +133,7 @@ class CurveFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed:
-    """The effect of a lower clock in long measurements: times much longer than `after_us` are too long by the share
-    `by`.
-    """
+    """A lower clock in long measurements. Times much longer than `after_us` are too long by the share `by`."""
 
     after_us: NotNegative
     by: NotNegative

@@ -141,10 +141,9 @@ class DeviceDetector:
         return ()
 
     def vendor_of(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that a job's `environment` selects, or this vendor if it contains variables of its own
-        software.
+        """Return the vendor that the variables in a job's `environment` select.
 
-        Returns None if neither is the case.
+        Returns this vendor if none is selected but a variable of its own software is set, or None.
         """
         selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
         if selected is not None:
@@ -183,9 +182,7 @@ class DeviceDetector:
         return report.devices if report is not None and self.trusts(report) else ()
 
     def problems(self, root: Path = Path("/")) -> tuple[str, ...]:
-        """Return sentences about why this installation's torch cannot use the vendor's devices, and about slow links of
-        devices.
-        """
+        """Return why this installation's torch cannot use the vendor's devices, and sentences about slow links."""
         return (*self._torch_problems(), *machine.narrow_links(self.pci_vendor, root, self.pci_classes))
 
     def _torch_problems(self) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def read_variables(package: str) -> tuple[Variable, ...]:
 def environment(
     package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
-    """Return the variables to set for trials of `task`. If `task` is None, it is any task on one node."""
+    """Return the variables to set for trials of `task`. None stands for any task on one node."""
     variables = applicable(read_variables(package), chip, engine, engine_version, kind)
     return {each.name: each.value for each in variables if each.value and each.applies_to(task)}
 

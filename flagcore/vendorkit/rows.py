@@ -179,8 +179,8 @@ def parse_memory(cell: str) -> tuple[float, float] | None:
 
 
 def parse_power(cell: str) -> tuple[str | None, str | None]:
-    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`, or None for missing
-    values.
+    """Return the used power and its limit in a cell such as `P0 70W / 700W` or `61 / 450 W`; None for a missing
+    value.
     """
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
@@ -195,10 +195,10 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the telemetry of a device in bytes, watts, degrees Celsius, fractions and hertz, without non-numeric
-    values.
+    """Return the telemetry of a device in bytes, watts, degrees Celsius, fractions and hertz.
 
-    Drivers report 65535, all bits of a 16-bit field, for a sensor that they cannot read.
+    Values that are not numbers are omitted. Drivers report 65535, all bits of a 16-bit field, for a sensor that they
+    cannot read.
     """
     words = {
         "power_watts": (watts, 1),

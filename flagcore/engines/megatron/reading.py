@@ -340,8 +340,9 @@ def _max_over_ranks(ranks: Sequence[Mapping[str, Any]], metric: str) -> int | No
 
 
 def _program_values(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values with which the trial program ran, except settings that the candidate leaves to the
-    engine.
+    """Yield the names and values with which the trial program ran.
+
+    Settings that the candidate leaves to the engine are omitted.
     """
     candidate_values = candidate.as_dict()
     for name, value in effective.items():

@@ -194,9 +194,7 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
 
 
 def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
-    """Return the estimated seconds of an item: those of the nearest measured item, scaled up if this item has more
-    work.
-    """
+    """Return the estimated seconds of an item, from the nearest measured item, scaled up if this item has more work."""
     if not timings:
         return 0.0
     nearest = min(timings, key=lambda other: abs(other - index))

@@ -194,11 +194,10 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory: it is fully busy only if F = B =
-    W.
+    """Return the time of V-Min (arXiv 2405.15362), which needs a third of the memory.
 
-    p / 3 micro-batches take at least the time of the forward or backward passes of all devices. Two devices have memory
-    for slightly more. Deviation: 4.5 / 8 / 11.5%.
+    Its devices are fully busy only if F = B = W. p / 3 micro-batches take at least the time of the forward or backward
+    passes of all devices. Two devices have memory for slightly more. Deviation: 4.5 / 8 / 11.5%.
     """
     forward, backward, weight, latency = _with_sends(times)
     p = len(forward)
@@ -298,8 +297,7 @@ def _fill_and_drain(
 
 
 def _pairs(times: StageTimes, *, mirrored: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return times of each device: an overlapped forward and backward, their sum, W, B + W, and the latency of a
-    message.
+    """Return five times of each device: F and B overlapped, their sum, W, B + W, and the latency of a message.
 
     With `mirrored` a device does half of its work for stage r and half for stage p - 1 - r.
     """

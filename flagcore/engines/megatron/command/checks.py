@@ -181,8 +181,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return lines about how trials change the user's command: one per reason, and one for the skipped commands of a
-    script.
+    """Return lines about how trials change the user's command: one per reason, and one for skipped commands.
+
+    Skipped commands are the commands of a script that trials do not run.
     """
     task, values = platform.task, candidate.as_dict()
     command = user_command(task.spec, {**platform.environment, **environment(values)})
@@ -277,7 +278,7 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate and for an unknown release, and
+    """Return a line for each setting without effect on any candidate and for an unknown release, and
     `command_warnings`.
     """
     known = [Version(each) for each in known_releases()]

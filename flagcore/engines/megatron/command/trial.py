@@ -18,8 +18,7 @@ Effective: TypeAlias = "Mapping[str, Any]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRule:
-    """A change of a command for a trial: it removes the arguments with destinations that match `dests`, and appends
-    `adds`.
+    """A change of a command for a trial: remove the arguments whose destinations match `dests`, and append `adds`.
 
     `{steps}` and `{run}` in `adds` are the number of steps of the trial and the folder of the run. A rule applies if
     `when` returns true. By default it applies if the command contains one of its arguments.

@@ -38,8 +38,7 @@ _VERSION_QUERY = f"from importlib.metadata import version; print(version({DISTRI
 
 @lru_cache(maxsize=64)
 def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
-    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None if it is
-    unknown.
+    """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
 
     A source tree in the import folders takes precedence over the packages of the interpreter `python`. A source tree
     between two releases counts as the later release.

@@ -1,7 +1,6 @@
-"""Megatron's arguments by name, from a command or another tool's file, and the sections of a spec that follow from
-them.
+"""Megatron's arguments by name, from a command or another tool's file, and what they mean for a spec.
 
-The sections are a baseline, the options of the job, and the shape of the model with Megatron's defaults.
+They determine a baseline, the options of the job, and the shape of the model with Megatron's defaults.
 """
 
 import ast

@@ -297,8 +297,7 @@ def _splits_with_mtp(
 
 
 def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:
-    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage has no
-    layer.
+    """Return the maximum number of layers of the stage with multi-token prediction if its last virtual stage is empty.
 
     The shape is (candidates, leading layers): there is a maximum for each number of leading dense layers on this stage.
     """

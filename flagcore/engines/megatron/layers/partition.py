@@ -185,7 +185,7 @@ class Middles(ArrayRecord):
         return cls(low, high, count, np.where(there, limits, 0.0).sum(axis=1), limited)
 
     def level(self, layers: FloatArray) -> FloatArray:
-        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if that is
+        """Return the number of layers of the largest of these stages if they have `layers` in total; inf if
         impossible.
         """
         if self.limited:

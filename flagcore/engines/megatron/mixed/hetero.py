@@ -38,8 +38,9 @@ METHODS = {"uniform": 0, "block": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs (empty: the job's
-    recompute).
+    """A mesh: its node group, its TP, CP, EP, DP and PP, and the codes of its recompute knobs.
+
+    `recompute` is empty if the job's recompute applies.
     """
 
     group: int

@@ -68,10 +68,11 @@ STEPS = 24
 
 
 def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
-    """Return `platform` with the meshes that may be the fastest added to its space, unless the spec lists meshes.
+    """Return `platform` with a space that includes the meshes that may be the fastest.
 
-    If the meshes are for trials, only those are added that trials can run: with equal sizes, in another order than the
-    spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
+    If the spec lists meshes, nothing is added. Meshes of any sizes are added with `plan`, or if the command runs
+    FlagScale with meshes. Otherwise, only meshes that flagcore's trials can run are added: with equal sizes, in another
+    order than the spec, or without some groups. Raises SpecError for meshes in the spec that trials cannot run.
     """
     task = platform.task
     if len(task.cluster.groups) == 1:
@@ -152,8 +153,9 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
 
 
 def _batches(task: Task, options: Sequence[MeshOptions]) -> Iterator[tuple[float, int, int]]:
-    """Yield a lower bound of a step's seconds, a context-parallel size, and the samples per micro-batch of all
-    replicas.
+    """Yield tuples of a lower bound of a step's seconds, a context-parallel size, and samples per micro-batch.
+
+    The samples are those of all replicas together.
     """
     layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
     keys = {key for each in options for key in zip(each.context.tolist(), each.samples.tolist(), strict=True)}
@@ -205,9 +207,7 @@ def _microbatches(task: Task, options: Sequence[MeshOptions]) -> float:
 
 
 def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[FloatArray, list[MeshOptions]]:
-    """Return the best scores of combinations, at most `limit`, and the options of each mesh in the order of the
-    pipeline.
-    """
+    """Return the best scores up to `limit`, and the options of each mesh, in the order of the pipeline."""
     legal = np.flatnonzero(_legal(options, shares_weights=tied(task)))
     chosen = [each[legal] for each in options]
     if not legal.size:
@@ -243,9 +243,7 @@ def _useful(options: MeshOptions, layers: float, seconds: float, *, equal: Seque
 
 
 def _rank(alike: IntArray, figure: FloatArray) -> BoolArray:
-    """Return which options are among the `MAX_SIZES` lowest by `figure`, compared with options of the same number
-    `alike`.
-    """
+    """Return which options are among the `MAX_SIZES` with the lowest `figure` of all options with the same `alike`."""
     order = np.lexsort((figure, alike))
     place = np.empty_like(order)
     place[order] = np.arange(order.size) - np.searchsorted(alike[order], alike[order])
@@ -427,9 +425,7 @@ def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
-    """Return the seconds in which all kinds together process the batch, if the numbers of micro-batches were real
-    numbers.
-    """
+    """Return the seconds in which all kinds together process the batch, for real numbers of micro-batches."""
     rate = samples / pace
     level: FloatArray = (batch + (rate * start).sum(axis=1)) / rate.sum(axis=1)
     return level

@@ -134,8 +134,9 @@ class Accelerator:
         self._peak_allocated = max(self._peak_allocated, peak)
 
     def memory(self) -> dict[str, int | None]:
-        """Return the allocator's peaks, and the memory that all processes currently use according to the driver, in
-        bytes.
+        """Return the allocator's peaks, and the memory that all processes currently use on the device, in bytes.
+
+        The latter is reported by the driver.
         """
         free, total = self._module.mem_get_info()
         peak = max(self._peak_allocated, self.peak_bytes())

@@ -80,9 +80,7 @@ def build(job: Job, device: torch.device) -> BuiltModel:
 
 
 def _set_overlap_functions(config: Any, job: Job, chunks: list[Any]) -> None:
-    """Set the functions with which schedules start collectives of gradients and weights, like Megatron-LM's training
-    loop.
-    """
+    """Set the functions that start collectives of gradients and weights during a schedule, like Megatron-LM."""
 
     def of_chunks(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]

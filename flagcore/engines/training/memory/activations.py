@@ -61,10 +61,10 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the bytes that an FFN of inner width `width` stores before and after its activation function, and its
-    work.
+    """Return the bytes that an FFN stores before its activation function, the bytes after it, and its work.
 
-    The work is the bytes that its backward needs in addition to the gradient of its output.
+    `width` is the inner width of the FFN. The work is the bytes that its backward needs in addition to the gradient of
+    its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
     input_copies = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
@@ -240,10 +240,10 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 def _dispatch_bytes(
     layout: Layout, traffic: FloatArray, inputs: FloatArray, has_many: BoolArray, is_split: BoolArray
 ) -> FloatArray:
-    """Return the bytes held by dispatch and return when the experts' output is sent back, without the experts' input.
+    """Return the bytes of the tensors of dispatch and return while the experts' output is sent back.
 
     They are the tokens sorted by expert, the tokens received from other ranks, the experts' output, and the output
-    reordered or summed over ranks. A step that a layout does not need adds nothing.
+    reordered or summed over ranks, but not the experts' input. A step that a layout does not need adds nothing.
     """
     has_other_ranks = layout.expert > 1
     permuted = traffic * (has_other_ranks | has_many | is_split)

@@ -1,5 +1,4 @@
-"""Bytes that the modules of a layer store for one micro-batch, including the effects of selective recompute and
-offload.
+"""Bytes that the modules of a layer store for one micro-batch, with the effects of selective recompute and offload.
 
 Saving more never increases the predicted memory: a saving adds at most as many bytes to the peak as the other layers in
 flight save. In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed
@@ -21,8 +20,9 @@ from flagcore.engines.transformer import attended
 
 @dataclass(frozen=True, slots=True)
 class ExtraBytes:
-    """Bytes that recompute or offload adds to a module's peak, limited to `saved_per_layer` for each other layer in
-    flight.
+    """Bytes that recompute or offload adds to a module's peak.
+
+    They are limited to `saved_per_layer` for each other layer in flight.
     """
 
     bytes: FloatArray
@@ -143,9 +143,7 @@ class RecomputedTensors:
 
     @property
     def needs_extra(self) -> bool:
-        """Whether recompute needs more bytes at the peak of the layer than storing the tensors: for copies or an
-        output.
-        """
+        """Whether recompute holds more at the peak than the stored tensors: several copies or an output."""
         return self.copies > 1.0 or self.output is not None
 
 
@@ -192,8 +190,7 @@ def saving(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> list[Module]:
-    """Return a layer's modules without their recomputed tensors and, where `on_host` is 1, without the `offloaded`
-    tensors.
+    """Return a layer's modules without their recomputed tensors and, if `on_host` is 1, without the `offloaded` ones.
 
     If several of `recomputed` contain the same tensor, the first one applies. Recomputed tensors are not offloaded.
     During backward, the offloaded tensors of one layer are on the device, because each tensor that is no longer needed
@@ -251,9 +248,7 @@ def _offload(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: the maximum of the modules without savings, and a peak for each other
-    module.
-    """
+    """Peaks of a layer above its stored bytes: one for each module with savings, and the maximum of the others."""
 
     without_savings: FloatArray
     saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]

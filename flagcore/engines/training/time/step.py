@@ -421,9 +421,7 @@ class Pace:
         mtp: bool = False,
         last: bool = False,
     ) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with `layers` layers, of which `leading` are leading dense
-        layers.
-        """
+        """Return the seconds of one micro-batch on a stage with `layers` layers, including `leading` dense layers."""
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * mtp)
         if np.any(leading):
