@@ -101,7 +101,7 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before prctl could register it
+        if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

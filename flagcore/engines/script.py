@@ -1,6 +1,6 @@
-"""Finds the commands that a shell script starts.
+"""Finds the external commands that a shell script starts.
 
-bash runs the script; `trace.bash` records and skips external commands.
+bash runs the script, and `trace.bash` records and skips the commands.
 """
 
 import fcntl

@@ -97,7 +97,7 @@ class DeviceDetector:
     vendor_variables: tuple[str, ...] = ()
     """Variables that select a vendor. The first one that is set applies."""
     own_variables: tuple[str, ...] = ()
-    """Prefixes of the names of variables that only this vendor's software reads."""
+    """Prefixes of variables that only this vendor's software reads."""
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
@@ -229,7 +229,7 @@ class DeviceDetector:
 
 FRESH_SECONDS = 0.9
 DESCRIPTIONS_SECONDS = 60.0
-"""Seconds for which UUIDs, addresses and links of devices are cached."""
+"""Seconds for which UUIDs, PCI addresses and links of devices are cached."""
 
 
 class Shared(Generic[T]):

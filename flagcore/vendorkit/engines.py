@@ -216,7 +216,7 @@ class RefusedValues(engine.RefusedValues, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedSetting(engine.ForcedSetting, Quirk):
-    """A setting that must have one value."""
+    """A setting that must have a certain value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +234,14 @@ class Warmup(Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(FailurePattern, Quirk):
-    """A log line that explains why a trial failed, with one `example` of it."""
+    """A pattern of a log line that explains why a trial failed, with an `example` of such a line."""
 
     example: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note(Quirk):
-    """A sentence for users."""
+    """A sentence for users that no other entry can express."""
 
     note: str
 
@@ -266,7 +266,8 @@ def read_quirks(package: str) -> Quirks:
 
 
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
-"""The sections of a `maturity.yaml`. Their claims require these keys in addition to `what`, `chips` and `files`."""
+"""The sections of a `maturity.yaml`, each with the keys that its entries require besides `what`, `chips` and
+`files`."""
 
 
 @cache

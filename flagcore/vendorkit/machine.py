@@ -190,7 +190,7 @@ def other_vendor_selected(vendor: str, variables: Sequence[str]) -> bool:
 
 
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
-    """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
+    """Return the PCI device ids ("0x4001") of a vendor's accelerators, sorted by their PCI addresses."""
     return tuple(_text(folder / "device") for folder in _pci_devices(vendor_id, root, kinds))
 
 

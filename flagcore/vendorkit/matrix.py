@@ -13,7 +13,7 @@ NEAR = ("PIX", "PXB")
 """Names of links to an adapter that do not cross the CPU."""
 
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
-"""Devices have names of three letters and a number; adapters are NIC0 or have their own names."""
+"""Matches the name of a device: three letters and a number. Adapters are named NIC0 or have their own names."""
 
 _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 """Matches the columns after the devices and adapters."""

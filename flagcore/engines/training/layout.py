@@ -31,7 +31,9 @@ class ArrayRecord:
         return type(self)(**{name: _rows(getattr(self, name), rows) for name in self.__dataclass_fields__})
 
     def take(self: R, rows: IntArray, axis: int) -> R:
-        """Return the elements `rows` of each field. `numpy.ndarray.take` is several times faster than an index."""
+        """Return the elements `rows` of each field along `axis`. `numpy.ndarray.take` is several times faster than an
+        index.
+        """
         return self[rows]
 
     def or_else(self: R, other: R, rows: BoolArray) -> R:
@@ -259,8 +261,8 @@ class Layout(ArrayRecord):
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.
 
-        Without expert parallelism experts are reduced like all other weights, for any tensor split (megatron-core 0.16
-        `transformer/moe/experts.py`).
+        Without expert parallelism, the gradients of experts are reduced like those of all other weights, whether or not
+        each expert is split (megatron-core 0.16 `transformer/moe/experts.py`).
         """
         dense = self.data * self.context
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)

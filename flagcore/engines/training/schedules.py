@@ -75,8 +75,8 @@ _HELD: dict[str, Callable[[FloatArray, FloatArray], FloatArray]] = {
     "dualpipe": lambda later, pipeline: pipeline + 1.0,
     "dualpipev": lambda later, pipeline: pipeline + 0.5,
 }
-"""Number of micro-batches that a stage holds, from the number of later stages and of all stages. In other schedules, a
-stage holds one for each later stage and one of its own."""
+"""Functions from the number of later stages and the number of all stages to the micro-batches that a stage holds. In
+other schedules, a stage holds one for each later stage and one of its own."""
 
 
 def deferred(
@@ -233,7 +233,7 @@ def dualpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def dualpipe_v(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of DualPipeV, which folds DualPipe so that parameters are not replicated, for m >= 2p.
+    """Return the time of DualPipeV for m >= 2p. It folds DualPipe so that parameters are not replicated.
 
     Deviation: 1.5 / 4.5 / 4%.
     """

@@ -165,8 +165,8 @@ def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, opti
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
-    """Return the layout and options with the explicit layout `stages` for all candidates with as many (virtual)
-    stages.
+    """Return the layout and the options if candidates with as many (virtual) stages have the explicit layout
+    `stages`.
     """
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
@@ -296,7 +296,7 @@ Parts = dict[str, FloatArray]
 """Values by component: one array each, with one element per candidate."""
 
 VOCAB_MULTIPLE = 128
-"""The default of Megatron-LM's `make_vocab_size_divisible_by`."""
+"""Default of Megatron-LM's argument `make_vocab_size_divisible_by`."""
 
 EXPERT_PARTS = ("experts",)
 """Components whose weights are replicated only over the expert-data-parallel group."""

@@ -49,7 +49,7 @@ MAX_ARGUMENT_LENGTH = 60
 
 
 def check_command(spec: Spec) -> None:
-    """Raise SpecError with all problems that would make every trial of the user's command fail."""
+    """Raise SpecError that lists all problems that would make every trial of the user's command fail."""
     command = user_command(spec)
     problems = list(_problems(spec, command)) if command else []
     if problems:
@@ -278,8 +278,9 @@ MAX_VALUE_LENGTH = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting without effect on any candidate and for an unknown release, and
-    `command_warnings`.
+    """Return `command_warnings`, and a line for each ineffective setting and for an unknown release.
+
+    A setting is ineffective if it does not affect any candidate.
     """
     known = [Version(each) for each in known_releases()]
     releases = f">={known[0].major}.{known[0].minor},<{known[-1].major}.{known[-1].minor + 1}"

@@ -350,7 +350,7 @@ def _settings(
         for key, value in sections.get(section, {}).items():
             if key in _SETTING_NAMES:
                 used.setdefault(section, set()).add(key)
-                if not (value is None or value is False or value == []):  # switches are off by default
+                if not (value is None or value is False or value == []):  # these values mean "off", the default
                     found[key] = DTYPES.get(str(value), value) if key.endswith("dtype") else value
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")

@@ -181,7 +181,7 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """Return the node group of one mesh and its codes. Raises SpecError."""
+    """Return the node group of one mesh and the codes of its knobs. Raises SpecError for an invalid text."""
     name, *words = part.split() or [""]
     values = dict(zip(RECOMPUTE_KNOBS, RECOMPUTE_CODES[""], strict=True))
     wrong = [] if name in names else [name]

@@ -56,7 +56,7 @@ NEAR = 1.5
 MAX_SIZES = 16
 """Maximum number of options of a node group with equal numbers of stages, with and without EP.
 
-Both the fastest options and those with the most room are kept."""
+As many of the fastest options and of those with the most room are kept."""
 MAX_SCORED = 4096
 """Maximum number of combinations that are scored, for one set of node groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
@@ -268,7 +268,7 @@ def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -
     kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 
     def held(seconds: FloatArray) -> list[FloatArray]:
-        """Return how many layers one stage of each kind can have within `seconds`."""
+        """Return the maximum number of layers that a stage of each kind can process within `seconds`."""
         return [np.minimum(of.fits(seconds - extra), room) for of, _, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
@@ -295,8 +295,9 @@ def _kinds(
 ) -> Iterator[tuple[MeshOptions, FloatArray, FloatArray, FloatArray]]:
     """Yield the kinds of stages on mesh `number`: the first stage, the last one, and the stages between.
 
-    Each item has the mesh, the number of such stages, the maximum number of layers of each, and the seconds of
-    embedding and head. The maximum for the stages between is the mean of the first and the last of them.
+    A mesh may lack some of them. Each item contains the mesh, the number of such stages, the maximum number of layers
+    of each, and the seconds of embedding and head. For the stages between, the maximum is the mean of the maxima of the
+    first and the last of them.
     """
     options, zeros = parts[number], np.zeros(parts[0].pp.shape)
     stages, after = options.pp.astype(np.float64), zeros + sum(part.pp for part in parts[number + 1 :])

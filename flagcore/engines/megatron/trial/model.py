@@ -140,7 +140,7 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def _global_name(name: str, layers: dict[str, str], config: Any, is_tied: bool) -> str:
-    """Return a parameter's name in the unsplit model, with global numbers of layers and experts."""
+    """Return a parameter's name in the unsplit model, in which layers and experts have global numbers."""
     if name == "output_layer.weight" and is_tied:
         return "embedding.word_embeddings.weight"
     for path, layer in layers.items():
@@ -169,7 +169,7 @@ def _own_part(name: str, weight: torch.Tensor, config: Any, generator: torch.Gen
     whole_weight = torch.empty(shape, device=weight.device).uniform_(-_LIMIT, _LIMIT, generator=generator)
     if not is_split:
         return whole_weight
-    if config.gated_linear_unit and "linear_fc1" in name:  # a rank holds its parts of the gate and of the value
+    if config.gated_linear_unit and "linear_fc1" in name:  # a rank has a part of the gate and a part of the value
         return torch.cat([half.chunk(size, axis)[rank] for half in whole_weight.chunk(2, axis)], axis)
     return whole_weight.chunk(size, axis)[rank]
 
@@ -199,7 +199,7 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
         self._scale = softmax_scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return [sequence, batch, heads * channels] from inputs of shape [sequence, batch, heads, channels]."""
+        """Return the output, [sequence, batch, heads * channels]. The inputs are [sequence, batch, heads, channels]."""
         length, batch = query.shape[:2]
         size = self._group.size()
         mask = None
@@ -227,7 +227,9 @@ def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of this rank's queries over all gathered keys, boolean [length, length * size]."""
+    """Return the causal mask of this rank's queries over all gathered keys: boolean, of shape [length, length *
+    size].
+    """
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
     own_positions = positions[rank * length : (rank + 1) * length]

@@ -148,9 +148,10 @@ def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _stores_core_copy(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where context parallelism stores a second copy of the core's output, before its collective, else 0.
+    """Return 1 for candidates whose context parallelism stores a second copy of the core's output, else 0.
 
-    This happens with all-to-all and all-gather, not with p2p (transformer-engine 2.9 `context_parallel.py`).
+    The copy is the output before the collective of all-to-all and all-gather; p2p stores none (transformer-engine 2.9
+    `context_parallel.py`).
     """
     has_context: FloatArray = (layout.context > 1).astype(np.float64)
     return has_context * (train.transformer_engine and train.options.cp_comm != "p2p")

@@ -57,7 +57,7 @@ class Module:
 
 
 def stored(modules: Sequence[Module]) -> FloatArray:
-    """Return the bytes that `modules` store."""
+    """Return the total bytes that `modules` store."""
     return sum((module.stored for module in modules), np.zeros(()))
 
 
@@ -106,7 +106,8 @@ class Sizes:
 
 LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 """Bytes per element of a linear layer's saved input: 8 or 4 bits, and the scale of a block of 32 or 16 elements.
-From the definitions of the number formats."""
+
+The values follow from the definitions of the number formats."""
 
 
 EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
@@ -232,7 +233,7 @@ def _offload(
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> None:
-    """Move the offloaded bytes from the stored tensors of the modules to their peaks, in place."""
+    """Change the stored tensors and the peaks of modules in place: offloaded bytes only count at the peaks."""
     offloaded_bytes = []
     for tensors in remaining:
         names = [name for name in tensors if name in offloaded]

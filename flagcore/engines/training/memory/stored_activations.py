@@ -211,7 +211,9 @@ class _Work:
 
     @classmethod
     def from_stage(cls, stage: Stage, kinds: Kinds) -> _Work:
-        """Combine the layers of a stage. Uniform recompute in chunks of one layer is one block of all layers."""
+        """Return the layers of a stage. Uniform recompute in chunks of one layer is treated as one block of all
+        layers.
+        """
         (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.hidden
         chunk = np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, kinds.train.options))

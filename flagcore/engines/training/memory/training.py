@@ -293,7 +293,7 @@ def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stage
 
 
 def used_bytes(model: MemoryModel, reserved: FloatArray, layout: Layout) -> FloatArray:
-    """Return the memory in use on a device whose allocator has reserved `reserved` bytes."""
+    """Return the memory in use on a device whose allocator reserves `reserved` bytes."""
     used, buffers = model.device_used_bytes(reserved), communicator_bytes(model)
     return used + buffers * layout.communicators() if buffers else used
 
