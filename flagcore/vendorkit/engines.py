@@ -266,8 +266,7 @@ def read_quirks(package: str) -> Quirks:
 
 
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
-"""The sections of a `maturity.yaml`, each with the keys that its entries require besides `what`, `chips` and
-`files`."""
+"""The sections of a `maturity.yaml`, and the keys that their entries require besides `what`, `chips` and `files`."""
 
 
 @cache

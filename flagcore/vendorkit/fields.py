@@ -183,7 +183,7 @@ def _number_hint(problem: str, value: object) -> str:
 
 
 Kind = Literal["train", "serve"]
-"""The kind of an engine."""
+"""The kind of an engine: for training or for serving."""
 KINDS: tuple[str, ...] = get_args(Kind)
 
 

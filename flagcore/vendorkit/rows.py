@@ -148,7 +148,7 @@ def listing_of(rows: Iterable[Row | str]) -> Listing:
 
 
 def _unique(listing: Listing) -> Listing:
-    """Return the rows whose index is unique, sorted by index."""
+    """Return only the rows whose index occurs once, sorted by index."""
     count = Counter(row.device.index for row in listing.rows)
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
     duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)

@@ -360,8 +360,8 @@ def _chooses_layers(platform: Platform) -> bool:
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules can be imported after torch. They may crash in a driver, so another process imports
-    them.
+    """Return whether modules can be imported after torch. A separate process imports them, because a driver may crash
+    it.
     """
     try:
         code = f"import torch, {', '.join(modules)}"

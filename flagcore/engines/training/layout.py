@@ -261,8 +261,8 @@ class Layout(ArrayRecord):
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.
 
-        Without expert parallelism, the gradients of experts are reduced like those of all other weights, whether or not
-        each expert is split (megatron-core 0.16 `transformer/moe/experts.py`).
+        Without expert parallelism, the gradients of experts are reduced like those of other weights, even if experts
+        are split by tensor parallelism (megatron-core 0.16 `transformer/moe/experts.py`).
         """
         dense = self.data * self.context
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
@@ -310,9 +310,9 @@ def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
 
 
 def pick(indices: IntArray, values: Sequence[T]) -> T:
-    """Return `values[indices[i]][i]` for each candidate i, for arrays or records of arrays.
+    """Return `values[indices[i]][i]` for each candidate i. The values are arrays or records of arrays.
 
-    It is faster than `numpy.choose` and has no limit on the number of arrays.
+    It is faster than `numpy.choose` and does not limit the number of arrays.
     """
     return _picked(indices * indices.size + np.arange(indices.size), values)
 

@@ -120,7 +120,7 @@ def fill_sooner(
 
 
 def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArray) -> FloatArray:
-    """Return the seconds of 1F1B without messages for each move and candidate.
+    """Return the seconds of a step with 1F1B, without messages, for each move and candidate.
 
     `layers` has the shape (moves, candidates, stages). `times` are the seconds of a micro-batch, of shape (candidates,
     stages, layers).

@@ -50,7 +50,8 @@ from flagcore.engines.training.memory.training import memory_in_use
 from flagcore.engines.training.time.step import costs_in_run, step_time
 
 PLANNED = 256
-"""Number of meshes that become candidates. In addition, each order of the node groups has an equal share."""
+"""Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this
+number."""
 NEAR = 1.5
 """A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
 MAX_SIZES = 16
@@ -172,9 +173,9 @@ def _crossed(
 ) -> list[MeshOptions]:
     """Return the combinations of options whose lower bound of a step's seconds is at most `limit`.
 
-    The order of the groups does not matter; the result has the options of each group. The groups are combined one after
-    the other. The bound of an incomplete combination assumes the best of each group that follows: its highest rate, its
-    smallest number of stages, and its largest room. All meshes of a combination have the same fields `alike`.
+    The result has the chosen options of each group, and holds for any order of the groups. The groups are combined one
+    after the other. The bound of an incomplete combination assumes the best of each group that follows: its highest
+    rate, its smallest number of stages, and its largest room. All meshes of a combination have equal fields `alike`.
     """
     layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, options)
     useful = [_useful(each, layers, limit / microbatches, equal=equal) for each in options]

@@ -105,7 +105,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """A single rank that runs alone on one device, without the other ranks."""
+    """A single rank that runs on one device without the other ranks."""
 
     rank: int
     device: int = 0

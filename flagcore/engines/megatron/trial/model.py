@@ -118,7 +118,7 @@ _EXPERT_PATTERN = re.compile(r"\.local_experts\.(\d+)\.|\.weight(\d+)$")
 
 
 def set_initial_weights(chunk: torch.nn.Module, config: Any, seed: int) -> None:
-    """Set the initial weights of one model chunk, before it is wrapped for mixed precision or data parallelism."""
+    """Set the initial weights of one model chunk before it is wrapped for mixed precision or data parallelism."""
     layers = _layer_names(chunk)
     is_tied = bool(chunk.share_embeddings_and_output_weights)
     for name, weight in chunk.named_parameters():

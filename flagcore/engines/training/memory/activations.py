@@ -96,7 +96,7 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
     """Return the bytes that the attention core stores in addition to its inputs and output.
 
     A fused core stores one fp32 number per row (log-sum-exp; Dao 2023, arXiv 2307.08691). An unfused core stores the
-    probabilities, and with dropout `DROPOUT_FACTOR` times as many bytes.
+    attention probabilities or, with dropout, `DROPOUT_FACTOR` times as many bytes.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
     if train.flash:

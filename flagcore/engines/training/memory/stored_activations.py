@@ -296,8 +296,8 @@ def _backward(
 ) -> FloatArray:
     """Return the peak of the backward pass of a stage's fully stored layers, in bytes above their stored bytes.
 
-    Backward begins with the last layer. When it reaches the leading dense layers, the later layers are freed, but an
-    overlapping forward pass has allocated their bytes again by then.
+    Backward begins with the last layer. When it reaches the leading dense layers, the later layers have been freed. If
+    a forward pass overlaps, it has allocated the freed bytes again by then.
     """
     whole = _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)

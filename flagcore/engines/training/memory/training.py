@@ -449,7 +449,7 @@ class _Estimate:
         return bool(recomputes_layers or ("moe" in options.recompute_modules and layout.selective.any()))
 
     def _peak_without_full(self, stage_: Stage, rows: IntArray, step: FloatArray, gathered: FloatArray) -> FloatArray:
-        """Return the peak of a step of the candidates `rows` with less recompute: the lower of two estimates."""
+        """Return the peak of a step of the candidates `rows` if they recomputed less, as the lower of two estimates."""
         modules, part, peaks = self.kinds.train.options.recompute_modules, stage_[rows], []
         gathered = gathered if gathered.ndim == 0 else gathered[rows]
         for fewer in {modules - {"moe"}, modules}:
