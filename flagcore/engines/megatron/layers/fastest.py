@@ -24,7 +24,7 @@ FEW = 4.0
 SHORT = 8
 """Maximum number of stages of a pipeline whose layers are moved so that it fills faster."""
 GAIN = 0.01
-"""Minimum share of a step that a move must save, because passes are assumed to be one third forward."""
+"""Minimum share of a step that a move must save. Smaller gains are uncertain: a third of a pass is assumed forward."""
 
 
 def split_layers(
