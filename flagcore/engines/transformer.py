@@ -1,7 +1,5 @@
 """Widths and numbers of weights of attention, for any engine."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flagcore.domain.model import Model

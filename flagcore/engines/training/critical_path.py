@@ -7,8 +7,6 @@ the backward for the gradients of activations, W the backward for the gradients 
 the shape (stages, candidates).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

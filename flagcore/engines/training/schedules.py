@@ -10,8 +10,6 @@ with coefficients from the published orders for p of 3 to 12. The symbols are th
 of these schedules are the maxima for m from 2p to 4p, for even stages / uneven ends / stages that all differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

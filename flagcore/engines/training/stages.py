@@ -3,8 +3,6 @@
 Parameters are by component. A test compares their numbers with modules that megatron-core 0.16 builds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-Value: TypeAlias = "bool | int | float | str | list[Any] | None"
+Value: TypeAlias = bool | int | float | str | list[Any] | None
 
 FORK = "flagscale"
 """The local version label of FlagScale's Megatron-LM, as in 0.15.0+flagscale."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
-Effective: TypeAlias = "Mapping[str, Any]"
+Effective: TypeAlias = Mapping[str, Any]
 """The values of the user's arguments, by argparse destination."""
 
 

@@ -1,7 +1,5 @@
 """Derives the splits of layers over pipeline stages that minimize the time of the slowest stage and fit in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
