@@ -29,7 +29,7 @@ from flagcore.tuner.store.directory import RunDirectory
 RESULT, SPEC = "result.json", "spec.yaml"
 RUNNING, FINISHED, INTERRUPTED = N_("running"), N_("finished"), N_("interrupted")
 UNMEASURED, UNREADABLE = N_("no measurement"), N_("unreadable")
-"""States of a run. If no process holds a run, and it has no reason for stopping, it was interrupted."""
+"""States of a run. A run is interrupted if no process holds it, and its result gives no reason why it stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

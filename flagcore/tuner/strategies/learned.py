@@ -124,7 +124,7 @@ class Learned:
 
 
 def _evaluate(context: SearchContext) -> _Evaluation:
-    """Return the posterior of the open rows with the fastest predictions."""
+    """Evaluate the open candidates with the fastest predictions: their expected times, probabilities and costs."""
     predicted, rows = predicted_times(context), fastest_open_rows(context)
     features = context.features(rows)
     observed = observed_times(context)
