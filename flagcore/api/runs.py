@@ -36,13 +36,18 @@ UNMEASURED, UNREADABLE = N_("no measurement"), N_("unreadable")
 class Run(Notebook):
     """The content of a run's folder. The run may be finished, interrupted or in progress.
 
-    `spec`: the spec's data with absolute paths. `data`: the content of `result.json`, empty if the run was killed
-    before it was written. `trials`: one trial per candidate in order of execution. `repeats`: the final repeated runs
-    of the baseline, the best and its rivals. `probes`: the trials of a lower fidelity. `imported`: the trials of
-    another tool. `gains`: the speed of the best over the baseline minus one, for each round of repeats. `engines`: the
-    runs of each engine if several were tuned; the other fields are then from the run of the best engine.
-    `search_state`: the state of the search after all trials. Units are seconds and bytes, as in
-    `flagcore.domain.trial`.
+    Units are seconds and bytes, as in `flagcore.domain.trial`.
+
+    - `spec`: the spec's data with absolute paths.
+    - `data`: the content of `result.json`, empty if the run was killed before it was written.
+    - `trials`: one trial per candidate in order of execution.
+    - `repeats`: the final repeated runs of the baseline, the best and its rivals.
+    - `probes`: the trials of a lower fidelity.
+    - `imported`: the trials of another tool.
+    - `gains`: the speed of the best over the baseline minus one, for each round of repeats.
+    - `engines`: the runs of each engine if several were tuned; the other fields are then from the run of the best
+      engine.
+    - `search_state`: the state of the search after all trials.
     """
 
     folder: Path

@@ -107,8 +107,10 @@ def _exit(end: Mapping[str, Any]) -> Exit:
 class Connection:
     """An agent on `host`. Its channel is the standard input and output of a process on this machine.
 
-    `problem`: why the agent cannot be used any more, or an empty string. `ready`: its answer to `prepare`. `exit`: the
-    exit record of its trial. `reading`: the last telemetry of its devices, with the time of arrival.
+    - `problem`: why the agent cannot be used any more, or an empty string.
+    - `ready`: its answer to `prepare`.
+    - `exit`: the exit record of its trial.
+    - `reading`: the last telemetry of its devices, with the time of arrival.
     """
 
     def __init__(self, host: str, argv: Sequence[str]) -> None:

@@ -47,11 +47,12 @@ PAUSE_SECONDS = 25e-6
 class HostsLauncher(Launcher):
     """Starts trials on the hosts of a launch.
 
-    `channel`: returns the command that starts an agent on a host and connects it to its standard input and output.
-    `find_hosts`: returns the hosts of the environment, such as a Slurm allocation. `has_allocation`: returns whether
-    there are several hosts. `hold`: reserves hosts for this process, waits for them, and returns their names; raises
-    FlagError on failure. `fix`: the advice in the message if there are no hosts. `agents`: keeps the agents of
-    successful trials for the next trial; if it is None, each trial starts new agents.
+    - `channel`: returns the command that starts an agent on a host and connects it to its standard input and output.
+    - `find_hosts`: returns the hosts of the environment, such as a Slurm allocation.
+    - `has_allocation`: returns whether there are several hosts.
+    - `hold`: reserves hosts for this process, waits for them, and returns their names. Raises FlagError on failure.
+    - `fix`: the advice in the message if there are no hosts.
+    - `agents`: keeps the agents of successful trials for the next trial; if it is None, each trial starts new agents.
     """
 
     name: str

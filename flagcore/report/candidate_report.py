@@ -32,16 +32,24 @@ SAME = 1e-9
 class CandidateReport(Notebook):
     """A report on one candidate as plain data, in GiB and seconds. Knobs are given by name.
 
-    `name`: the input. `requested`: its knobs if another, equivalent `candidate` is reported. `state`: ILLEGAL, OUTSIDE,
-    REMOVED, RAN or OPEN. `because`: the reasons for the state. `rules`: the rules behind it, each with `rule`,
-    `message`, the `values` that it uses, and the `trial` of a learned rule. `predicted`: the prediction, or None for an
-    illegal candidate. `believed`: the prediction corrected by trials. `trials`: the trials of the candidate. `nearest`:
-    the measured trial that `differs` in the fewest knobs. `expected_s`: the step time as measured, else believed, else
-    predicted. `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one
-    nearby, and `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and
-    `measured`. `causes`: a paragraph on where the candidate spends more or less time than the best; the best is
-    compared with the baseline. `matches`: if `name` does not determine a candidate of the space, the fastest matching
-    one is reported, and these are the next ones. `knobs`: the knobs of the task, which only the text uses.
+    - `name`: the input.
+    - `requested`: its knobs if another, equivalent `candidate` is reported.
+    - `state`: ILLEGAL, OUTSIDE, REMOVED, RAN or OPEN.
+    - `because`: the reasons for the state.
+    - `rules`: the rules behind it, each with `rule`, `message`, the `values` that it uses, and the `trial` of a learned
+      rule.
+    - `predicted`: the prediction, or None for an illegal candidate.
+    - `believed`: the prediction corrected by trials.
+    - `trials`: the trials of the candidate.
+    - `nearest`: the measured trial that `differs` in the fewest knobs.
+    - `expected_s`: the step time as measured, else believed, else predicted.
+    - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
+      `fastest` the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    - `causes`: a paragraph on where the candidate spends more or less time than the best; the best is compared with the
+      baseline.
+    - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
+      are the next ones.
+    - `knobs`: the knobs of the task, which only the text uses.
     """
 
     name: str
@@ -204,14 +212,17 @@ both runs correct. PREDICTED: at least one time is an uncorrected prediction. UN
 class Comparison(Notebook):
     """A comparison of two candidates `a` and `b` as plain data, in seconds and GiB. Each pair has this order.
 
-    `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
-    trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`
-    (the median over `runs` runs), `spread_s` (of the steps in a run), `between_s` (between the fastest and the slowest
-    run, or None for a single run), `noise` as a fraction, and `device_used_gib` if known. `differs`: the knobs that
-    differ. `tasks`: the other differences between the two specs. `time`, `memory`, `figures` (of servers): predictions
-    by part, all empty if a candidate is illegal. `gap`: the time of `b` relative to the time of `a`, minus one; in
-    training, per token and device. `certainty`: SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN.
-    `because`: the explanation. `knobs`: the knobs of both tasks, which only the text uses.
+    - `a`, `b`: each has `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by
+      trials, or None if the candidate ran), and `measured` (None if it was not measured). `measured` has `step_time_s`
+      (the median over `runs` runs), `spread_s` (of the steps in a run), `between_s` (between the fastest and the
+      slowest run, or None for a single run), `noise` as a fraction, and `device_used_gib` if known.
+    - `differs`: the knobs that differ.
+    - `tasks`: the other differences between the two specs.
+    - `time`, `memory`, `figures` (of servers): predictions by part, all empty if a candidate is illegal.
+    - `gap`: the time of `b` relative to the time of `a`, minus one; in training, per token and device.
+    - `certainty`: SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN.
+    - `because`: the explanation.
+    - `knobs`: the knobs of both tasks, which only the text uses.
     """
 
     a: Mapping[str, Any]

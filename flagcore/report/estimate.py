@@ -26,15 +26,21 @@ from flagcore.report.text import (
 class Estimate(Notebook):
     """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    `number` of a candidate: its position among all candidates, from 1. `model`: the weights of each part of the model.
-    `untimed`: the number of candidates without a predicted time. `no_time`: the reason for it. `runs`: what runs the
-    trials. `assumed`: the implementation and settings that a plan assumes. `notes`: the plugins' notes on engine and
-    chip. `defaults`: the candidate with the engine's own defaults, if it is not the baseline. `slo` of a candidate: the
-    figures that exceed the latency limits. `unmet`: a message if every candidate exceeds a limit, or if only the
-    baseline fits. `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone. `search`: an upper
-    bound for the seconds of all trials. `knobs`, `labels`: the knobs of the task, and the labels of the engine.
-    `bottleneck`: what limits the fastest candidate. `warning`: a warning if its MFU is far below the MFU of large jobs,
-    with the cheapest change.
+    - `number` of a candidate: its position among all candidates, from 1.
+    - `model`: the weights of each part of the model.
+    - `untimed`: the number of candidates without a predicted time.
+    - `no_time`: the reason for it.
+    - `runs`: what runs the trials.
+    - `assumed`: the implementation and settings that a plan assumes.
+    - `notes`: the plugins' notes on engine and chip.
+    - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `slo` of a candidate: the figures that exceed the latency limits.
+    - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits.
+    - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
+    - `search`: an upper bound for the seconds of all trials.
+    - `knobs`, `labels`: the knobs of the task, and the labels of the engine.
+    - `bottleneck`: what limits the fastest candidate.
+    - `warning`: a warning if its MFU is far below the MFU of large jobs, with the cheapest change.
     """
 
     chip: str

@@ -30,10 +30,13 @@ VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unkno
 class Explanation(Notebook):
     """The counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
-    `nothing_fits`: if no candidate fits, a message that names the one that needs the least memory. `knobs`: the knobs
-    that plugins add to the engine. `notes`: the plugins' notes on engine and chip. `lost_repeats`: the repeats without
-    a measurement, with their states; `counts` does not include them. `fidelity`: the fidelity of the run's trials.
-    `causes`: a comparison of the times of the best and the baseline. `no_best`: why a run has no best.
+    - `nothing_fits`: if no candidate fits, a message that names the one that needs the least memory.
+    - `knobs`: the knobs that plugins add to the engine.
+    - `notes`: the plugins' notes on engine and chip.
+    - `lost_repeats`: the repeats without a measurement, with their states; `counts` does not include them.
+    - `fidelity`: the fidelity of the run's trials.
+    - `causes`: a comparison of the times of the best and the baseline.
+    - `no_best`: why a run has no best.
     """
 
     counts: Counts

@@ -87,8 +87,9 @@ def memory_needed(task: Task, trial: Trial) -> float:
 class TrialRunner:
     """Runs and probes trials.
 
-    `groups`: one platform for each group of devices; a trial without a group runs on the first. `probe_devices`: the
-    number of ranks that a probe runs in parallel. `pool`: interrupts trials when the search ends.
+    - `groups`: one platform for each group of devices; a trial without a group runs on the first.
+    - `probe_devices`: the number of ranks that a probe runs in parallel.
+    - `pool`: interrupts trials when the search ends.
     """
 
     problem: Problem

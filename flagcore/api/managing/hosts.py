@@ -42,12 +42,15 @@ MAX_CLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """The report of a host. `problem` is the reason why it cannot be used, or an empty string.
+    """The report of a host.
 
-    `clock_s`: how many seconds its clock is ahead. `devices`, `versions`: None if flagcore is not installed on the
-    host. `torch`: the device type and the backend of torch, or None without torch. `files`: digests of files and
-    folders; empty for missing ones. `busy`: a line for each device that does not respond, or whose memory others use.
-    `kind`: hosts of the same kind must have the same devices and versions.
+    - `problem`: why it cannot be used, or an empty string.
+    - `clock_s`: how many seconds its clock is ahead.
+    - `devices`, `versions`: None if flagcore is not installed on the host.
+    - `torch`: the device type and the backend of torch, or None without torch.
+    - `files`: digests of files and folders; empty for missing ones.
+    - `busy`: a line for each device that does not respond, or whose memory others use.
+    - `kind`: hosts of the same kind must have the same devices and versions.
     """
 
     host: str

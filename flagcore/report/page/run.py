@@ -46,11 +46,15 @@ Figures: TypeAlias = "tuple[float, float, float]"
 class RunData(Plan):
     """The plan of a run as read from its result.json, and its `insight` (`flagcore.api.managing.report`).
 
-    `folder`: the folder with the files of trials. `called`: the name of the folder in commands, relative to the working
-    directory, or `.` if it is elsewhere. `warnings`: shown at the top of the page. `secrets`: values that must not be
-    shown. `labels`: the labels of the engine. `data`: the content of result.json. The fields `stop_reason` (in the
-    selected language), `notes`, `cost` (of the best) and `engines` (results or errors of several engines) are taken
-    from it.
+    - `folder`: the folder with the files of trials.
+    - `called`: the name of the folder in commands, relative to the working directory, or `.` if it is elsewhere.
+    - `warnings`: shown at the top of the page.
+    - `secrets`: values that must not be shown.
+    - `labels`: the labels of the engine.
+    - `data`: the content of result.json.
+    - `stop_reason`, `notes`, `cost`: why the run stopped (in the selected language), notes, and the cost of the best,
+      all from `data`.
+    - `engines`: the results or errors of several engines, from `data`.
     """
 
     folder: Path

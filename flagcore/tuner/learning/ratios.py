@@ -25,12 +25,19 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Prior standard deviations of the logarithm of measured over predicted, and length scales in octaves.
+    """Standard deviations of the prior of the logarithm of measured over predicted.
 
-    `chip`, `task`: of errors that all candidates on a chip, or of a task, have in common. `part`, `part_of_task`: of a
-    part of the step, on a chip and in one task. `size`: of the function of kernel sizes. `knob`: of the function of one
-    knob. `own`: of the function of all knobs in a task. `row`: of a single candidate. `slowdown`: replaces `task` in
-    rare runs that are slower as a whole, on a busy machine; 0 if there are none.
+    Each is the deviation of one term of the sum (see the module). Length scales are in octaves.
+
+    - `chip`, `task`: errors that all candidates on a chip, or of a task, share.
+    - `part`, `part_of_task`: the error of a part of the step, on a chip and in one task.
+    - `size`: the smooth function of kernel sizes.
+    - `knob`: the smooth function of one knob.
+    - `own`: the smooth function of all knobs in a task.
+    - `row`: the error of a single candidate.
+    - `slowdown`: replaces `task` in rare runs that are slower as a whole, as on a busy machine. 0 means that there are
+      none.
+    - `size_length`, `knob_length`: the length scales of the smooth functions.
     """
 
     chip: float

@@ -253,9 +253,13 @@ def expected_seconds(
 ) -> FloatArray:
     """Return the expected duration of trials in seconds.
 
-    `log_time`: logarithms of step times in seconds. `full`: durations of complete trials. `fits`: probabilities that
-    trials fit. `success`: probabilities that they succeed if they fit. A failed trial takes the median time of earlier
-    trials that failed in the same way; before the first one, the overhead and one step.
+    A failed trial takes the median time of earlier trials that failed in the same way. Before the first such trial, it
+    takes the overhead and one step.
+
+    - `log_time`: logarithms of step times in seconds.
+    - `full`: durations of complete trials.
+    - `fits`: probabilities that trials fit.
+    - `success`: probabilities that they succeed if they fit.
     """
     is_probe = context.task.spec.control.fidelity == PROBE
     one_step = full if is_probe else overhead_seconds(context) + np.exp(log_time)
@@ -359,10 +363,12 @@ def improvement_probability(
     """Return how likely a candidate improves on `best`, and by how much at most.
 
     The first value is the probability that a candidate succeeds and is faster than `best` by more than `min_gain`. The
-    second is the gain that is exceeded with a probability of 5%. `log_times`: joint samples of the logarithms of step
-    times, with one sample per row and one candidate per column. `fits`: probability that each candidate fits; these are
-    independent. `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate
-    fails, all less reliable ones fail, too. The result is deterministic.
+    second is the gain that is exceeded with a probability of 5%. The result is deterministic.
+
+    - `log_times`: joint samples of the logarithms of step times, with one sample per row and one candidate per column.
+    - `fits`: probability that each candidate fits; these are independent.
+    - `success`: probability that each does not fail otherwise; these are fully correlated, so if a candidate fails, all
+      less reliable ones fail, too.
     """
     rng = np.random.default_rng(1)
     succeeds = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < success)

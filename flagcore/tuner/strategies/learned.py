@@ -64,9 +64,12 @@ with two thirds, the search finds the same candidates, but needs more trials."""
 class _Evaluation:
     """The posterior of some open rows.
 
-    `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds. `fits`: probability
-    that a trial fits. `success`: probability that it succeeds if it fits. `feasible`: probability that it meets the
-    limits if it succeeds. `full_s`: seconds of a trial that succeeds. `cost_s`: expected seconds of a trial.
+    - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.
+    - `fits`: probability that a trial fits.
+    - `success`: probability that it succeeds if it fits.
+    - `feasible`: probability that it meets the limits if it succeeds.
+    - `full_s`: seconds of a trial that succeeds.
+    - `cost_s`: expected seconds of a trial.
     """
 
     rows: IntArray
