@@ -126,7 +126,7 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
-    from flagcore.tuner.store.trials import stored_trials  # optuna takes a while to load
+    from flagcore.tuner.store.trials import stored_trials  # importing optuna is slow
 
     identity = RunDirectory(path).identity()
     if identity is None:

@@ -269,7 +269,8 @@ class HostsRunning:
         If a host was lost, this is the reason of the end, even if the program failed on another host earlier.
         """
         for each in self.connections:
-            if each.exit and each.exit.ended_by == "request":  # not our stop, but for example Slurm's
+            # No stop was requested here. Something else ended the trial, as Slurm does at the end of a step.
+            if each.exit and each.exit.ended_by == "request":
                 each.problem = each.problem or "the trial was ended from outside, for example by the scheduler"
         lost = next((each for each in self.connections if each.problem), None)
         failed = next((each for each in self.connections if _has_failed(each.exit)), None)
@@ -283,7 +284,8 @@ class HostsRunning:
         for each in running_hosts:
             if each.open:
                 each.problem = "does not end its processes of the trial"
-        lost = lost or next((each for each in running_hosts if each.problem), None)  # this causes failures elsewhere
+        # A lost host also causes failures on the other hosts.
+        lost = lost or next((each for each in running_hosts if each.problem), None)
         exits = [each.exit for each in self.connections if each.exit]
         seconds = time.monotonic() - self.started_at
         if lost:

@@ -34,7 +34,8 @@ def fill(environment: Mapping[str, str], values: Mapping[str, str]) -> dict[str,
     """Return variables with their placeholders filled in. A variable is left out if its placeholder has no value."""
     filled = {}
     for name, text in environment.items():
-        used = [placeholder for placeholder in values if placeholder in str(text)]  # the launcher reports other types
+        # The value may have another type; the launcher reports this as an error.
+        used = [placeholder for placeholder in values if placeholder in str(text)]
         if all(values[placeholder] for placeholder in used):
             for placeholder in used:
                 text = text.replace(placeholder, values[placeholder])

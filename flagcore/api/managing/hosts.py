@@ -93,7 +93,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
     state = trial.connections[0].ready or {}
     ended = trial.wait(SECONDS + 30) or trial.stop()
     found: dict[str, Any] = {name: state[name] for name in ("python", "clock_s", "free_disk_bytes")}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # otherwise, flagcore is not installed on the host
+    with suppress(OSError, ValueError, KeyError, TypeError):  # raised if flagcore is not installed on the host
         figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         found |= {
             "devices": tuple(Device(**{**each, "host": host}) for each in figures["devices"]),
