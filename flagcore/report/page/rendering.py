@@ -5,8 +5,6 @@ text; the data of charts is escaped so that it cannot close its script element. 
 access and all other scripts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

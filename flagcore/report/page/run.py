@@ -38,7 +38,7 @@ WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """A pattern for a path that is not part of a longer name."""
 
 Record: TypeAlias = Mapping[str, Any]
-Figures: TypeAlias = "tuple[float, float, float]"
+Figures: TypeAlias = tuple[float, float, float]
 """The objective of a configuration: its median or prediction, its lowest value and its highest value."""
 
 

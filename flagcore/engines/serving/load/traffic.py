@@ -4,8 +4,6 @@ Lengths and arrivals are equal in every repeat and for every candidate. Prompts 
 cache of a server does not have the prompts of a repeat.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
